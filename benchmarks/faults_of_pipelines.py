@@ -118,6 +118,13 @@ FAULTS_OF_PIPELINES = (
         STAGES,
     ),
     Fault(
+        "a stage's weights change while they are written",
+        "strategies/pipeline/holding.py",
+        "tuple(value.shape), 0, live=True)",
+        "tuple(value.shape), 0)",
+        "strategies/pipeline/test_stages.py -k save",
+    ),
+    Fault(
         "a second run of layers is on no stage",
         "strategies/pipeline/holding.py",
         "run_with(parts.place(name), layers) % place.stages)",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.cli.app import AsJson, AtStep, RunFolder, one_of, run_verb, user_path
+from finetune.errors import FinetuneError
 from finetune.files import check_output
 
 
@@ -195,20 +196,36 @@ def push(
 
 def export(
     run: RunFolder,
-    step: Annotated[int, typer.Option("--step", min=0, help="A checkpoint's step.", show_default=False)],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="A checkpoint's step.", show_default=False)] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--to", parser=user_path, help="Output folder; exports/ of the run.", show_default=False),
+        typer.Option(
+            "--to", parser=user_path, help="Output folder; exports/ or adapter-plain/ of the run.", show_default=False
+        ),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="A PiSSA or OLoRA adapter as plain LoRA of twice the rank.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """A checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
 
     def work() -> dict[str, Any]:
-        from finetune.finished_run.export_step import describe_export, export_step
+        from finetune.finished_run.export_step import describe_export, export_step, run_at
 
         if folder is not None:
             check_output(folder, "--to", folder=True)
+        if plain:
+            from finetune.finished_run.plain_adapter import describe_plain, export_plain
+
+            facts = export_plain(run_at(run, step), folder)
+            if not as_json:
+                typer.echo(describe_plain(facts))
+            return {"ok": True, **facts}
+        if step is None:
+            raise FinetuneError(
+                f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter"
+            )
         facts = export_step(run, step, folder)
         if not as_json:
             typer.echo(describe_export(facts))

@@ -46,12 +46,7 @@ class FinishedRun:
     def base_is_inside(self) -> bool:
         """Whether turning the adapter off gives the base, so that it need not be loaded separately."""
         lora = self.recipe.lora
-        return lora is not None and not takes_from_the_base(str(lora.init_lora_weights))
-
-
-def takes_from_the_base(init: str) -> bool:
-    """Whether peft's initialisation of that name subtracts from the base what it puts into the adapter."""
-    return init.startswith(("pissa", "olora"))
+        return lora is not None and not lora.takes_from_the_base
 
 
 def finished_run(run_dir: Path) -> FinishedRun:

@@ -30,6 +30,7 @@ from finetune.finished_run.weight_files import (
 from finetune.model.build import structure_alone
 from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import as_quantized, quantized_layers
+from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
@@ -50,8 +51,10 @@ class Merge:
     embedding: str  # the embeddings' tensor
     head: str
     tied: bool  # the base's head is its embeddings
+    two_in_files: bool  # they are two matrices there, although its config.json ties them
     device: torch.device
     deltas: ParameterDeltas  # of parameters that are not a layer's weight
+    names: WholeNames  # of the trained model in the whole one
 
     @property
     def changed(self) -> set[str]:
@@ -61,9 +64,9 @@ class Merge:
 
     @property
     def unties(self) -> bool:
-        """Whether head and embeddings, one tensor in the base, are two now."""
+        """Whether head and embeddings are two now, where the base's config.json says that they are one."""
         alike = self.adapter.new_rows.keys()  # of tied ones both have them
-        return self.tied and bool((self.changed - alike) & {self.embedding, self.head})
+        return self.two_in_files or (self.tied and bool((self.changed - alike) & {self.embedding, self.head}))
 
     @property
     def vocabulary(self) -> int:
@@ -136,7 +139,8 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: adapter/ is not there; resume it first")
-    base, structure = open_base(recipe.model), structure_alone(recipe)
+    base = open_base(recipe.model)  # which fetches the files that decide the structure
+    found, structure = stored_structure(recipe.model), structure_alone(recipe)
     whole = names_in_whole(structure) or WholeNames({}, structure)
     adapter = open_adapter(run_dir / "adapter", whole)
     names = {id(module): name for name, module in structure.named_modules()}
@@ -147,6 +151,9 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     quantized = frozenset(base.layer(names[id(layer)], whole) for layer in quantized_layers(structure))
     # Only the structure says what ties a model: configurations state it also for models without such weights.
     tied = bool(getattr(structure.config, "tie_word_embeddings", False))
+    two_in_files = found is not None and found.is_at_odds
+    if tied and embedding not in base.files and head in base.files:  # transformers takes the one for the other
+        base = base.renamed(head, embedding)
     parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
     deltas = ParameterDeltas(
         structure, parameters, adapter.settings_of, adapter.read, lambda name: whole.in_file(name, base.files)
@@ -155,7 +162,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device, deltas)
+    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole)
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(

@@ -13,15 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
-from finetune.finished_run.load import takes_from_the_base
 from finetune.model.adapters import silenced_peft
-from finetune.model.packaged import in_hub_cache, resolve_model_path
+from finetune.model.packaged import base_file
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
-from finetune.recipe.sections.lora_checks import by_pattern
+from finetune.recipe.sections.lora_checks import by_pattern, takes_from_the_base
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, not_loaded, words_of
+from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_adapter, patterns_of, plain_names
 from finetune.untrusted.programs import refuse_slow_patterns
 
@@ -61,11 +60,45 @@ class AdapterFile:
 
     def start(self, layer: str, weight: Tensor) -> Tensor:
         """What the adapter's initialisation left of a layer's weight, in its number format."""
-        if not self.moves_the_base:
+        if not self.moves_the_base or self._is_embedding(layer):
             return weight
-        adapted = _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
-        remainder: Tensor = adapted.get_base_model().layer.get_base_layer().weight
+        remainder: Tensor = self._begun(layer, weight).get_base_layer().weight
         return remainder.detach()
+
+    def doubled(self, layer: str, weight: Tensor) -> dict[str, Tensor]:
+        """A and B of twice the rank by peft's names in the layer: the change of the weight itself, unscaled.
+
+        `weight` is the base's, in the number format that it was trained in. Raises FinetuneError when adapter and
+        weight do not fit.
+        """
+        trained = {name: self.read(key).float() for name, key in self.layers[layer].items()}
+        settings = self.settings_of(layer)
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        scale = alpha / rank**0.5 if settings["use_rslora"] else alpha / rank
+        if self._is_embedding(layer):  # peft begins these at zero, whatever the initialisation of the others
+            a, b = trained["embedding_A"], trained["embedding_B"]
+            made = {"embedding_A": torch.cat([a, torch.zeros_like(a)]), "embedding_B": scale * torch.cat([b, 0 * b], 1)}
+        else:
+            begun: Any = self._begun(layer, weight)
+            first, second = (part["default"].weight.detach().float() for part in (begun.lora_A, begun.lora_B))
+            a, b = trained["A.weight"], trained["B.weight"]
+            if (a.shape, b.shape) != (first.shape, second.shape):
+                raise FinetuneError(f"{layer}: the adapter does not fit this base; name its own base")
+            made = {"A.weight": torch.cat([a, first]), "B.weight": scale * torch.cat([b, -second], 1)}
+        if other := sorted(trained.keys() - made.keys()):
+            raise FinetuneError(f"{self.path}: {layer}: {other[0]} has no place in plain LoRA; merge the adapter")
+        return made
+
+    def _is_embedding(self, layer: str) -> bool:
+        return any(name.startswith("embedding") for name in self.layers[layer])
+
+    def _begun(self, layer: str, weight: Tensor) -> Any:
+        """peft's layer on this weight as training began, with the base's remainder in it."""
+        return (
+            _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
+            .get_base_model()
+            .layer
+        )
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.
@@ -75,7 +108,7 @@ class AdapterFile:
         weight do not fit.
         """
         tensors = self.layers[layer]
-        kind = nn.Embedding if any(name.startswith("embedding") for name in tensors) else nn.Linear
+        kind = nn.Embedding if self._is_embedding(layer) else nn.Linear
         adapted = _adapted(kind, weight, self.settings_of(layer))
         state = {f"{PEFT_PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
         try:
@@ -150,6 +183,14 @@ class BaseWeights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
+    stored_as: Mapping[str, str] = field(default_factory=dict)  # of tensors that have another name in their file
+
+    def renamed(self, old: str, new: str) -> BaseWeights:
+        """The same with one tensor under another name."""
+        names = {name: new if name == old else name for name in self.files}
+        files = {names[name]: path for name, path in self.files.items()}
+        shapes = {names[name]: shape for name, shape in self.shapes.items()}
+        return BaseWeights(files, shapes, {**self.stored_as, new: old})
 
     def layer(self, path: str, names: WholeNames) -> str:
         """What a layer of the trained model is called here."""
@@ -158,7 +199,7 @@ class BaseWeights:
     def read(self, name: str) -> torch.Tensor:
         """The tensor in the number format on disk; a view of the file, so whoever keeps it makes a copy."""
         with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(self.stored_as.get(name, name))
         return tensor
 
 
@@ -210,20 +251,3 @@ def read_settings(section: ModelSection, name: str) -> dict[str, Any] | None:
     if path is None:
         return None
     return read_config(path) if name == "config.json" else read_object(path)
-
-
-def base_file(section: ModelSection, name: str) -> Path | None:
-    """A file of the base on this machine, fetched where need be; None where the base has none of that name."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-
-    folder = Path(resolve_model_path(section.name_or_path))
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    cached = in_hub_cache(section.name_or_path, name, section.revision)
-    try:
-        return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
-    except EntryNotFoundError:  # also offline, where the file was never fetched
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise not_loaded(name, section.name_or_path, error) from error

@@ -154,6 +154,9 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "gradient norm, at most", training.max_grad_norm
     if recipe.lora:
         yield from _adapters(recipe.lora, receipt)
+        if run.is_adapter and recipe.lora.takes_from_the_base:
+            kind = recipe.lora.init_lora_weights
+            yield "loaded by", f"peft alone: {kind} took a part of the base, to whose rest the adapter is added"
     if recipe.model.adapter:
         yield "started from the adapter", _started_from(recipe.model)
     if recipe.quantization:

@@ -73,7 +73,8 @@ def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
         settings["lora_alpha"] = int(lora.lora_alpha)
     if on_meta:  # the values come from a rank that has the weights some inits are made from
         settings["init_lora_weights"] = True
-    return LoraConfig(task_type="CAUSAL_LM", **settings)
+    with silenced_peft():
+        return LoraConfig(task_type="CAUSAL_LM", **settings)
 
 
 def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: Sequence[int]) -> dict[str, list[int]]:
@@ -210,5 +211,7 @@ def silenced_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         warnings.filterwarnings("ignore", message="Unsupported layer type")
+        # finetune export --plain converts these too; peft's own conversion does not.
+        warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2's layers; peft sets it
         yield

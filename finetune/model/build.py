@@ -34,6 +34,7 @@ from finetune.model.float8.layers import compute_in_float8
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
+from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.library_words import in_one_line, not_loaded
@@ -148,6 +149,8 @@ def load_base(
     elif device.type == "cuda" and not is_deepspeed_zero3_enabled():  # which shards on the device what it reads
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
+    if path is None and folder_of(folder, section.revision) is not None:
+        fetch_weights(section)  # they are asked for ties before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
     with in_one_line(partial(_weights_not_loaded, recipe, name)):
@@ -159,7 +162,7 @@ def load_base(
         text_only = trained_config(config) is not config
         if text_only:  # other parts may not have the attention that the text gets below
             options["attn_implementation"] = "eager"
-        model, info = auto_class(config).from_pretrained(folder, revision=section.revision, **options)
+        model, info = auto_class(config).from_pretrained(folder, revision=section.revision, config=config, **options)
         _refuse_incomplete(name, info)
         if text_only:
             model = text_alone(model, bitsandbytes_config(recipe.quantization) if recipe.quantization else None)
@@ -189,7 +192,8 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
 
 
 def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
-    """The base's configuration by its files, or by those in `path`, once looked at. Raises what transformers raises."""
+    """The base's configuration by its files, or by those in `path`, once looked at. Of ties it says what the weights
+    there do, wherever they are on this machine (stored_structure.py). Raises what transformers raises."""
     section = recipe.model
     if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
         look_at_config(files)
@@ -198,7 +202,7 @@ def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
-    return config
+    return as_stored(config, section, path)
 
 
 def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
+from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.untrusted.config_sizes import read_config
 
@@ -76,6 +77,8 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
         shipped = shipped_config(name)
         file = shipped or in_hub_cache(name, "config.json", revision) or _from_hub(name_or_path, name, revision)
     config = json.loads(json.dumps(read_config(file)), object_hook=_as_number)
+    if unties(file.parent, config):
+        config["tie_word_embeddings"] = False
     if isinstance(config.get("text_config"), dict):
         config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)

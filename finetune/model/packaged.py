@@ -26,7 +26,9 @@ from filelock import FileLock
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder, publish_folder, remove_folder
 from finetune.output_stream import one_line
+from finetune.recipe.sections.model import ModelSection
 from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import not_loaded
 
 PREFIX = "package:"
 CONVERSION = 2  # part of the cache key: raise it when the folder's content would change
@@ -101,6 +103,23 @@ def folder_of(name_or_path: str, revision: str) -> Path | None:
         return folder
     cached = in_hub_cache(name_or_path, "config.json", revision)
     return cached and cached.parent
+
+
+def base_file(section: ModelSection, name: str) -> Path | None:
+    """A file of the base on this machine, fetched where need be; None where the base has none of that name."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    folder = Path(resolve_model_path(section.name_or_path))
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    cached = in_hub_cache(section.name_or_path, name, section.revision)
+    try:
+        return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
+    except EntryNotFoundError:  # also offline, where the file was never fetched
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise not_loaded(name, section.name_or_path, error) from error
 
 
 def weights_are_here(name: str, revision: str) -> bool:

@@ -27,6 +27,7 @@ from finetune.model.build import attention_name, decoder_parts, plain_structure,
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
@@ -180,7 +181,8 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
         )
-        content: dict[str, Any] = config.to_dict()
+        refuse_files(recipe, stored_structure(section))
+        content: dict[str, Any] = as_stored(config, section).to_dict()
         return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
     except FinetuneError:
         raise

@@ -24,6 +24,14 @@ from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
 from finetune.model.quantization import plain_quantized_weights, unpacked_weight
+from finetune.model.stored_structure import (
+    StoredStructure,
+    agree,
+    fetch_weights,
+    refuse_files,
+    stored_structure,
+)
+from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
@@ -95,6 +103,8 @@ def assemble(
     pipeline's `parts`, which cannot be made of fake tensors. `launch` decides how many cores quantising on a CPU uses;
     None: those it has.
     """
+    if launch is not None and launch.world_size > 1:
+        agree_on_structure(recipe)
     if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch)
@@ -110,6 +120,46 @@ def assemble(
     compute_layers(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     return Assembled(model, unwrapped, optimizer)
+
+
+def agree_on_structure(recipe: Recipe) -> None:
+    """Have every rank build what rank 0's files decide (model/stored_structure.py), whether it sees files or not.
+
+    Raises FinetuneError, on all ranks, where files are not whole, or those of two machines differ.
+    """
+    section, group = recipe.model, dist.new_group(backend="gloo", timeout=WAITING)  # rank 0 may have to download them
+    try:
+        found, refusal = None, ""
+        if dist.get_rank() == 0:
+            fetch_weights(section)
+            found, refusal = _structure_seen(recipe)
+        asked, refusal = _broadcast_from_rank_0((found, refusal), group)
+        if not refusal and dist.get_rank() != 0:
+            found, refusal = _structure_seen(recipe)
+            if not refusal and found is not None and asked is not None and found.digest != asked.digest:
+                refusal = (
+                    f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
+                    "those that rank 0 sees; give all machines the same files"
+                )
+        refusals: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal, group=group)
+    finally:
+        dist.destroy_process_group(group)
+    if first := next(filter(None, refusals), None):
+        where = f" (on rank {refusals.index(first)})" if refusals.index(first) else ""
+        raise FinetuneError(first + where)
+    if asked is not None:
+        agree(section, asked.tied)
+
+
+def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
+    """What this rank's files decide, or why they decide nothing."""
+    try:
+        found = stored_structure(recipe.model)
+        refuse_files(recipe, found)
+    except FinetuneError as error:
+        return None, str(error)
+    return found, ""
 
 
 def _sharded(

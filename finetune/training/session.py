@@ -33,6 +33,7 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
+from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
 from finetune.run_folder.folder import Claim, mark_run
@@ -180,6 +181,7 @@ def _train(
             receipt.add("export", exported.as_json())
             mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
             log(describe_exported(exported, state))
+            log(only_by_peft(start.recipe, start.run_dir))
             log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', str(start.run_dir)])}")
         accelerator.wait_for_everyone()
         return 0

@@ -32,6 +32,7 @@ from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
 from tests.support.mixtures import MIXTURES, save_mixture
 from tests.support.multimodal import FAMILIES, answering, save_multimodal
+from tests.support.ties import EMBEDDINGS, HEAD, changed_base, head_alone
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "head in full": {"modules_to_save": ["lm_head"]},
     "embeddings in full": {"modules_to_save": ["embed_tokens"]},
     "norms in full": {"modules_to_save": ["norm", "input_layernorm"]},
+    "pissa, embeddings adapted": {"init_lora_weights": "pissa", "target_modules": ["embed_tokens", "v_proj"]},
     "embeddings adapted": {"target_modules": ["embed_tokens", "v_proj"]},
     "by pattern": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 5}, "use_rslora": True},
 }
@@ -106,6 +108,34 @@ def test_the_merged_model_is_the_base_with_its_adapter(
     assert facts["agreement"]["held_out"]
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "method", ["lora", "head in full", "embeddings in full", "embeddings adapted", "head in full, one matrix"]
+)
+def test_a_base_whose_files_and_configuration_disagree(tmp_path: Path, method: str) -> None:
+    """The merged model has the matrices that the files hold or the adapter makes, and its config.json says so."""
+    way, one, _ = method.partition(", one matrix")
+    base = changed_base(tmp_path / "base", tied=True, change=head_alone if one else bool)
+    run = finished_run(tmp_path, base, lora=METHODS[way])
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+    merged_model = plain(run / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run / "adapter")).eval()
+    torch.testing.assert_close(logits(merged_model), logits(adapted), rtol=1e-4, atol=1e-4)
+    assert merged_model.config.tie_word_embeddings is False
+    assert load_file(run / "merged" / "model.safetensors").keys() >= {HEAD, EMBEDDINGS}
+
+
+def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
+    base = changed_base(tmp_path / "base", tied=True, change=head_alone)
+    run = finished_run(tmp_path, base)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+    merged_model = plain(run / "merged")
+    assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
     run = finished_run(tmp_path, bases[family])
@@ -159,6 +189,16 @@ def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path,
     merged, beside = (logits(model.eval().double()) for model in (whole, tuned))
     torch.testing.assert_close(merged, beside, rtol=1e-4, atol=1e-4)
     assert (folder / "preprocessor_config.json").is_file()
+
+
+def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_path: Path) -> None:
+    """The pattern is of the trained part's paths, and the base's files have others."""
+    base = save_multimodal("gemma3", tmp_path / "base")
+    ranks = {"^model.layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp.up_proj": 6}
+    scales = {"^model.layers.1.self_attn.v_proj": 3}
+    run = finished_run(tmp_path, base, lora={"rank_pattern": ranks, "alpha_pattern": scales})
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
 
 
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)

@@ -176,16 +176,6 @@ def test_without_a_text_class_adapters_alone_are_trained(tmp_path: Path) -> None
     assert no.value.exit_code == 2
 
 
-def test_a_configuration_that_ties_what_the_weights_do_not_is_refused(tmp_path: Path) -> None:
-    base = save_multimodal("mistral3", tmp_path)
-    file = base / "config.json"
-    config = json.loads(file.read_text())
-    config["text_config"]["tie_word_embeddings"] = config["tie_word_embeddings"] = True
-    file.write_text(json.dumps(config))
-    with pytest.raises(FinetuneError, match=r"two tensors for its head .* tie_word_embeddings: false"):
-        load_base(recipe_of(base), CPU)
-
-
 def test_plans_and_rehearsals_see_the_text_part(tmp_path: Path) -> None:
     base = save_multimodal("gemma3", tmp_path / "gemma3")
     config, _ = decoder_config(str(base))

@@ -103,6 +103,18 @@ def test_a_resumed_scaler_goes_on_as_if_it_had_not_stopped(stop: int) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("stop", range(2, 9))
+def test_a_resumed_scale_grows_where_the_run_would_have_grown(stop: int) -> None:
+    """After each three steps without an overflow, whenever the run was resumed."""
+    overflows = [False, True, *[False] * 7]
+    assert scales(scaler_of(), overflows) == [256, 256, 256, 256, 256, 512, 512, 512, 1024]
+    first, second = scaler_of(), scaler_of()
+    begun = scales(first, overflows[:stop])
+    second.load_state_dict(first.state_dict())
+    assert begun + scales(second, overflows[stop:]) == scales(scaler_of(), overflows)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_static_scale_stays_what_the_file_says() -> None:
     scaler = scaler_of(static=512.0)
     assert scales(scaler, [True, False, True]) == [512, 512, 512]
@@ -125,6 +137,23 @@ def test_a_run_scales_as_its_strategy_file_says(tiny_llama: Path, tmp_path: Path
         with pytest.raises(NotFinite, match="even at a loss scale of"):
             rank.step([flat_batch()])
         assert (kind_of_scaling(rank.accelerator), lowest_scale(rank.accelerator)) == ("dynamic", 2.0**29)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_a_dropped_step_leaves_no_gradient_behind(offload: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """The step after it has the gradient of its own batch alone."""
+    recipe = fp16_recipe(tiny_llama, tmp_path, initial_scale_power=8, offload_optimizer_device=offload)
+    with one_rank(recipe) as rank:
+        expected = rank.step([flat_batch(seed=1)])
+        assert not expected.skipped
+    with one_rank(recipe) as rank:
+        weight = next(rank.parts.unwrapped_model.parameters())
+        spoiling = weight.register_hook(lambda gradient: gradient * torch.inf)
+        assert rank.step([flat_batch(seed=0)]).skipped
+        spoiling.remove()
+        after = rank.step([flat_batch(seed=1)])
+        assert (after.skipped, after.loss) == (False, expected.loss)
+        assert after.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -49,6 +49,11 @@ class Lora(Section):
         return lora_checks.by_pattern(self.rank_pattern, path, self.r)
 
     @property
+    def takes_from_the_base(self) -> bool:
+        """Whether the adapter begins as a part of the base, so that only peft can load it."""
+        return lora_checks.takes_from_the_base(str(self.init_lora_weights))
+
+    @property
     def names_single_layers(self) -> bool:
         """Whether some name holds a number, by which layers may get adapters that differ."""
         return lora_checks.names_single_layers(self)

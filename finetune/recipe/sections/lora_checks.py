@@ -35,6 +35,11 @@ def without_adapters(lora: Lora) -> Iterator[tuple[str, str]]:
         yield "init_lora_weights", str(lora.init_lora_weights)
 
 
+def takes_from_the_base(init: str) -> bool:
+    """Whether peft's initialisation of that name subtracts from the base what it puts into the adapter."""
+    return init.startswith(("pissa", "olora"))
+
+
 def names_single_layers(lora: Lora) -> bool:
     """A number that stands alone in a name or pattern: 7.mlp.experts, layers.(0|1), [0-3]; not w1 and not dense_4h."""
     names: list[str] = [*lora.rank_pattern, *lora.alpha_pattern, *(lora.target_parameters or [])]

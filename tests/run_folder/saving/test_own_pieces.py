@@ -22,6 +22,18 @@ def test_names_of_one_tensor_are_written_once() -> None:
     assert own.entries["a"] == {"shape": (2, 3), "dtype": "float32", "start": 0, "n": 6}
 
 
+def test_views_of_one_shape_in_one_storage_are_two_tensors() -> None:
+    """As of gate and up in one parameter, or of two layers in a stack."""
+    stack = torch.arange(12.0).view(2, 2, 3)
+    own = own_pieces({"model": {"first": stack[0], "second": stack[1], "again": stack[1]}}, 0)["model"]
+    assert own.aliases == {"again": "second"}
+    copied = HostCopies().copied({"model": own})["model"].tensors
+    assert {name: tensor.flatten().tolist() for name, tensor in copied.items()} == {
+        "first": [0, 1, 2, 3, 4, 5],
+        "second": [6, 7, 8, 9, 10, 11],
+    }
+
+
 def test_a_piece_that_the_next_step_changes_is_copied() -> None:
     """A stage's own weight, where a partition of ZeRO is a copy already."""
     live, made = torch.ones(3), torch.ones(3)

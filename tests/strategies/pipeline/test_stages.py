@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.measure.phases import Phases
+from finetune.run_folder.saving.own_pieces import HostCopies, own_pieces
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
@@ -126,6 +127,21 @@ def test_a_stage_holds_its_own_part_alone() -> None:
         for holding, model in zip(chain.holdings, chain.models, strict=True)
     ]
     assert sorted(itertools.chain(*written)) == sorted(names)  # each by one stage
+
+
+def test_a_step_during_a_save_changes_nothing_in_it() -> None:
+    """A thread writes while the stage trains on: what it writes is a copy."""
+    chain = Chain(lambda: model_of("llama"), [range(2), range(2, 4)])
+    for holding, model in zip(chain.holdings, chain.models, strict=True):
+        weights = dict(model.named_parameters())
+        found = own_pieces({"model": holding.pieces(weights)}, holding.stage)
+        copied = HostCopies().copied(found)["model"].tensors
+        before = {name: tensor.clone() for name, tensor in copied.items()}
+        assert before
+        with torch.no_grad():
+            for name in before:
+                weights[name].add_(1)
+        assert all(torch.equal(copied[name], tensor) for name, tensor in before.items())
 
 
 def test_layers_that_are_no_line_are_refused() -> None:

@@ -1,0 +1,102 @@
+"""`finetune export --plain`: an adapter that began as a part of its base, as plain LoRA on the base itself.
+
+PiSSA and OLoRA put a part of each weight W into the adapter and leave the rest: W = rest + s B0 A0, and after training
+rest + s B A. An engine that adds s B A to W has another model. On W itself the change is s (B A - B0 A0), which is LoRA
+of twice the rank, without a scale:
+
+    A' = [A ; A0]  [2r, in]      B' = [s B , -s B0]  [out, 2r]      lora_alpha' / r' = 1
+
+A0 and B0 are made again from W, as peft makes them when it loads the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from finetune.errors import FinetuneError
+from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
+from finetune.finished_run.load import finished_run
+from finetune.finished_run.merge import NOT_THE_MODELS, Merge, plan_merge
+from finetune.model.text_part import PEFT_PREFIX
+from finetune.recipe.plain_lora import why_not_plain
+from finetune.recipe.schema import Recipe
+from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+PLAIN = "adapter-plain"  # in a run's folder
+PLAIN_RECORD = "plain.json"
+
+
+def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
+    """Write the run's adapter as plain LoRA into `to`, complete or not at all; returns plain.json and the folder.
+
+    Exact in float32; below that the rest of each base weight was rounded in training, and the base itself is not.
+    Raises FinetuneError where the adapter is plain already, or cannot be one.
+    """
+    run, folder = finished_run(run_dir), to or run_dir / PLAIN
+    _refuse(run_dir, run.recipe)
+    if (folder.exists() or folder.is_symlink()) and not (folder / PLAIN_RECORD).is_file():
+        raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
+    merge = plan_merge(run.recipe, run_dir, torch.device("cpu"))
+    tensors, settings = _plain(merge, run.product)
+    record = {"run": run_dir.resolve().name, "init_lora_weights": merge.adapter.init, "r": settings["r"]}
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    with disk_errors(folder, "the run is untouched; "):
+        remove_folder(temporary)
+        try:
+            shutil.copytree(run.product, temporary, ignore=shutil.ignore_patterns(*NOT_THE_MODELS))
+            save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            write_json(temporary / ADAPTER_CONFIG, settings)
+            write_json(temporary / PLAIN_RECORD, record)
+            publish_folder(temporary, folder)
+        finally:
+            remove_folder(temporary)
+    return {"folder": str(folder), **record}
+
+
+def describe_plain(facts: Mapping[str, Any]) -> str:
+    """What the verb shows."""
+    return f"exported as plain LoRA of rank {facts['r']}, from {facts['init_lora_weights']}: {facts['folder']}"
+
+
+def _refuse(run_dir: Path, recipe: Recipe) -> None:
+    if recipe.lora is None:
+        raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
+    if not recipe.lora.takes_from_the_base:
+        raise FinetuneError(
+            f"{run_dir}: the adapter is not of PiSSA or OLoRA, so nothing was taken from its base; use "
+            f"{run_dir / 'adapter'} as it is, or merge it: {shlex.join(['finetune', 'merge', str(run_dir)])}"
+        )
+    if reason := why_not_plain(recipe):
+        raise FinetuneError(
+            f"{run_dir}: cannot be written as plain LoRA, because {reason}; merge it: "
+            f"{shlex.join(['finetune', 'merge', str(run_dir)])}"
+        )
+
+
+def _plain(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors by peft's names, and adapter_config.json."""
+    adapter = merge.adapter
+    with safe_open(adapter.path, framework="pt") as file:
+        tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
+    for layer, parts in adapter.layers.items():
+        weight = merge.base.read(f"{layer}.weight").to(getattr(torch, merge.recipe.model.dtype), copy=True)
+        made = adapter.doubled(layer, weight)
+        for part, key in parts.items():
+            # A text part's adapter has each tensor by the whole model's name too (text_part.name_for_both).
+            for name in {key, PEFT_PREFIX + merge.names.of(key.removeprefix(PEFT_PREFIX))}:
+                tensors[name] = made[part].clone()
+    settings = json.loads((product / ADAPTER_CONFIG).read_text("utf-8"))
+    ranks = {key: 2 * rank for key, rank in (settings.get("rank_pattern") or {}).items()}
+    settings |= {"r": 2 * settings["r"], "lora_alpha": 2 * settings["r"], "use_rslora": False}
+    settings |= {"init_lora_weights": True, "rank_pattern": ranks, "alpha_pattern": dict(ranks)}
+    return tensors, settings

@@ -1,0 +1,281 @@
+"""The structure that a base's files decide: whether head and embeddings are one matrix, and which tensors there are.
+
+A config.json says whether they are tied, and the files may hold two different matrices all the same. transformers then
+leaves them untied, but only where it has the values: not on a rank without weights, nor under ZeRO-3, where it compares
+two empty vectors. So the files are asked once, before any model is built, and the configuration is made to say it.
+
+Names are compared by transformers' own loading, onto meta: its renamings, conversions and exceptions hold. Of the data
+two matrices are read, and only where both are there and the configuration ties them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import FinetuneError
+from finetune.model.packaged import base_file, folder_of, resolve_model_path
+from finetune.output_stream import one_line, silenced
+from finetune.recipe.schema import ModelSection, Recipe
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import in_one_line, not_loaded
+from finetune.untrusted.model_folder import INDEX, MOST_INDEX, SINGLE, plain_names, weight_files
+from finetune.untrusted.safetensors_header import TensorFacts, read_header
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ROWS_READ = 4096  # of two matrices that are compared: 32 MB of each in bfloat16 at a width of 4,096
+
+
+@dataclass(frozen=True)
+class StoredStructure:
+    """What the files of one folder decide, beside its config.json."""
+
+    digest: str  # SHA-256 of names, number formats and shapes, and of `tied`
+    tied: bool | None  # one matrix for head and embeddings; None: the architecture never ties, or has no such pair
+    config_tied: bool  # as config.json says it, with the architecture's default
+    problem: str  # what the files lack or have too much, as transformers names it; empty where they are complete
+
+    @property
+    def is_at_odds(self) -> bool:
+        """Whether config.json ties head and embeddings, and the files hold two different matrices."""
+        return self.config_tied and self.tied is False
+
+
+# By model.name_or_path and model.revision: what rank 0 has found, for ranks that may not see the files.
+_AGREED: dict[tuple[str, str], bool | None] = {}
+
+
+def agree(section: ModelSection, tied: bool | None) -> None:
+    """Take another rank's word for the ties of this base, here and for the rest of this process."""
+    _AGREED[section.name_or_path, section.revision] = tied
+
+
+def stored_structure(section: ModelSection, path: str | None = None) -> StoredStructure | None:
+    """What the files of the base decide, or those in the folder `path`; None where they are not on this machine.
+
+    About a second for a model of 8B parameters, once in a process. Raises FinetuneError for a file that is not whole.
+    """
+    folder = folder_of(path or section.name_or_path, section.revision)
+    files = [] if folder is None else weight_files(folder)
+    if folder is None or not all(file.is_file() for file in files):
+        return None
+    facts = [(file.resolve(), file.stat()) for file in (folder / "config.json", *files)]
+    key = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in facts)
+    with in_one_line(partial(not_loaded, "weights", path or section.name_or_path)):
+        return _found(str(folder), tuple(map(str, files)), key, section.trust_remote_code)
+
+
+def fetch_weights(section: ModelSection) -> None:
+    """Have the base's weights on this machine, from the Hub where they are there alone. What the Hub does not have, or
+    an answer that does not come, is left to the load, which says it."""
+    if Path(resolve_model_path(section.name_or_path)).is_dir():
+        return
+    with suppress(FinetuneError):
+        if base_file(section, SINGLE) is None and (index := base_file(section, INDEX)) is not None:
+            names = plain_names(index, read_object(index, MOST_INDEX, unique=True).get("weight_map")).values()
+            for name in sorted({*names}):
+                base_file(section, name)
+
+
+def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None = None) -> PreTrainedConfig:
+    """The configuration, changed in place to say of ties what the files of the base do."""
+    if path is None and (section.name_or_path, section.revision) in _AGREED:
+        tied = _AGREED[section.name_or_path, section.revision]
+    else:
+        found = stored_structure(section, path)
+        tied = None if found is None else found.tied
+    if tied is not None:
+        for each in (config, config.get_text_config()):
+            if bool(getattr(each, "tie_word_embeddings", False)) != tied:
+                each.tie_word_embeddings = tied
+    return config
+
+
+def unties(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the files of a folder hold two matrices that its config.json ties. Imports no torch in most cases: only
+    where several tensors have a row for each token."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    if config.get("tie_word_embeddings") is False and text.get("tie_word_embeddings") is False:
+        return False
+    try:
+        headers = [read_header(file) for file in weight_files(folder) if file.is_file()]
+        shapes = [facts.shape for header in headers for facts in header.values()]
+        if sum(len(shape) == 2 and shape[0] == text.get("vocab_size", shape[0]) for shape in shapes) < 2:
+            return False
+        found = stored_structure(ModelSection(name_or_path=str(folder)))
+    except FinetuneError:  # damaged files, or code that is not trusted: what loads them says so
+        return False
+    return found is not None and found.is_at_odds
+
+
+def refuse_files(recipe: Recipe, found: StoredStructure | None) -> None:
+    """Raise FinetuneError where the files lack tensors, have others or have them in other shapes, and where an adapter
+    with new tokens would not load onto them.
+
+    peft 0.21 goes by config.json when it loads trained rows: a head of its own would get those of the embeddings.
+    """
+    name = one_line(recipe.model.name_or_path)
+    if found is not None and found.problem:
+        raise FinetuneError(f"model.name_or_path: {name}: {found.problem}")
+    if found is not None and found.is_at_odds and recipe.lora and recipe.model.new_tokens:
+        raise FinetuneError(
+            f"model.add_tokens: {name} holds two matrices for head and embeddings, and its config.json ties them; peft "
+            "would load the new rows wrongly. Write tie_word_embeddings: false into its config.json"
+        )
+
+
+@lru_cache(maxsize=8)
+def _found(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted: bool) -> StoredStructure:
+    with _without_engine():
+        return _decided(folder, files, trusted)
+
+
+@contextmanager
+def _without_engine() -> Iterator[None]:
+    """Within, transformers builds and loads as if there were no ZeRO-3. Not public: its handle on the engine's config,
+    which it takes anew from an Accelerate plugin alone."""
+    from transformers.integrations import deepspeed
+
+    handle = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = handle
+
+
+def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStructure:
+    from transformers import AutoConfig
+
+    tensors: dict[str, tuple[str, TensorFacts]] = {}
+    for file in files:
+        tensors |= {name: (file, facts) for name, facts in read_header(Path(file)).items()}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    quantised = bool(getattr(config, "quantization_config", None))
+    if quantised:  # its packed tensors are known to the library that packed them; embeddings and head are plain
+        del config.quantization_config
+    structure = _on_meta(config, trusted)
+    ties = dict(getattr(structure, "all_tied_weights_keys", None) or {})
+    untied = copy.deepcopy(config)
+    for each in (untied, untied.get_text_config()):
+        each.tie_word_embeddings = False
+    info = _loaded_onto_meta(type(structure), untied, {name: facts for name, (_, facts) in tensors.items()})
+    missing = set(info["missing_keys"])
+    tied = True if ties else None
+    for target, source in ties.items():
+        there = {target, source} - missing
+        if len(there) == 1:  # transformers takes the one for the other
+            missing -= {target, source}
+        elif len(there) == 2 and not _are_equal(structure, untied, tensors, (target, source)):
+            tied = False
+    problem = "" if quantised else _problem(structure, missing, info, ties=bool(ties))
+    content = [f"{name} {facts.dtype} {facts.shape}" for name, (_, facts) in sorted(tensors.items())]
+    digest = hashlib.sha256("\n".join([*content, str(tied)]).encode()).hexdigest()
+    return StoredStructure(digest, tied, bool(ties), problem)
+
+
+def _on_meta(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel:
+    import torch
+
+    from finetune.model.text_part import auto_class
+
+    with torch.device("meta"), silenced():
+        made: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
+    return made
+
+
+def _loaded_onto_meta(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, TensorFacts]
+) -> dict[str, Any]:
+    """transformers' report of a load from tensors of these names and shapes."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)  # the report comes back as a value
+    from_pretrained: Any = kind.from_pretrained  # its annotation lacks output_loading_info
+    try:
+        with silenced():
+            _, info = from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict={name: torch.empty(facts.shape, device="meta") for name, facts in tensors.items()},
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,  # they are in the report
+                output_loading_info=True,
+            )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return dict(info)
+
+
+def _are_equal(
+    structure: PreTrainedModel,
+    untied: PreTrainedConfig,
+    tensors: Mapping[str, tuple[str, TensorFacts]],
+    parameters: tuple[str, str],
+) -> bool:
+    """Whether two parameters that the files hold have the same values there, as torch.equal has it."""
+    import torch
+    from safetensors import safe_open
+
+    shape = tuple(structure.get_parameter(parameters[0]).shape)
+    places: dict[str, str] = {}
+    for name, (_, facts) in tensors.items():
+        if facts.shape == shape:  # a load of this tensor alone says which parameter it becomes
+            missing = _loaded_onto_meta(type(structure), untied, {name: facts})["missing_keys"]
+            places |= {parameter: name for parameter in parameters if parameter not in missing}
+    if len(places) < 2:  # one of them is made of several tensors, which a tied one never is
+        return False
+    first, second = (places[parameter] for parameter in parameters)
+    with safe_open(tensors[first][0], framework="pt") as one, safe_open(tensors[second][0], framework="pt") as other:
+        for row in range(0, shape[0], ROWS_READ):
+            rows = one.get_slice(first)[row : row + ROWS_READ], other.get_slice(second)[row : row + ROWS_READ]
+            dtype = torch.promote_types(rows[0].dtype, rows[1].dtype)
+            if not torch.equal(rows[0].to(dtype), rows[1].to(dtype)):
+                return False
+    return True
+
+
+def _problem(structure: PreTrainedModel, missing: set[str], info: Mapping[str, Any], *, ties: bool) -> str:
+    """One line about the first kind of tensor that does not fit; empty where all do."""
+    ends = structure.get_input_embeddings(), structure.get_output_embeddings()
+    tables = {id(end.weight) for end in ends if end is not None}
+    lost = sorted(name for name in missing if id(_parameter(structure, name)) in tables)
+    if lost == sorted(missing) and len(lost) == 1 and not ties:
+        return (
+            f"the files have no {lost[0]}, and config.json does not tie head and embeddings; if the model has one "
+            "matrix for both, write tie_word_embeddings: true into its config.json, else fetch the model again"
+        )
+    for kind, names in (
+        ("missing keys", missing),
+        ("unexpected keys", info["unexpected_keys"]),
+        ("mismatched keys", [_mismatch(*entry) for entry in info["mismatched_keys"]]),
+    ):
+        if names:
+            first = one_line(min(names), 160)
+            return f"{len(names)} {kind}, first {first}; these weights are not those of this architecture"
+    return ""
+
+
+def _mismatch(name: str, stored: tuple[int, ...], built: tuple[int, ...]) -> str:
+    shapes = ("x".join(map(str, shape)) for shape in (stored, built))
+    return "{} ({} in the files, {} by config.json)".format(name, *shapes)
+
+
+def _parameter(structure: PreTrainedModel, name: str) -> Any:
+    try:
+        return structure.get_parameter(name)
+    except AttributeError:  # a buffer
+        return None
