@@ -4,8 +4,8 @@ A recipe that was read holds no `auto`: it is settled by the recipe's budget and
 The start of a training settles it once more, for the device that computes and by products that it times
 (measure/product_speed.py), and the run's folder keeps the result.
 
-Products of [256, 256] matrices by one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN held to each instruction
-set; a backward pass makes the second product, for the gradient of a layer's input:
+Products of [256, 256] matrices by one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN held to each
+instruction set; a backward pass makes the second product, for the gradient of a layer's input:
 
                               x @ w.T           grad @ w
     flags                bf16   float32      bf16   float32

@@ -39,7 +39,7 @@ class LoadedRecipe:
             fastest=fastest.precision,
             adapters=recipe.lora is not None,
             pure_bf16=recipe.training.pure_bf16,
-            quantization=recipe.quantization and recipe.quantization.model_dump(),
+            quantization=None if recipe.quantization is None else recipe.quantization.model_dump(),
         )
         values = dict(zip(asked, settled, strict=True))
         why = fastest.why
@@ -80,9 +80,7 @@ def _is_opened(values: list[Any], lists: OpenedLists) -> bool:
 
 def resolved_yaml(loaded: LoadedRecipe) -> str:
     """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
-    origins = {
-        key: f"{origin}: auto" if key in loaded.auto_formats else origin for key, origin in loaded.origins.items()
-    }
+    origins = loaded.origins | {key: f"{loaded.origins[key]}: auto" for key in loaded.auto_formats}
     return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), origins)) + "\n"
 
 

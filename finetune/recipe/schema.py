@@ -90,7 +90,7 @@ class Recipe(Section):
 
 def _with_formats(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Sections may be mappings or read already; what is not as the schema says stays, for its own mistake."""
-    sections = {
+    sections: dict[str, Any] = {
         name: section.model_dump() if isinstance(section, Section) else section
         for name in ("budget", "model", "quantization", "training")
         if (section := values.get(name)) is not None or (name in values and name != "quantization")

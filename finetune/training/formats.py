@@ -66,10 +66,12 @@ def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
     """A line where this CPU emulates the format that the recipe computes in; empty where it does not, and on a GPU."""
     if device.type != "cpu":
         return ""
-    formats = {COMPUTE[recipe.training.mixed_precision], getattr(torch, recipe.model.dtype) if recipe.lora else None}
+    formats: set[torch.dtype | None] = {COMPUTE[recipe.training.mixed_precision]}
+    if recipe.lora is not None:
+        formats.add(getattr(torch, recipe.model.dtype))
     if recipe.quantization is not None and recipe.quantization.load_in_4bit:
         formats.add(getattr(torch, recipe.quantization.bnb_4bit_compute_dtype))
-    narrow = sorted(formats - {None, torch.float32}, key=str)
+    narrow = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in formats]
     if not narrow:
         return ""
     *seconds, in_32_bits = product_seconds([*narrow, torch.float32])
@@ -96,6 +98,6 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
     for rank, other in enumerate(found):
         if other != found[0]:
             raise EnvironmentMismatch(
-                f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank {rank}, "
-                f"whose devices differ; set {PRECISION}=no {BASE_FORMAT}=float32 for all ranks"
+                f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "
+                f"{rank}, whose devices differ; set {PRECISION}=no {BASE_FORMAT}=float32 for all ranks"
             )

@@ -52,8 +52,8 @@ class Training(Section):
     mixed_precision: Literal["auto", "bf16", "fp16", "fp8", "no"] = Field(
         "auto",
         description="For computation. auto: bf16 where the device has arithmetic for it, else fp16 on a GPU, no "
-        "(float32) on a CPU; a run keeps what it began with. fp16 scales losses; fp8: bf16 with the layers' products in "
-        "float8 (torchao), of weights that are all trained.",
+        "(float32) on a CPU; a run keeps what it began with. fp16 scales losses; fp8: bf16 with the layers' products "
+        "in float8 (torchao), of weights that are all trained.",
     )
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
     activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(
