@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 
 SIZE = 256  # 34 MFLOP a product: 0.2 ms where it is fast, 40 ms where bfloat16 is emulated
-ROUNDS = 7
+TIMES = 7
 
 
 def product_seconds(formats: Sequence[torch.dtype]) -> list[float]:
     """For each format the seconds of the three products of a linear layer: forward, and two of backward, on one thread.
 
     They are not alike: with AVX2 alone oneDNN takes 2, 37 and 1 ms for those in bfloat16, and each takes 0.3 ms in
-    float32. The formats take turns and the least of ROUNDS counts, since other processes may use the same cores. No
+    float32. The formats take turns and the least of TIMES counts, since other processes may use the same cores. No
     random number is drawn. Takes 10 ms where products are fast, 0.3 s
     where one is emulated.
     """
@@ -24,7 +24,7 @@ def product_seconds(formats: Sequence[torch.dtype]) -> list[float]:
     torch.set_num_threads(1)
     try:
         operands = [torch.full((SIZE, SIZE), 0.5, dtype=dtype) for dtype in formats]
-        for _ in range(ROUNDS):
+        for _ in range(TIMES):
             for index, square in enumerate(operands):
                 began = time.perf_counter()
                 square @ square.T, square @ square, square.T @ square

@@ -1,4 +1,4 @@
-"""Number formats at a run's start: chosen once, kept by the run's folder, the same on every rank; and the first line."""
+"""Number formats at the start: chosen once, kept by the run's folder, the same on every rank; and the first line."""
 
 from __future__ import annotations
 
