@@ -44,6 +44,7 @@ class ChosenFormats:
     keys: tuple[str, ...]  # those of KEYS that say auto
     values: Mapping[str, str]  # of these keys
     why: str
+    kept: bool = False  # of the run that is there
 
     @property
     def line(self) -> str:
@@ -51,7 +52,7 @@ class ChosenFormats:
         if PRECISION not in self.keys:
             return ""
         chosen = ", ".join(f"{key}: {self.values[key]}" for key in self.keys)
-        return f"auto chose {chosen}, because {self.why}"
+        return f"auto {'keeps' if self.kept else 'chose'} {chosen}, because {self.why}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float
 
 def fastest_for(gpus: int) -> FastestFormat:
     """For a recipe that is made for so many GPUs, or for a CPU like this one."""
-    return FastestFormat("bf16", "the recipe is made for GPUs") if gpus else fastest_by_flags()
+    return FastestFormat("bf16", "GPUs from Ampere on have bfloat16 arithmetic") if gpus else fastest_by_flags()
 
 
 def settled_formats(

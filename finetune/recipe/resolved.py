@@ -47,7 +47,9 @@ class LoadedRecipe:
             why = "of training.pure_bf16" if recipe.training.pure_bf16 else "of quantization"
         return self.with_formats(values, why)
 
-    def with_formats(self, values: Mapping[str, str], why: str) -> tuple[LoadedRecipe, ChosenFormats]:
+    def with_formats(
+        self, values: Mapping[str, str], why: str, *, kept: bool = False
+    ) -> tuple[LoadedRecipe, ChosenFormats]:
         """The recipe with these formats where it says `auto`, and what was chosen."""
         recipe, chosen = self.recipe, {key: values[key] for key in self.auto_formats}
         if PRECISION in chosen:
@@ -56,7 +58,7 @@ class LoadedRecipe:
         if BASE_FORMAT in chosen:
             model = recipe.model.model_copy(update={"dtype": chosen[BASE_FORMAT]})
             recipe = recipe.model_copy(update={"model": model})
-        return replace(self, recipe=recipe), ChosenFormats(self.auto_formats, chosen, why)
+        return replace(self, recipe=recipe), ChosenFormats(self.auto_formats, chosen, why, kept)
 
 
 def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings") -> Iterator[tuple[Path, Any]]:

@@ -40,7 +40,7 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     run_dir = Path(loaded.recipe.run_dir)
     began_with = _formats_of_run(run_dir) if loaded.recipe.training.resume == "auto" else None
     if began_with is not None:
-        return loaded.with_formats(began_with, f"the run in {run_dir} began with it")
+        return loaded.with_formats(began_with, f"the run in {run_dir} began with it", kept=True)
     return loaded.formats_for(_fastest_on(device_of(launch)))
 
 
@@ -97,7 +97,9 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
     found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
     for rank, other in enumerate(found):
         if other != found[0]:
+            # A run that has begun has its formats in its identity; a new one takes what no processor emulates.
+            precision, base = names[found[0]].split() if chosen.kept else ("no", "float32")
             raise EnvironmentMismatch(
                 f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "
-                f"{rank}, whose devices differ; set {PRECISION}=no {BASE_FORMAT}=float32 for all ranks"
+                f"{rank}, whose devices differ; set {PRECISION}={precision} {BASE_FORMAT}={base} for all ranks"
             )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.cli.main import main
+from finetune.planner import command
+from finetune.preflight.changes import formats_of_gpus, overrides
 from finetune.recipe import number_formats
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.number_formats import (
@@ -178,3 +182,64 @@ def test_the_remedy_for_a_slow_format_computes_in_float32(written: dict[str, Any
     assert remedy
     again = load_recipe(path, remedy).recipe
     assert in_float32(again) == ()
+
+
+@pytest.mark.parametrize("flags", [f"{PLAIN} avx2", f"{PLAIN} avx512f avx512_bf16"])
+@pytest.mark.parametrize(
+    ("words", "says"), [([], True), (["budget.gpus=1"], False), (["training.mixed_precision=no"], False)]
+)
+def test_check_says_what_auto_is_here(
+    flags: str, words: list[str], says: bool, plant: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(flags)
+    path = write_recipe(tmp_path, least("x", data={"train": [{"path": "json", "data_files": "rows.jsonl"}]}))
+    assert main(["check", str(path), *words]) == 0
+    out = capsys.readouterr().out
+    chosen = f"auto chose training.mixed_precision: {PROCESSORS.get(flags, 'bf16')}, "
+    assert (chosen in out) == says, out
+    assert main(["check", str(path), *words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert ("formats" in facts) == (says or words == ["training.mixed_precision=no"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "expected"),
+    [
+        ("cpu", [], "no"),
+        ("1x24GB", [], "bf16"),
+        (None, ["budget={gpus: 2, gpu_memory_gb: 24}"], "bf16"),
+        ("cpu", ["budget={gpus: 2, gpu_memory_gb: 24}"], "no"),
+        ("1x24GB", ["training.mixed_precision=no"], "no"),
+    ],
+)
+def test_a_plan_is_of_the_format_of_its_devices(
+    gpus: str | None, asked: list[str], expected: str, plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(f"{PLAIN} avx2")
+    planned: list[Recipe] = []
+
+    def plan(recipe: Recipe, *_: Any) -> tuple[dict[str, Any], str]:
+        planned.append(recipe)
+        return {"ok": True}, "planned"
+
+    monkeypatch.setattr(command, "_plan_loaded", plan)
+    path = write_recipe(tmp_path, least("x"))
+    result, text = command.plan_in_words([str(path), *asked], command.PlanOptions(gpus), None, print)
+    assert planned[0].training.mixed_precision == expected
+    is_auto = not any("mixed_precision" in word for word in asked)
+    assert (f"auto chose training.mixed_precision: {expected}" in text) == is_auto
+    if is_auto:
+        assert result["formats"]["chosen"][PRECISION] == expected
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_rehearsal_computes_as_the_recipes_gpus_do(gpus: int, plant: Any, tmp_path: Path) -> None:
+    plant(f"{PLAIN} avx2")
+    path = write_recipe(tmp_path, least("x", budget={"gpus": gpus, "gpu_memory_gb": 24}))
+    changes = formats_of_gpus(load_recipe(path))
+    rehearsed = load_recipe(path, ["budget.gpus=0", *overrides(changes)]).recipe
+    assert rehearsed.training.mixed_precision == ("bf16" if gpus else "no")
+    assert [change.note.partition(", which")[0] for change in changes] == (
+        ["training.mixed_precision: bf16, model.dtype: bfloat16"] if gpus else []
+    )
+    assert formats_of_gpus(load_recipe(path, ["training.mixed_precision=bf16", "model.dtype=bfloat16"])) == []

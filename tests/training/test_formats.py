@@ -61,7 +61,7 @@ def test_a_run_keeps_its_formats_on_another_processor(flags: str, other: str, pr
     processor(other)
     found, again = started(tmp_path)
     assert found == CHOSEN[flags]
-    assert "began with it" in again.chosen.line
+    assert again.chosen.line.startswith("auto keeps training.mixed_precision: ")
     assert curve_identity(again.loaded.recipe) == identity
     found, _ = started(tmp_path, "training.resume=never")
     assert found == CHOSEN[other]
@@ -146,6 +146,31 @@ def test_ranks_that_chose_differently_end_in_one_line(other: str, fails: bool, p
         assert word in str(caught.value)
     _, followed = started(tmp_path, "training.mixed_precision=no", "model.dtype=float32")
     assert followed.chosen.keys == ()
+
+
+def test_the_remedy_for_ranks_of_a_run_that_has_begun_is_its_own_format(processor: Any, tmp_path: Path) -> None:
+    """The folder is on rank 0's machine alone."""
+    processor(BF16)
+    _, first = started(tmp_path)
+    identity = curve_identity(first.loaded.recipe)
+    claim_run_folder(tmp_path / "run", resume="auto", identity=identity, command="again").release()
+    processor(AVX2)
+    _, rank_0 = started(tmp_path)
+    _, rank_1 = started(tmp_path, f"output_dir={tmp_path}/not-here")
+    sent: list[torch.Tensor] = []
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        sent.append(own)
+        return torch.cat(sent[::-1])
+
+    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
+    check_same_formats(accelerator, rank_1.loaded.recipe, rank_1.chosen)
+    with pytest.raises(EnvironmentMismatch) as caught:
+        check_same_formats(accelerator, rank_0.loaded.recipe, rank_0.chosen)
+    remedy = ["training.mixed_precision=bf16", "model.dtype=bfloat16"]
+    assert f"set {' '.join(remedy)} for all ranks" in str(caught.value)
+    _, followed = started(tmp_path, *remedy)
+    assert curve_identity(followed.loaded.recipe) == identity
 
 
 def test_timing_products_draws_no_random_number_and_keeps_the_threads() -> None:
