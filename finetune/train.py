@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, FinetuneError, NoRendezvous
-from finetune.output_stream import keep_printing
+from finetune.output_stream import keep_printing, one_line
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.sections.engine_keys import engine_notes
@@ -62,10 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def announce(recipe: Recipe) -> None:
+    """The first line, before the seconds to minutes that importing torch takes; of the first rank alone."""
+    from finetune.launch.launcher import speaks_for_ranks
+
+    if not speaks_for_ranks():
+        return
+    method = "all weights" if recipe.lora is None else "adapters"
+    line = f"{recipe.model.name_or_path}: training {method}, into {recipe.run_dir}; importing torch ..."
+    print(one_line(line), flush=True)
+
+
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
     from finetune.launch.signals import StopRequest, die_with_launcher
 
+    announce(loaded.recipe)
     die_with_launcher()  # before torch is imported: a hundred ranks need minutes for that
     for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -83,8 +95,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         os.environ |= slurm_ranks(os.environ)
     from finetune.strategies.accelerator import check_launch, launch_notes, silence_libraries
 
-    recipe, launch = loaded.recipe, read_launch()
-    refuse_secrets(recipe)
+    launch = read_launch()
+    refuse_secrets(loaded.recipe)
     silence_libraries(launch)
     from finetune.architecture import attention
     from finetune.model.build import attention_name, load_tokenizer
@@ -93,16 +105,22 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.strategies.accelerator import device_of
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
+    from finetune.training.formats import choose_formats, slow_formats_note
     from finetune.training.run import check_best
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
     from finetune.training.trackers import check_trackers
 
+    loaded, formats = choose_formats(loaded, launch)
+    recipe = loaded.recipe
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     check_trackers(recipe)
     idle = [*strategy.notes, *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)]
-    for note in (*launch_notes(launch, strategy), *idle, *check_before_training(recipe)) if launch.is_main else ():
+    notes = [*launch_notes(launch, strategy), *idle, *check_before_training(recipe)]
+    if launch.is_main and (slow := slow_formats_note(recipe, device_of(launch))):
+        notes.append(slow)
+    for note in notes if launch.is_main else ():
         print(note, file=sys.stderr)
     tokenizer = load_tokenizer(recipe)
     chosen = _chosen_recomputation(recipe, launch)
@@ -117,7 +135,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
     if claim is not None and claim.status != "finished":
         print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
-    found = probed.as_json(), chosen.facts
+    found = probed.as_json(), chosen.facts, formats
     start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest(), *found)
     code = train_and_report(start)
     if code == 0 and launch.is_main:

@@ -112,6 +112,13 @@ def check(
             batches = {"batches": notes_before_launch(loaded.recipe)}
         probed = _probe_model(loaded.recipe, notes.append) if model else {}
         known = known_secrets() if resolved else ()
+        formats: dict[str, Any] = {}
+        if not loaded.recipe.budget.gpus:
+            from finetune.recipe.number_formats import fastest_for
+
+            chosen = loaded.formats_for(fastest_for(0))[1]
+            notes += [f"{chosen.line}; the start also times small products"] if chosen.line else []
+            formats = {"formats": chosen.facts} if chosen.facts else {}
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
             typer.echo(text, nl=not resolved)
@@ -120,7 +127,7 @@ def check(
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
         noted = {"notes": notes} if notes or data else {}
-        return {"ok": True, "path": str(recipe), **probed, **batches, **noted, **values}
+        return {"ok": True, "path": str(recipe), **probed, **batches, **formats, **noted, **values}
 
     run_verb(work, as_json=as_json)
 

@@ -25,6 +25,7 @@ from finetune.finished_run.merge import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
+from finetune.recipe.sections.model import BaseDtype
 from finetune.tokens.dataset import prepare
 from finetune.wording import counted
 
@@ -59,7 +60,7 @@ def merge_run(
     check_output(run_dir / "merged", "merge", folder=True)
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
-    chosen: Dtype = dtype or run.recipe.model.dtype
+    chosen: BaseDtype = dtype or run.recipe.model.dtype  # which a recipe that was read names
     merged: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):

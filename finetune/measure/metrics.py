@@ -126,7 +126,8 @@ class Terminal:
         self._losses: deque[float] = deque(maxlen=120)
         self._clock = clock
         self._began: tuple[float, int] | None = None
-        self._drawn = False
+        self._drawn = False  # the line of a step is redrawn next, or kept above what is written next
+        self._passing = False  # a line of `progress` is to be overwritten
         self.memory_of = "process"  # what `peak_memory_gib` is the peak of; on a GPU its tensors
 
     def log(self, text: str) -> None:
@@ -136,6 +137,16 @@ class Terminal:
         self._erase()
         self._stream.write(text + "\n")
         self._stream.flush()
+
+    def progress(self, text: str) -> None:
+        """On a tty, a line that the next output takes the place of: for what takes seconds and is not a step."""
+        if self._silent or not self._live:
+            return
+        self._erase()
+        width = shutil.get_terminal_size().columns - 1
+        self._stream.write(f"\r\x1b[2K{text[:width]}")
+        self._stream.flush()
+        self._passing = True
 
     def step(self, line: dict[str, Any]) -> None:
         """Show a training line of metrics."""
@@ -150,7 +161,7 @@ class Terminal:
         else:
             width = shutil.get_terminal_size().columns - 1
             self._stream.write("\r\x1b[2K" + self._fitted(parts, width, line["data_wait_fraction"] < SLOW_DATA))
-            self._drawn = True
+            self._drawn, self._passing = True, False
         self._stream.flush()
 
     def _parts(self, line: dict[str, Any]) -> dict[str, str]:
@@ -185,6 +196,9 @@ class Terminal:
         return duration(seconds * (self._total - line["step"]))
 
     def _erase(self) -> None:
+        if self._passing:
+            self._stream.write("\r\x1b[2K")
+            self._passing = False
         if self._drawn:  # keep the last redrawn line above the next one
             self._stream.write("\n")
             self._drawn = False

@@ -24,6 +24,7 @@ from finetune.planner.explain import explain_plan
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.number_formats import fastest_for
 from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -101,9 +102,13 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
         raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
     if len(recipes) > 1:
         return _compare([Path(word) for word in recipes], overrides, options, note)
-    loaded = load_recipe(Path(recipes[0]), overrides).recipe
-    gpus = options.gpus_for(loaded)
-    return _plan_loaded(loaded, gpus, options, note)
+    loaded = load_recipe(Path(recipes[0]), overrides)
+    gpus = options.gpus_for(loaded.recipe)
+    loaded, formats = loaded.formats_for(fastest_for(gpus.count if gpus else 0))
+    result, text = _plan_loaded(loaded.recipe, gpus, options, note)
+    if not formats.line:
+        return result, text
+    return result | {"formats": formats.facts}, f"{text}\n{formats.line}"
 
 
 def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
@@ -209,9 +214,10 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
 
 
 def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
-    asked = load_recipe(path, overrides).recipe
-    gpus = options.gpus_for(asked)
-    recipe = choose_recomputation(asked, gpus).recipe
+    asked = load_recipe(path, overrides)
+    gpus = options.gpus_for(asked.recipe)
+    asked = asked.formats_for(fastest_for(gpus.count if gpus else 0))[0]
+    recipe = choose_recomputation(asked.recipe, gpus).recipe
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:

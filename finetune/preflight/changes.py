@@ -18,6 +18,7 @@ from finetune.data.sources import resolve
 from finetune.paths import SHIPPED
 from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import DataSet, Recipe, Training
 from finetune.recipe.strategy import Strategy
 from finetune.wording import counted
@@ -68,6 +69,16 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         RecipeChange({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
     return [change for change in candidates if change.settings or change.note]
+
+
+def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
+    """What `auto` is on the GPUs that the recipe is made for; on this CPU it may be another format."""
+    if not page.recipe.budget.gpus or not page.auto_formats:
+        return []
+    values = {"training.mixed_precision": page.recipe.training.mixed_precision, "model.dtype": page.recipe.model.dtype}
+    settings = {key: values[key] for key in page.auto_formats}
+    said = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    return [RecipeChange(settings, f"{said}, which auto is on GPUs, whatever this CPU computes fastest")]
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:

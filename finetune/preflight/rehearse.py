@@ -24,7 +24,15 @@ from finetune.errors import FinetuneError
 from finetune.files import remove_folder
 from finetune.launch.local_ranks import check_rank_count
 from finetune.output_stream import silenced
-from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, layers_of, overrides, processes_of
+from finetune.preflight.changes import (
+    SAVED_AFTER,
+    STEPS,
+    changes,
+    formats_of_gpus,
+    layers_of,
+    overrides,
+    processes_of,
+)
 from finetune.preflight.job import (
     StepFailed,
     TrainingJob,
@@ -79,7 +87,8 @@ def rehearse(
 
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
-    loaded = load_recipe(recipe, words).recipe
+    page = load_recipe(recipe, words)
+    loaded = page.recipe
     strategy = strategy_of(loaded)
     check_rank_count(processes, gpus=0)
     ranks = processes_of(strategy, processes)
@@ -100,6 +109,7 @@ def rehearse(
                         section.name_or_path, section.revision, loaded.data, into, tokens, layers=layers
                     )
                 recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
+                recipe_changes += formats_of_gpus(page)
                 settings = (*words, *overrides(recipe_changes))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
@@ -179,7 +189,9 @@ def sharding(receipt: dict[str, Any]) -> str:
     spread = f"each rank holds {facts['held_share']:.0%} of the weights" if world > 1 else "one process"
     mesh = f", mesh {' x '.join(f'{count} {name}' for name, count in facts['mesh'].items())}" if facts["mesh"] else ""
     dtypes = receipt["dtypes"]
-    return f"{receipt['strategy']} on {world}: {spread}{mesh}; {dtypes['master']} masters, {dtypes['compute']} compute"
+    chosen = f" ({line})" if (line := receipt.get("formats", {}).get("line")) else ""
+    computed = f"{dtypes['master']} masters, {dtypes['compute']} compute{chosen}"
+    return f"{receipt['strategy']} on {world}: {spread}{mesh}; {computed}"
 
 
 def resume_tolerance(receipt: dict[str, Any]) -> float:

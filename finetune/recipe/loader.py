@@ -21,6 +21,7 @@ from finetune.paths import RECIPES, SHIPPED, in_home, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
+from finetune.recipe.number_formats import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.model_checks import refuses_new_rows
@@ -126,7 +127,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     if recipe is None or source.mistakes:
         raise source.error()
     recipe = recipe if recipe.output_dir else recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
-    return LoadedRecipe(recipe, _origins(source, recipe), file)
+    return LoadedRecipe(recipe, _origins(source, recipe), file, _auto_formats(value))
 
 
 def find_recipe(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -312,6 +313,12 @@ def _refused_by_strategy(recipe: Recipe) -> Iterator[Mistake]:
         if reason := refuses_new_rows(recipe, read_strategy(recipe.accelerate_config, strict=False)):
             key = "add_tokens" if recipe.model.add_tokens else "add_special_tokens"
             yield Mistake(("model", key), reason, at_key=True)
+
+
+def _auto_formats(value: dict[str, Any]) -> tuple[str, ...]:
+    """The keys of number formats that a valid recipe leaves to the device."""
+    paths = (key.split(".") for key in KEYS)
+    return tuple(f"{section}.{name}" for section, name in paths if value.get(section, {}).get(name, "auto") == "auto")
 
 
 def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:

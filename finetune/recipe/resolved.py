@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
 
+from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats, FastestFormat, settled_formats
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import Path, dotted, plain_scalar
 
@@ -24,6 +25,40 @@ class LoadedRecipe:
     recipe: Recipe
     origins: dict[str, str]  # dotted key -> default | recipe | command line
     path: pathlib.Path
+    auto_formats: tuple[str, ...] = ()  # keys of number formats that say auto; the recipe has what it stands for
+
+    def formats_for(self, fastest: FastestFormat) -> tuple[LoadedRecipe, ChosenFormats]:
+        """The recipe with `auto` settled for a device, and what was chosen."""
+        recipe = self.recipe
+        if not self.auto_formats:
+            return self, ChosenFormats((), {}, "")
+        asked = {PRECISION: recipe.training.mixed_precision, BASE_FORMAT: recipe.model.dtype}
+        asked |= dict.fromkeys(self.auto_formats, "auto")
+        settled = settled_formats(
+            *asked.values(),
+            fastest=fastest.precision,
+            adapters=recipe.lora is not None,
+            pure_bf16=recipe.training.pure_bf16,
+            quantization=None if recipe.quantization is None else recipe.quantization.model_dump(),
+        )
+        values = dict(zip(asked, settled, strict=True))
+        why = fastest.why
+        if PRECISION in self.auto_formats and values[PRECISION] != fastest.precision:
+            why = "of training.pure_bf16" if recipe.training.pure_bf16 else "of quantization"
+        return self.with_formats(values, why)
+
+    def with_formats(
+        self, values: Mapping[str, str], why: str, *, kept: bool = False
+    ) -> tuple[LoadedRecipe, ChosenFormats]:
+        """The recipe with these formats where it says `auto`, and what was chosen."""
+        recipe, chosen = self.recipe, {key: values[key] for key in self.auto_formats}
+        if PRECISION in chosen:
+            training = recipe.training.model_copy(update={"mixed_precision": chosen[PRECISION]})
+            recipe = recipe.model_copy(update={"training": training})
+        if BASE_FORMAT in chosen:
+            model = recipe.model.model_copy(update={"dtype": chosen[BASE_FORMAT]})
+            recipe = recipe.model_copy(update={"model": model})
+        return replace(self, recipe=recipe), ChosenFormats(self.auto_formats, chosen, why, kept)
 
 
 def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings") -> Iterator[tuple[Path, Any]]:
@@ -47,7 +82,8 @@ def _is_opened(values: list[Any], lists: OpenedLists) -> bool:
 
 def resolved_yaml(loaded: LoadedRecipe) -> str:
     """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
-    return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), loaded.origins)) + "\n"
+    origins = loaded.origins | {key: f"{loaded.origins[key]}: auto" for key in loaded.auto_formats}
+    return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), origins)) + "\n"
 
 
 def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:

@@ -7,11 +7,13 @@ Schema are generated from them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
+from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, fastest_for, settled_formats
 from finetune.recipe.sections.base import Count, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
@@ -68,6 +70,12 @@ class Recipe(Section):
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: Local | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def formats_settled(cls, values: Any) -> Any:
+        """Put the formats that `auto` stands for in its place, so that no Recipe holds `auto`."""
+        return _with_formats(values) if isinstance(values, Mapping) else values
+
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
         cross_checks.check_sections(self, name_mistakes(self))
@@ -78,3 +86,27 @@ class Recipe(Section):
         """The run folder; filled in by the loader when the recipe names none."""
         assert self.output_dir is not None, "load_recipe fills output_dir"
         return self.output_dir
+
+
+def _with_formats(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sections may be mappings or read already; what is not as the schema says stays, for its own mistake."""
+    sections: dict[str, Any] = {
+        name: section.model_dump() if isinstance(section, Section) else section
+        for name in ("budget", "model", "quantization", "training")
+        if (section := values.get(name)) is not None or (name in values and name != "quantization")
+    }
+    if any(not isinstance(section, Mapping) for section in sections.values()) or "model" not in sections:
+        return values
+    model, training = sections["model"], sections.get("training", {})
+    asked = {PRECISION: training.get("mixed_precision", "auto"), BASE_FORMAT: model.get("dtype", "auto")}
+    gpus = sections.get("budget", {}).get("gpus", 0)
+    if "auto" not in asked.values() or not all(isinstance(value, str) for value in asked.values()):
+        return values
+    precision, base = settled_formats(
+        *asked.values(),
+        fastest=fastest_for(gpus if isinstance(gpus, int) else 0).precision,
+        adapters=values.get("lora", True) is not None,
+        pure_bf16=training.get("pure_bf16") is True,
+        quantization=sections.get("quantization"),
+    )
+    return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}

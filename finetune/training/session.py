@@ -48,6 +48,7 @@ from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.loss_scaling import load_scaler_state
 from finetune.strategies.receipt import describe, write_receipt
 from finetune.strategies.zero import release_engine, remove_swap
+from finetune.training.formats import check_same_formats
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, planner_process
@@ -82,6 +83,7 @@ def _run_session(start: Start, output: RunOutput) -> int:
             again = "to train again: training.resume=never, or another output_dir"
             output.terminal.log(f"{start.run_dir}: this run is finished; {again}")
             return 0
+        check_same_formats(accelerator, start.recipe, start.formats)
         start = agree_on_recomputation(accelerator, start)
         progress = Progress(step=first_step)
         with watchdog(start.recipe, accelerator, start.launch, progress):
@@ -248,12 +250,13 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     content |= {"batch": start.plan.facts(start.prepared.train) | steps_of(start.recipe, start.plan.total_steps)}
     content |= {"adapter": start.adapter.facts()} if start.adapter else {}
-    content |= {"probe": start.probed, "recomputation": start.recomputation}
+    content |= {"probe": start.probed, "recomputation": start.recomputation, "formats": start.formats.facts}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}
     receipt = Receipt(start, content)
     receipt.write()
     started = [start.adapter.note(start.recipe)] if start.adapter else []
-    chosen = [start.recomputation["line"]] if start.recomputation else []
+    chosen = [start.formats.line] if start.formats.line else []
+    chosen += [start.recomputation["line"]] if start.recomputation else []
     output.terminal.log("\n".join([describe(content), *chosen, *started, *start.prepared.notes]))
     call_after_first_step(parts.optimizer, receipt.add_optimizer_state)
     return receipt

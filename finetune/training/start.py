@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.hub.start_adapter import StartAdapter
 from finetune.launch.launcher import Launch
 from finetune.launch.signals import StopRequest
+from finetune.recipe.number_formats import ChosenFormats
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import Claim
@@ -33,6 +34,7 @@ class Start:
     stop: StopRequest
     probed: dict[str, Any]  # what the probe found of the model
     recomputation: dict[str, Any]  # that `auto` chose, with its reason; empty where the recipe says it
+    formats: ChosenFormats  # that `auto` chose
 
     @property
     def run_dir(self) -> Path:

@@ -7,6 +7,7 @@ and read. Reading that checkpoint also restores weights and optimizer to what th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,12 +63,13 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
         EnvironmentMismatch: the checkpoint cannot be written.
     """
     began = time.perf_counter()
+    run.terminal.progress("worst step first: saving a checkpoint to try")
     scaler = scaler_state(run.accelerator)
     folder = save()
     saved = time.perf_counter()
     device = run.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        with _measured(run.phases) as phases:
+        with _measured(run.phases) as phases, _phases_shown(run):
             with run.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
@@ -77,8 +79,10 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
                     keep_refusal_flag(run.optimizer, device)
             tokens = _step(run)
         if run.eval_rows is not None:
+            run.terminal.progress("worst step first: evaluating the longest held-out rows")
             _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
+    run.terminal.progress("worst step first: reading the checkpoint back")
     restore(folder)
     load_scaler_state(run.accelerator, scaler)
     restored = time.perf_counter()
@@ -94,6 +98,24 @@ def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
     yield measured
     measured |= phases.take()
     phases.enabled = enabled
+
+
+@contextmanager
+def _phases_shown(run: Run) -> Iterator[None]:
+    """Within, the terminal says which part of the worst step runs: on a slow device each takes many seconds."""
+    times, begun = micro_steps_to_try(run.plan), Counter[str]()
+    words = {"state": "allocating the optimizer's state", "step": "updating the weights"}
+
+    def show(phase: str) -> None:
+        begun[phase] += 1
+        doing = words.get(phase, f"{phase} of micro-batch {min(begun[phase], times)} of {times}")
+        run.terminal.progress(f"worst step first: {doing}")
+
+    run.phases.entered = show
+    try:
+        yield
+    finally:
+        run.phases.entered = lambda phase: None
 
 
 def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:

@@ -67,3 +67,26 @@ def test_a_file_gets_whole_lines_and_no_bars() -> None:
     assert stream.getvalue() == (
         "step 1/9  loss 2.3356  norm 0.812  12,346 tok/s  tensors 1.9 GiB  data wait 0%  ETA 12 s\n"
     )
+
+
+def test_a_line_of_progress_makes_room_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((20, 24)))
+    stream = Tty()
+    terminal = Terminal(3, silent=False, stream=stream)
+    terminal.progress("forward of micro-batch 1 of 2")
+    assert stream.getvalue() == "\r\x1b[2Kforward of micro-ba"
+    terminal.progress("backward")
+    terminal.log("a line that stays")
+    assert stream.getvalue().endswith("\r\x1b[2Kbackward\r\x1b[2Ka line that stays\n")
+    terminal.progress("updating")
+    terminal.step(line_of(1))
+    terminal.log("the step stays above")
+    assert stream.getvalue().count("\n") == 3
+    assert "updating\r\x1b[2Kstep 1/3" in stream.getvalue()
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_progress_is_for_terminals_alone(silent: bool) -> None:
+    stream = Tty() if silent else io.StringIO()
+    Terminal(3, silent=silent, stream=stream).progress("forward")
+    assert stream.getvalue() == ""

@@ -19,6 +19,7 @@ import torch
 
 from finetune.files import TEMPORARY_PREFIX
 from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
+from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
 from finetune.run_folder.train_state import TrainState
@@ -365,3 +366,17 @@ def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.
     monkeypatch.setattr(worst_step, "optimizer_step", wrong)
     with pytest.raises(RuntimeError, match="mat1"):
         main([str(write("run"))])
+
+
+@pytest.mark.parametrize(("rows", "of"), [(1, 2), (4, 1)])
+def test_a_terminal_shows_which_part_of_it_runs(
+    rows: int, of: int, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(Terminal, "progress", lambda self, text: shown.append(text))
+    recipe = write("shown", max_steps=1, per_device_batch_size=rows)
+    assert main([str(recipe)]) == 0
+    passes = [f"{way} of micro-batch {index} of {of}" for index in range(1, of + 1) for way in ("forward", "backward")]
+    parts = ["saving a checkpoint to try", "allocating the optimizer's state", *passes, "updating the weights"]
+    parts += ["evaluating the longest held-out rows", "reading the checkpoint back"]
+    assert shown == [f"worst step first: {part}" for part in parts], "and nothing of the run's own step"

@@ -12,6 +12,7 @@ from finetune.recipe.sections.base import Local, Section
 
 MOST_GPUS, MOST_NODES = 1_024, 100_000  # of one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
+BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 
 
@@ -33,7 +34,11 @@ class ModelSection(Section):
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
     adapter: Local | None = Field(None, min_length=1, description="LoRA adapter to start from; a folder, or the Hub's.")
     adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
-    dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
+    dtype: BaseDtype = Field(
+        "auto",
+        description="Number format of frozen base weights; trained weights are float32. auto: bfloat16; float32 under "
+        "lora where mixed_precision is no.",
+    )
     attention: Attention = Field(
         "auto",
         description="auto: document-isolated variable-length attention, by FlashAttention 3 or 4 where installed; "

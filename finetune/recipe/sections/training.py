@@ -49,10 +49,11 @@ class Training(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused, or in 8 bits; paged: on CUDA, not sharded.")
-    mixed_precision: Literal["bf16", "fp16", "fp8", "no"] = Field(
-        "bf16",
-        description="For computation; fp16 scales losses; fp8: bf16 with the layers' products in float8 (torchao), of "
-        "weights that are all trained.",
+    mixed_precision: Literal["auto", "bf16", "fp16", "fp8", "no"] = Field(
+        "auto",
+        description="For computation. auto: bf16 where the device has arithmetic for it, else fp16 on a GPU, no "
+        "(float32) on a CPU; a run keeps what it began with. fp16 scales losses; fp8: bf16 with the layers' products "
+        "in float8 (torchao), of weights that are all trained.",
     )
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
     activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(

@@ -1,0 +1,143 @@
+"""`auto` of `training.mixed_precision` and `model.dtype`: the number format that the device computes fastest.
+
+A recipe that was read holds no `auto`: it is settled by the recipe's budget and this processor's flags, without torch.
+The start of a training settles it once more, for the device that computes and by products that it times
+(measure/product_speed.py), and the run's folder keeps the result.
+
+Products of [256, 256] matrices by one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN held to each
+instruction set; a backward pass makes the second product, for the gradient of a layer's input:
+
+                              x @ w.T           grad @ w
+    flags                bf16   float32      bf16   float32
+    avx512_bf16           201       102       203       103
+    avx512f                37       102        38       102
+    avx2                   15        93       0.9       102
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRECISION, BASE_FORMAT = "training.mixed_precision", "model.dtype"
+KEYS = (PRECISION, BASE_FORMAT)
+# Arithmetic for bfloat16: of x86, of x86's tiles, of ARM. With AVX-512 or AVX2 alone a product is emulated.
+FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
+MUCH_SLOWER = 2.0  # a timed product overrules the flags beyond this ratio: emulation takes 2.7 to 100 times as long
+_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+
+
+@dataclass(frozen=True)
+class FastestFormat:
+    """A value of `training.mixed_precision` that suits a device, and the reason as a clause."""
+
+    precision: str  # bf16, fp16, or no: float32
+    why: str
+
+
+@dataclass(frozen=True)
+class ChosenFormats:
+    """What `auto` is in one recipe."""
+
+    keys: tuple[str, ...]  # those of KEYS that say auto
+    values: Mapping[str, str]  # of these keys
+    why: str
+    kept: bool = False  # of the run that is there
+
+    @property
+    def line(self) -> str:
+        """For the terminal; empty where the recipe says what computes."""
+        if PRECISION not in self.keys:
+            return ""
+        chosen = ", ".join(f"{key}: {self.values[key]}" for key in self.keys)
+        return f"auto {'keeps' if self.kept else 'chose'} {chosen}, because {self.why}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the receipt and JSON; empty where nothing was chosen."""
+        return {"chosen": dict(self.values), "why": self.why, "line": self.line} if self.keys else {}
+
+
+def processor_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """The instruction sets of this machine's first processor, as Linux names them; empty where it does not say."""
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                name, _, words = line.partition(":")
+                if name.strip() in ("flags", "Features"):  # x86, ARM
+                    return frozenset(words.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def fastest_by_flags(flags: Iterable[str] | None = None) -> FastestFormat:
+    """bf16 on a CPU with arithmetic for it, else float32; `flags`: None for those of this machine."""
+    found = processor_flags() if flags is None else frozenset(flags)
+    for flag in FAST_BFLOAT16:
+        if flag in found:
+            return FastestFormat("bf16", f"this processor has bfloat16 arithmetic ({flag})")
+    widest = next((flag for flag in ("avx512f", "avx2", "asimd") if flag in found), None)
+    has = f", only {widest}" if widest else ""
+    return FastestFormat("no", f"this processor has no bfloat16 arithmetic ({' or '.join(FAST_BFLOAT16[:2])}{has})")
+
+
+def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float) -> FastestFormat:
+    """What the flags say, unless timed products say that the other format is MUCH_SLOWER; both in seconds."""
+    times = f"small products take {1e3 * bfloat16:.3g} ms in bfloat16 and {1e3 * float32:.3g} ms in float32"
+    if by_flags.precision == "bf16" and bfloat16 > MUCH_SLOWER * float32:
+        return FastestFormat("no", f"{times}, although {by_flags.why}")
+    if by_flags.precision == "no" and float32 > MUCH_SLOWER * bfloat16:
+        return FastestFormat("bf16", f"{times}, although {by_flags.why}")
+    return FastestFormat(by_flags.precision, f"{by_flags.why}, and {times}")
+
+
+def fastest_for(gpus: int) -> FastestFormat:
+    """For a recipe that is made for so many GPUs, or for a CPU like this one."""
+    return FastestFormat("bf16", "GPUs from Ampere on have bfloat16 arithmetic") if gpus else fastest_by_flags()
+
+
+def settled_formats(
+    precision: str, base: str, *, fastest: str, adapters: bool, pure_bf16: bool, quantization: Mapping[str, Any] | None
+) -> tuple[str, str]:
+    """`training.mixed_precision` and `model.dtype` without `auto`.
+
+    Args:
+        fastest: The device's `FastestFormat.precision`.
+        adapters: Base weights are frozen. Else `model.dtype` is the format of the export alone, and the same on every
+            device.
+        quantization: The section; None: base weights are not quantised. 4-bit weights have a format of their own to
+            be multiplied in, which the rest follows.
+    """
+    four_bit = None if quantization is None else quantization.get("bnb_4bit_compute_dtype", "bfloat16")
+    if quantization is not None and not quantization.get("load_in_4bit"):
+        four_bit = "bfloat16"
+    chosen = precision
+    if precision == "auto":
+        chosen = "bf16" if pure_bf16 else _OF_DTYPE.get(str(four_bit), "bf16") if four_bit else fastest
+    if base != "auto":
+        return chosen, base
+    if four_bit:
+        return chosen, four_bit
+    if not adapters:
+        return chosen, "bfloat16"
+    if chosen == "no":
+        return chosen, "float32"
+    return chosen, "float16" if precision == "auto" and chosen == "fp16" else "bfloat16"
+
+
+def in_float32(recipe: Any) -> tuple[str, ...]:
+    """For each setting of a Recipe that computes in 16 bits, the override that computes in float32 instead."""
+    training, quantization = recipe.training, recipe.quantization
+    changes = []
+    if training.mixed_precision != "no":
+        changes.append(f"{PRECISION}=no")
+    if training.pure_bf16:
+        changes.append("training.pure_bf16=false")
+    if recipe.lora is not None and recipe.model.dtype != "float32":
+        changes.append(f"{BASE_FORMAT}=float32")
+    if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_compute_dtype != "float32":
+        changes.append("quantization.bnb_4bit_compute_dtype=float32")
+    return tuple(changes)
