@@ -24,7 +24,7 @@ FLASH_HEAD = 256  # the widest head that flash attention takes, forward and back
 HEAD_MULTIPLE = 8  # elements: rows of 16 bytes, which memory-efficient attention wants as well
 # On GPUs with little shared memory (sm86, sm89, sm120) the backward for heads of 193 to 224 does not fit; the next
 # kernel, for heads up to 256, does (check_requires_grad_and_head_dim_gt192 of torch's sdp_utils.cpp).
-UNFIT_HEADS = range(193, 225)
+UNFIT_ABOVE, FIT_AGAIN = 192, 224
 # By type of device: whether the kernel takes keys of fewer heads than queries where torch's function has no parameter
 # for that (2.11). flash_kernels.py tries it on a GPU; until then each head of queries gets keys of its own. No kernel
 # runs on the planner's device, which counts what a GPU is expected to do.
@@ -52,7 +52,7 @@ def fits_flash(head_dim: int, value_dim: int) -> bool:
 def kernel_width(head_dim: int) -> int:
     """The width of the kernel's heads for heads of this one: 12 are computed as 16, and 200 as 232."""
     width = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
-    return UNFIT_HEADS.stop - 1 + HEAD_MULTIPLE if width in UNFIT_HEADS else width
+    return FIT_AGAIN + HEAD_MULTIPLE if UNFIT_ABOVE < width <= FIT_AGAIN else width
 
 
 def widened(heads: Tensor, width: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import nn
 
 from finetune.architecture.compiled.choice import check_compiling
 from finetune.errors import EnvironmentMismatch
+from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.model.float8.requirements import check_float8
@@ -132,7 +133,7 @@ def _weights_missing(recipe: Recipe) -> str:
 
 def device_of(launch: Launch) -> torch.device:
     """The device that this rank computes on."""
-    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", launch.local_rank)
+    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", gpu_of_rank(launch.local_rank))
 
 
 def _computes_on_cpu(launch: Launch) -> bool:
@@ -183,7 +184,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
-    with silenced_deepspeed():
+    on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
+    with silenced_deepspeed(), on_gpu:
         accelerator = Accelerator(
             mixed_precision=recipe.training.accelerate_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
