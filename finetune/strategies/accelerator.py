@@ -24,6 +24,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
+from finetune.measure.host_memory import usable_cores
 from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
@@ -280,7 +281,7 @@ def use_all_cores(launch: Launch, device: torch.device, *, offloaded: bool = Fal
     and step, 225 GB of 8B, 20 to 30 s by one thread.
     """
     if (device.type == "cpu" or offloaded) and not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(launch.local_world_size))
+        torch.set_num_threads(_cores_each(launch, launch.local_world_size))
 
 
 @contextmanager
@@ -288,14 +289,16 @@ def cores_for(launch: Launch, working: int) -> Iterator[None]:
     """Within, `working` ranks of this machine have all its cores while the others wait; unless the user chose."""
     before = torch.get_num_threads()
     if not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(working))
+        torch.set_num_threads(_cores_each(launch, working))
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def _cores_each(ranks: int) -> int:
-    import psutil
-
-    return max(1, (psutil.cpu_count(logical=False) or 1) // ranks)
+def _cores_each(launch: Launch, ranks: int) -> int:
+    """An equal share of the cores that this process may use. srun binds each task to cores of its own."""
+    cores, of_task = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if launch.words[:1] == ("srun",) and of_task.isdigit() and cores <= int(of_task):
+        return cores
+    return max(1, cores // ranks)
