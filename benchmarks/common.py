@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.architecture import attention
+from finetune.measure.host_memory import usable_cores
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.model.build import attention_name, build_model, load_tokenizer
@@ -74,7 +75,7 @@ def device() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return f"{names[0] if names else platform.processor()}, {cores} cores, {torch.get_num_threads()} threads used"
 
 

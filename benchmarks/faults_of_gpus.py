@@ -16,7 +16,7 @@ FAULTS_OF_GPUS = (
     Fault(
         "every rank computes on the first GPU",
         "strategies/accelerator.py",
-        'torch.device("cuda", launch.local_rank)',
+        'torch.device("cuda", gpu_of_rank(launch.local_rank))',
         'torch.device("cuda", 0)',
         CUDA,
     ),

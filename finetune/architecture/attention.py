@@ -3,8 +3,9 @@
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
 reach this function, under activation checkpointing too. On CUDA it is torch's variable-length flash attention, or what
-takes its place (flash_kernels.py), which takes 16-bit numbers only and begins with Ampere; in float32, on older GPUs
-and with dropout, one scaled-dot-product call a document; on a CPU that too, always in float32. Where scores are capped
+takes its place (flash_kernels.py), which takes 16-bit numbers and heads of up to 256 only and begins with Ampere; in
+float32, for wider heads, on older GPUs and with dropout, one scaled-dot-product call a document; on a CPU that too,
+always in float32. Where scores are capped
 (Gemma 2), which neither kernel does, they are computed a block of queries at a time.
 """
 
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from finetune.architecture.compiled.document_operator import document_operator
-from finetune.architecture.varlen_kernel import attend_on_cuda
+from finetune.architecture.varlen_kernel import HEAD_MULTIPLE, attend_on_cuda, fits_flash, widened
 from finetune.errors import FinetuneError
 
 NAME = "varlen"
@@ -96,9 +97,10 @@ def varlen_attention(
     chunk = chunk_of(module)
     lengths = _in_chunks(document_lengths, chunk)
     asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
+    not_by_flash = softcap or dropout or not fits_flash(query.shape[-1], value.shape[-1])
     if query.device.type == "cpu":
         output = _on_cpu(query, key, value, asked)
-    elif softcap or dropout or _computed_in(query) == torch.float32 or not has_flash(query.device):
+    elif not_by_flash or _computed_in(query) == torch.float32 or not has_flash(query.device):
         output = _by_document(query, key, value, asked)
     else:
         starts = cu_seq_lens if lengths == document_lengths else _starts(lengths, query.device)
@@ -195,9 +197,14 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> 
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
     attend = _capped if asked.cap else _with_sinks if asked.sinks is not None else _plain
+    width = value.shape[-1]
+    if query.device.type != "cpu" and not asked.cap:
+        # The memory-efficient kernel takes rows of 16 bytes; for others torch makes [heads, tokens, tokens].
+        query, key, value = (widened(x, x.shape[-1] + -x.shape[-1] % HEAD_MULTIPLE) for x in (query, key, value))
     documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
-    return torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
+    joined = torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
+    return joined if joined.shape[-1] == width else joined[..., :width].contiguous()
 
 
 def _until(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ends: Tensor, *rest: Any) -> Tensor:

@@ -13,6 +13,7 @@ from finetune.architecture import attention
 from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, put_loss_into_forward
 from finetune.architecture.operations import Unsuitable
+from finetune.architecture.rotary import rotate_by_document
 from finetune.architecture.router_loss import RouterLoss
 from finetune.architecture.trial import (
     TRIED,
@@ -48,9 +49,10 @@ class Computed:
     router: RouterLoss | None = None
 
     def taught_to(self, model: PreTrainedModel) -> None:
-        """Put the summed loss into the model's forward, and have its mixers respect documents."""
+        """Put the summed loss into the model's forward, and have its mixers and rotations respect documents."""
         put_loss_into_forward(model, self.logits, self.router)
         run_by_document(model, self.mixers)
+        rotate_by_document(model)
 
 
 def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:

@@ -20,6 +20,16 @@ from torch.nn import functional as F
 
 from finetune.errors import EnvironmentMismatch
 
+FLASH_HEAD = 256  # the widest head that flash attention takes, forward and backward; the planner reads it too
+HEAD_MULTIPLE = 8  # elements: rows of 16 bytes, which memory-efficient attention wants as well
+# On GPUs with little shared memory (sm86, sm89, sm120) the backward for heads of 193 to 224 does not fit; the next
+# kernel, for heads up to 256, does (check_requires_grad_and_head_dim_gt192 of torch's sdp_utils.cpp).
+UNFIT_ABOVE, FIT_AGAIN = 192, 224
+# By type of device: whether the kernel takes keys of fewer heads than queries where torch's function has no parameter
+# for that (2.11). flash_kernels.py tries it on a GPU; until then each head of queries gets keys of its own. No kernel
+# runs on the planner's device, which counts what a GPU is expected to do.
+SHARED_KEYS: dict[str, bool] = {"cuda": False}
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -32,6 +42,22 @@ class AttentionShape:
     window: int | None
     sinks: bool
     dropout: float
+
+
+def fits_flash(head_dim: int, value_dim: int) -> bool:
+    """Whether flash attention takes heads of this width. Gemma 4's global layers have 512."""
+    return max(head_dim, value_dim) <= FLASH_HEAD
+
+
+def kernel_width(head_dim: int) -> int:
+    """The width of the kernel's heads for heads of this one: 12 are computed as 16, and 200 as 232."""
+    width = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    return FIT_AGAIN + HEAD_MULTIPLE if UNFIT_ABOVE < width <= FIT_AGAIN else width
+
+
+def widened(heads: Tensor, width: int) -> Tensor:
+    """Heads with zeros at their end, [..., width]."""
+    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] != width else heads
 
 
 def attend_on_cuda(
@@ -47,11 +73,12 @@ def attend_on_cuda(
     """Causal attention in each document; [1, tokens, heads, head_dim]. Queries, keys and values of 16 bits."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     parameters = _varlen_parameters()
-    if "enable_gqa" not in parameters and k.shape[1] != q.shape[1]:
+    if not shares_by_parameter() and k.shape[1] != q.shape[1] and not SHARED_KEYS.get(q.device.type, True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    width = v.shape[-1]
-    if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
-        v = F.pad(v, (0, q.shape[-1] - width))
+    value_width = v.shape[-1]
+    # The kernel wants one width; latent attention has two. Zeros add nothing to scores, and the scale is given.
+    width = kernel_width(max(q.shape[-1], value_width))
+    q, k, v = (widened(x, width) for x in (q, k, v))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
     # A compiled layer compares nothing with a number that differs from row to row: each outcome would be a graph.
     wide = window is None or (not torch.compiler.is_compiling() and window >= longest)
@@ -69,7 +96,7 @@ def attend_on_cuda(
     else:
         result = _WithSinks.apply(q, k, v, sinks, starts, longest, options)  # type: ignore[no-untyped-call]
     output = cast(Tensor, result)
-    return output[..., :width].unsqueeze(0)
+    return output[..., :value_width].unsqueeze(0)
 
 
 class _WithSinks(torch.autograd.Function):
@@ -135,6 +162,11 @@ def _varlen() -> Any:
     from torch.nn.attention.varlen import varlen_attn  # takes a moment to import, and torch 2.10 lacks it
 
     return varlen_attn
+
+
+def shares_by_parameter() -> bool:
+    """Whether torch's function has a parameter by which heads of queries share keys."""
+    return "enable_gqa" in _varlen_parameters()
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 
 # torch reads one of these; which of several that are set, differs between its releases.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -29,3 +30,31 @@ def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a training that starts in this environment allocates by expandable segments."""
     settings = [environment[name] for name in ALLOCATOR_VARIABLES if name in environment]
     return not settings or "expandable_segments:true" in settings[0].replace(" ", "").lower()
+
+
+def gpu_of_rank(local_rank: int) -> int:
+    """The number of this rank's GPU, among those that its process sees.
+
+    A launcher shows every rank all GPUs of the machine. `srun --gpus-per-task=1`, and a container for each rank, show
+    one, which is number 0 to each of them; with half of four GPUs, ranks 2 and 3 see 0 and 1.
+    """
+    import torch
+
+    return local_rank % torch.cuda.device_count()
+
+
+@contextmanager
+def libraries_on_gpu(index: int, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Have libraries use this GPU from here on: DeepSpeed and torch's device meshes take LOCAL_RANK for its number.
+
+    Where the block raises, LOCAL_RANK is as before: it says which rank of the machine speaks for all.
+    """
+    before = environment.get("LOCAL_RANK")
+    if before is not None:
+        environment["LOCAL_RANK"] = str(index)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            environment["LOCAL_RANK"] = before
+        raise

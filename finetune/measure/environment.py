@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from finetune.measure.host_memory import usable_cores
 
 _LIBRARIES = (
     "finetune",
@@ -40,7 +41,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu_cores": os.cpu_count(),
+        "cpu_cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "devices": devices,

@@ -1,7 +1,8 @@
-"""Memory of this machine that a process may still take: what the kernel has, and what its control group leaves."""
+"""What a process may take of its machine, memory and cores: what the kernel has, and what its control group leaves."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,17 @@ def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 
     A container's limit is not in the machine's figures, and whoever passes it is killed.
     """
-    left = [_left(folder) for folder in _own_groups(groups, own)]
+    left = [_left(folder) for folder in _own_groups(groups, own, "memory")]
     return max(0, min([int(psutil.virtual_memory().available), *(room for room in left if room is not None)]))
+
+
+def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
+    """Cores that this process may compute on, at least 1: the machine's physical ones, those that it is bound to
+    (taskset, Slurm, cpusets), and the quota of the tightest control group above it (a container's `--cpus`)."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_quota(folder) for folder in _own_groups(groups, own, "cpu")]
+    physical = psutil.cpu_count(logical=False) or bound
+    return max(1, min([physical, bound, *(cores for cores in quotas if cores is not None)]))
 
 
 def bytes_below_peak(status: Path = OWN_STATUS) -> int:
@@ -35,14 +45,15 @@ def bytes_below_peak(status: Path = OWN_STATUS) -> int:
     return max(0, sizes["VmHWM"] - sizes["VmRSS"]) if len(sizes) == 2 else 0
 
 
-def _own_groups(groups: Path, own: Path) -> list[Path]:
-    """The folders of this process's memory groups and of all above them; in a container its own is often the root."""
-    found = [groups, groups / "memory"]
+def _own_groups(groups: Path, own: Path, controller: str) -> list[Path]:
+    """The folders of this process's groups for memory or cpu, and of all above them; in a container its own is often
+    the root. Version 1 has a folder for each set of controllers, as `cpu,cpuacct`, and a link for each of them."""
+    found = [groups, groups / controller]
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        folder = (groups / "memory" if controllers else groups) / path.strip("/")
+        folder = (groups / controller if controllers else groups) / path.strip("/")
         while folder not in found and folder.is_relative_to(groups):
             found.append(folder)
             folder = folder.parent
@@ -57,6 +68,16 @@ def _left(group: Path) -> int | None:
             lines = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
             return int(allowed) - int(used) + int(lines.get(cached, 0))
     return None
+
+
+def _quota(group: Path) -> int | None:
+    """Whole cores of a group's quota, rounded up: microseconds of each period. None where it has none."""
+    quota, _, period = _text(group / "cpu.max").strip().partition(" ")  # version 2
+    if not quota:
+        quota, period = (_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    if not (quota.isdigit() and period.isdigit() and int(period)):  # "max", and -1 in version 1
+        return None
+    return -(-int(quota) // int(period))
 
 
 def _text(path: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 from finetune import __version__
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.hub.client import check_permission, classify_error
+from finetune.measure.host_memory import usable_cores
 from finetune.measure.units import GIB
 from finetune.paths import PACKAGE
 from finetune.preflight.disk import folders, free_bytes, may_write, need_of
@@ -139,7 +140,7 @@ def check_devices() -> Iterator[Finding]:
     import torch
 
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     room = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     yield Finding("devices", "ok", f"{cores} CPU cores, {room}")
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None

@@ -80,7 +80,9 @@ def main(backend: str, folder: str, rank: int) -> int:
     import torch
     from torch import distributed
 
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    from finetune.launch.gpu_environment import gpu_of_rank
+
+    device = torch.device("cuda", gpu_of_rank(rank)) if backend == "nccl" else torch.device("cpu")
     store = f"file://{folder}/store"
     distributed.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     seconds = []

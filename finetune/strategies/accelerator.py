@@ -21,8 +21,10 @@ from torch import nn
 
 from finetune.architecture.compiled.choice import check_compiling
 from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
+from finetune.measure.host_memory import usable_cores
 from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
@@ -169,7 +171,7 @@ def _weights_missing(recipe: Recipe) -> str:
 
 def device_of(launch: Launch) -> torch.device:
     """The device that this rank computes on."""
-    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", launch.local_rank)
+    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", gpu_of_rank(launch.local_rank))
 
 
 def _computes_on_cpu(launch: Launch) -> bool:
@@ -220,7 +222,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
-    with silenced_deepspeed():
+    on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
+    with silenced_deepspeed(), on_gpu:
         accelerator = Accelerator(
             mixed_precision=recipe.training.accelerate_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
@@ -315,7 +318,7 @@ def use_all_cores(launch: Launch, device: torch.device, *, offloaded: bool = Fal
     and step, 225 GB of 8B, 20 to 30 s by one thread.
     """
     if (device.type == "cpu" or offloaded) and not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(launch.local_world_size))
+        torch.set_num_threads(_cores_each(launch, launch.local_world_size))
 
 
 @contextmanager
@@ -323,14 +326,16 @@ def cores_for(launch: Launch, working: int) -> Iterator[None]:
     """Within, `working` ranks of this machine have all its cores while the others wait; unless the user chose."""
     before = torch.get_num_threads()
     if not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(working))
+        torch.set_num_threads(_cores_each(launch, working))
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def _cores_each(ranks: int) -> int:
-    import psutil
-
-    return max(1, (psutil.cpu_count(logical=False) or 1) // ranks)
+def _cores_each(launch: Launch, ranks: int) -> int:
+    """An equal share of the cores that this process may use. srun binds each task to cores of its own."""
+    cores, of_task = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if launch.words[:1] == ("srun",) and of_task.isdigit() and cores <= int(of_task):
+        return cores
+    return max(1, cores // ranks)

@@ -11,7 +11,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES
+from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES, gpu_of_rank
 from finetune.launch.launcher import Launch
 from finetune.model.float8.requirements import check_capability
 from finetune.recipe.schema import Recipe
@@ -26,8 +26,7 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     EnvironmentMismatch with the settings to write.
     """
     _check_workspace(recipe)
-    count = torch.cuda.device_count()
-    own_gpus = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
+    own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     if recipe.training.float8:
         check_capability(capability, torch.cuda.get_device_name(f"cuda:{index}"))

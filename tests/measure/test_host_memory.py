@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
-from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.measure.host_memory import available_bytes, bytes_below_peak, usable_cores
 
 MIB = 2**20
 
@@ -72,3 +73,46 @@ def test_what_was_freed_may_be_needed_again(tmp_path: Path) -> None:
     before = bytes_below_peak()
     large.close()
     assert bytes_below_peak() - before > 200 * MIB
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """64 physical cores of two threads each."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 128 if logical else 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)))
+    return monkeypatch
+
+
+def test_cores_are_the_physical_ones_or_those_of_the_binding(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nowhere = tmp_path / "none", tmp_path / "none"
+    assert usable_cores(*nowhere) == 64
+    for bound in (16, 1):  # taskset, Slurm
+        machine.setattr(os, "sched_getaffinity", lambda _, bound=bound: set(range(40, 40 + bound)))
+        assert usable_cores(*nowhere) == bound
+    machine.setattr(psutil, "cpu_count", lambda logical: None)  # a virtual machine that does not tell
+    assert usable_cores(*nowhere) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "files", "cores"),
+    [
+        ("0::/a/b", "a/b", {"cpu.max": "1600000 100000"}, 16),
+        ("0::/a/b", "a", {"cpu.max": "250000 100000"}, 3),  # above this process's own group; 2.5, rounded up
+        ("0::/", "", {"cpu.max": "50000 100000"}, 1),  # as a container sees it
+        ("0::/a/b", "a", {"cpu.max": "max 100000"}, 64),
+        ("4:cpu,cpuacct:/a/b", "cpu/a/b", {"cpu.cfs_quota_us": "800000", "cpu.cfs_period_us": "100000"}, 8),
+        ("4:cpu,cpuacct:/other", "cpu", {"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000"}, 2),
+        ("4:cpu,cpuacct:/a/b", "cpu/a/b", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 64),
+        ("4:memory:/a/b", "cpu/a/b", {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000"}, 64),
+        ("0::/a/b", "a/b", {"cpu.max": ""}, 64),
+    ],
+)
+@pytest.mark.usefixtures("machine")
+def test_a_quota_above_this_process_counts(
+    line: str, place: str, files: dict[str, str], cores: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "groups" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path / "groups", own(tmp_path, line)) == cores

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.architecture.attention import varlen_attention
 from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
@@ -97,6 +99,37 @@ def test_attention_is_by_the_kernel_that_cuda_takes(
         node = node.next_functions[0][0] if node.name().startswith("Alias") else node
         assert kernel in node.name()
         assert (output.shape, output.dtype) == (query.shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (64, {"torch_attn._varlen_attn.default": (8, 1, 64)}),
+        (12, {"torch_attn._varlen_attn.default": (8, 1, 16)}),
+        (200, {"torch_attn._varlen_attn.default": (8, 1, 232)}),
+        (512, {"aten._scaled_dot_product_efficient_attention.default": (1, 4, 8, 512)}),
+        (300, {"aten._scaled_dot_product_efficient_attention.default": (1, 4, 8, 304)}),
+    ],
+)
+def test_packed_attention_is_planned_by_the_kernel_that_trains(
+    width: int, expected: dict[str, tuple[int, ...]]
+) -> None:
+    """Its keys as the kernel is given them: shared by four heads of flash attention, under torch 2.11 too."""
+    keys: dict[str, tuple[int, ...]] = {}
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attn" in str(func) or "attention" in str(func):
+                keys[str(func)] = tuple(args[1].shape)
+            return func(*args, **kwargs or {})
+
+    with FakeTensorMode(), Kernels():
+        query, key = tensor(1, 4, 8, width), tensor(1, 1, 8, width)
+        starts = torch.empty(2, dtype=torch.int32, device=DEVICE)
+        ends: dict[str, Any] = {"cu_seq_lens": starts, "document_lengths": (8,)}
+        output, _ = varlen_attention(torch.nn.Module(), query, key, key, None, **ends)
+    assert output.shape == (1, 8, 4, width)
+    assert keys == expected
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16])

@@ -16,6 +16,7 @@ from accelerate.commands.config import config_args
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.strategies import accelerator as accelerators
 from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.training import session
 from tests.support.launching import ALONE
@@ -121,7 +122,7 @@ def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
 def test_a_machines_cores_are_shared_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
+    monkeypatch.setattr(accelerators, "usable_cores", lambda: 12)
     launch = replace(TWO, threads_chosen=False, world_size=8, local_world_size=4, nodes=2)
     use_all_cores(launch, torch.device("cpu"))
     use_all_cores(replace(launch, threads_chosen=True), torch.device("cpu"))
@@ -132,7 +133,7 @@ def test_so_are_they_where_ranks_on_gpus_work_on_the_host(monkeypatch: pytest.Mo
     """Launchers set one thread; AdamW over 8B weights in host memory takes half a minute by one."""
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    monkeypatch.setattr(accelerators, "usable_cores", lambda: 64)
     launch = replace(ALONE, threads_chosen=False, world_size=16, local_world_size=8, nodes=2)
     gpu = torch.device("cuda", 0)
     use_all_cores(launch, gpu)
@@ -141,6 +142,20 @@ def test_so_are_they_where_ranks_on_gpus_work_on_the_host(monkeypatch: pytest.Mo
     use_all_cores(launch, gpu, offloaded=True)
     use_all_cores(replace(launch, local_world_size=100), gpu, offloaded=True)
     assert chosen == [8, 1]
+
+
+def test_a_task_of_srun_has_the_cores_that_it_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so the ranks that a launcher starts inside of one task, nor a task that sees the cores of all."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(accelerators, "usable_cores", lambda: 16)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    task = replace(ALONE, words=("srun", "python"), threads_chosen=False, world_size=8, local_world_size=8)
+    use_all_cores(task, torch.device("cpu"))
+    use_all_cores(replace(task, words=("torchrun",)), torch.device("cpu"))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
+    use_all_cores(task, torch.device("cpu"))
+    assert chosen == [16, 2, 2]
 
 
 def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +180,7 @@ def test_cores_that_are_borrowed_are_given_back(monkeypatch: pytest.MonkeyPatch)
     now = [3]
     monkeypatch.setattr(torch, "set_num_threads", lambda number: now.append(number))
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
+    monkeypatch.setattr(accelerators, "usable_cores", lambda: 12)
     launch = replace(ALONE, threads_chosen=False)
     with pytest.raises(KeyError), cores_for(launch, 1):
         raise KeyError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
+from finetune.launch.gpu_environment import libraries_on_gpu
 from finetune.preflight.compare import plan_comparison
 from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.gpu_proof.machine import find_gpus
@@ -22,8 +24,10 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies import zero_requirements
 from finetune.strategies.accelerator import build_accelerator, check_combination, device_of
+from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
+from finetune.train import _chosen_recomputation
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
 from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
@@ -93,6 +97,70 @@ def test_a_rank_computes_on_its_own_gpu() -> None:
     assert device_of(TWO) == GPU
     assert device_of(replace(TWO, on_cpu=True)) == CPU
     assert best_device().type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("seen", "ranks", "expected"),
+    [
+        (1, 4, [0, 0, 0, 0]),  # srun --gpus-per-task=1, a container for each rank
+        (2, 4, [0, 1, 0, 1]),  # two sockets, each with half of the GPUs
+        (4, 4, [0, 1, 2, 3]),
+        (8, 4, [0, 1, 2, 3]),
+        (1, 1, [0]),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_ranks_compute_on_the_gpus_that_they_see(
+    seen: int, ranks: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with another number is an error at its first use, as torch.cuda.mem_get_info has it."""
+
+    def mem_get_info(device: Any) -> tuple[int, int]:
+        if number_of(device) >= seen:
+            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        return 1 << 30, 1 << 34
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for rank in range(ranks):
+        launch = replace(launching.ALONE, world_size=ranks, local_world_size=ranks, rank=rank, local_rank=rank)
+        assert device_of(launch) == torch.device("cuda", expected[rank])
+        check_gpus(least_recipe("x"), launch)
+        _chosen_recomputation(least_recipe("x"), launch)  # the first that asks for the GPU's memory
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_libraries_take_the_gpu_that_the_rank_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's engine and torch's device mesh set the device by LOCAL_RANK as it stands."""
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    seen: list[str] = []
+
+    def accelerator(**_: Any) -> Any:
+        seen.append(os.environ["LOCAL_RANK"])
+        return SimpleNamespace(mixed_precision="no", device=GPU)
+
+    monkeypatch.setattr(accelerators, "Accelerator", accelerator)
+    monkeypatch.setattr(accelerators, "_compare", lambda *_: None)
+    for count, expected in ((1, "0"), (2, "1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with as_before():
+            os.environ["LOCAL_RANK"] = "1"
+            recipe = least_recipe("x", training={"per_device_batch_size": 1})
+            build_accelerator(recipe, read_strategy(name), TWO)
+            assert seen.pop() == os.environ["LOCAL_RANK"] == expected
+
+
+def test_a_rank_that_meets_no_other_speaks_by_its_own_number() -> None:
+    environment, seen = {"LOCAL_RANK": "1"}, []
+    with suppress(RuntimeError), libraries_on_gpu(0, environment):
+        seen.append(dict(environment))
+        raise RuntimeError("rendezvous")
+    assert (seen, environment) == ([{"LOCAL_RANK": "0"}], {"LOCAL_RANK": "1"})
+    alone: dict[str, str] = {}
+    with libraries_on_gpu(0, alone):
+        assert alone == {}
 
 
 @pytest.mark.usefixtures("gpus")

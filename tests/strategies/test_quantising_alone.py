@@ -61,7 +61,7 @@ def build_as(way: str, rank: int) -> tuple[str | None, list[int], int]:
 
     backend: str | None = None
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("psutil.cpu_count", lambda logical: CORES)
+        patched.setattr("finetune.strategies.accelerator.usable_cores", lambda: CORES)
         try:
             _load(way, build, replace(LAUNCH, rank=rank), patched, threads)
         except (FinetuneError, RuntimeError) as error:

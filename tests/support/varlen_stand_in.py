@@ -20,6 +20,25 @@ assert torch.nn.attention.varlen
 # (tests/support/flash_stand_in.py).
 FACTORS = {"output": 1.0, "gradients": 1.0}
 COMPUTED_BY: list[dict[str, float]] = []
+# Heads of the keys that the kernel was given, for each forward.
+KEY_HEADS: list[int] = []
+# torch 2.11's operator has no enable_gqa and takes keys of fewer heads without a word.
+SAYS_SHARED = any(each.name == "enable_gqa" for each in torch.ops.torch_attn._varlen_attn.default._schema.arguments)
+
+
+def refuse_as_the_kernel(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """mha_varlen_fwd of torch's flash_api.cpp: what it checks before it computes."""
+    width = query.shape[-1]
+    if width > 256:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+    if width % 8:
+        raise RuntimeError("head_size should be a multiple of 8, this is ensured by padding!")
+    if 192 < width <= 224:
+        raise RuntimeError("CUDA error: invalid argument")  # of the backward, on GPUs with little shared memory
+    if key.shape[-1] != width or value.shape[-1] != width:
+        raise RuntimeError("k must have shape (total_k, num_heads_k, head_size)")
+    if query.shape[1] % key.shape[1]:
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
 
 
 def _scores(
@@ -51,7 +70,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert scale is not None
     assert is_causal == (list(window_size) == [-1, 0])
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert not SAYS_SHARED or enable_gqa == (query.shape[1] != key.shape[1])
+    refuse_as_the_kernel(query, key, value)
+    KEY_HEADS.append(key.shape[1])
     dtype, (query, key, value) = query.dtype, (x.float() for x in (query, key, value))
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for at, scores in _scores(query, key, cu_seq_q, scale, list(window_size)):

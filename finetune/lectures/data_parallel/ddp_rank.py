@@ -67,17 +67,18 @@ def rank_main(folder: Path, rank: int) -> None:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
+    from finetune.launch.gpu_environment import gpu_of_rank
     from finetune.lectures.data_parallel.four_steps import bytes_of, one_thread_each
     from finetune.measure.phases import Phases
 
     settings = json.loads((folder / "job.json").read_text("utf-8"))
     gpus = settings.pop("gpus")
     job = Job(**settings | {"model": Path(settings["model"])})
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    device = torch.device("cuda", gpu_of_rank(rank)) if gpus else torch.device("cpu")
     store = f"file://{folder}/store"
     distributed.init_process_group("nccl" if gpus else "gloo", init_method=store, rank=rank, world_size=job.replicas)
     module = Logits(job.model).to(device)
-    options: dict[str, Any] = {"device_ids": [rank]} if gpus else {}
+    options: dict[str, Any] = {"device_ids": [device]} if gpus else {}
     model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)
     optimizer = torch.optim.AdamW(model.parameters(), PLAYED_RATE)
 

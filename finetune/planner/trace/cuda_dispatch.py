@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from finetune.architecture.varlen_kernel import FLASH_HEAD
+
 HALF = (torch.bfloat16, torch.float16)
-FLASH_HEAD = 256  # the largest head dimension of flash attention
 BIAS_MULTIPLE = 16  # elements; a mask's rows are padded to a multiple of these for the memory-efficient kernel
 
 _keep: list[torch.library.Library] = []  # a registration lasts as long as its object

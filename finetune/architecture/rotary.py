@@ -1,0 +1,114 @@
+"""Rotary frequencies that depend on a text's length (`longrope`, `dynamic`), chosen for each document on the host.
+
+transformers takes the longest position of the forward for the length. In a flat row that is the longest document's: a
+long document would change the rotation of all short ones beside it. And the library looks it up on the device, which
+is a host read in each forward, and keeps what it found for later forwards. Here each document has the frequencies
+that it has alone, by the lengths that the host knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import groupby
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from finetune.architecture.attention import LENGTHS
+from finetune.architecture.loss import decoder_of
+
+MOST_KEPT = 64  # sets of frequencies, of some hundred bytes each, that a module keeps on its device
+
+
+class _Row:
+    """The documents of the row in this forward."""
+
+    lengths: tuple[int, ...] | None = None
+
+    def __deepcopy__(self, memo: object) -> _Row:
+        return self
+
+    def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.lengths = kwargs.get(LENGTHS)
+
+
+def rotate_by_document(model: PreTrainedModel) -> None:
+    """Have the rotary embeddings of `model` whose frequencies depend on a text's length take each document's own, in
+    rows that come with `document_lengths`. Only instances change; other forwards run the library's code."""
+    modules: list[Any] = [each for each in model.modules() if any(map(_by_length, _kinds(each)))]
+    if not modules:
+        return
+    row = _Row()
+    decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
+    for module in modules:
+        module.finetune_row, module.finetune_frequencies = row, {}
+        module.forward = MethodType(_forward, module)
+
+
+def _kinds(module: Any) -> list[str]:
+    """The library's names for its ways to compute frequencies: one, or one for each kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+
+
+def _by_length(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
+
+
+@torch.no_grad()
+def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    given: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    lengths = module.finetune_row.lengths
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if not lengths or sum(lengths) != position_ids.shape[-1] or not _by_length(kind):
+        return type(module).forward(module, x, position_ids, **given)
+    rotate = inspect.unwrap(type(module).forward)  # without the decorator that looks up the length
+    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+    librarys, parts, start = getattr(module, name), [], 0
+    counting = [(_length_that_counts(module, kind, layer_type, each), each) for each in lengths]
+    try:
+        for length, run in groupby(counting, key=lambda each: each[0]):  # neighbours with the same frequencies
+            end = start + sum(tokens for _, tokens in run)
+            setattr(module, name, _frequencies(module, kind, layer_type, length, x.device))
+            parts.append(rotate(module, x, position_ids[..., start:end], **given))
+            start = end
+    finally:
+        setattr(module, name, librarys)
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=-2)
+    return tuple(torch.cat(each, dim=-2) for each in zip(*parts, strict=True))
+
+
+def _length_that_counts(module: Any, kind: str, layer_type: str | None, length: int) -> int | None:
+    """The length that a document's frequencies are computed for; None: those that the model was made with."""
+    parameters = module.config.rope_parameters
+    if kind == "longrope":
+        own = parameters if layer_type is None else parameters[layer_type]
+        original = int(own["original_max_position_embeddings"])
+        return original + 1 if length > original else None
+    return length if length > module.original_max_seq_len else None
+
+
+def _frequencies(module: Any, kind: str, layer_type: str | None, length: int | None, device: torch.device) -> Tensor:
+    """On the device, [head_dim / 2] float32. Copied from pinned memory, which waits for nothing."""
+    kept: dict[Any, Tensor] = module.finetune_frequencies
+    key = layer_type, length, device
+    if key not in kept:
+        if length is None:
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            found: Tensor = getattr(module, f"{prefix}original_inv_freq")
+        else:
+            given = {} if layer_type is None else {"layer_type": layer_type}
+            # A tensor, as in the library: Python would compute `dynamic`'s power in float64. longrope only compares.
+            seq_len: Any = length if kind == "longrope" else torch.tensor(length)
+            found, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=seq_len, **given)
+        if found.device != device:
+            found = (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+        if len(kept) >= MOST_KEPT:
+            kept.clear()
+        kept[key] = found
+    return kept[key]
