@@ -63,7 +63,7 @@ FIRST = (
     "llama3_qlora",
     "llama3_8b_full_1x80gb",
 )
-PATIENCE = 2.5  # times its estimate, after which a step is taken to hang
+PATIENCE, PATIENCE_ON_CPU = 2.5, 25.0  # times its estimate, after which a step is taken to hang
 MOST_LOGS, MOST_LOG_BYTES = 4, 1 << 20
 NOT_RUN = 3  # exit code
 
@@ -84,37 +84,40 @@ class Results:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # of the machine, with the versions
     logs: list[str] = field(default_factory=list)
+    before: dict[str, Any] = field(init=False)  # the record that was there
+
+    def __post_init__(self) -> None:
+        file = self.folder / "gpu.json" if self.folder else None
+        self.before = json.loads(file.read_text("utf-8")) if file and file.is_file() else {}
+
+    @property
+    def writes(self) -> Path | None:
+        """Where to write; None for now, or for good."""
+        return self.folder if self.at_once or self.facts.get("device") else None
 
     def put(self, name: str, row: dict[str, Any]) -> None:
         """A step's row, so far or as it ended."""
         self.rows[name] = row
-        self.write()
+        if (folder := self.writes) is not None:
+            now = datetime.datetime.now().isoformat(timespec="seconds")
+            content = {"date": now, "minutes": self.minutes, **self.facts, "steps": self.rows}
+            write_json(folder / "gpu.json", _finite(content))
+            write_text(folder / "gpu.md", "\n".join(page_lines(content)) + "\n")
 
-    def write(self) -> None:
-        if self.folder is None or not (self.at_once or self.facts.get("device")):
-            return
-        now = datetime.datetime.now().isoformat(timespec="seconds")
-        content = {"date": now, "minutes": self.minutes, **self.facts, "steps": self.rows}
-        write_json(self.folder / "gpu.json", _finite(content))
-        write_text(self.folder / "gpu.md", "\n".join(page_lines(content)) + "\n")
+    def know(self, facts: Mapping[str, Any]) -> None:
+        """The machine and the versions: what an earlier call has found with the same ones of other steps is kept."""
+        self.facts = dict(facts)
+        if all(self.before.get(key) == facts[key] for key in ("device", "versions")):
+            self.rows = self.before["steps"] | self.rows
 
     def keep_log(self, name: str, text: str) -> str | None:
         """The end of a failure's log in a file of its own, its name; None where there are enough."""
-        if self.folder is None or len(self.logs) == MOST_LOGS:
+        if (folder := self.writes) is None or len(self.logs) == MOST_LOGS:
             return None
-        file = self.folder / f"{re.sub('[^A-Za-z0-9_-]+', '-', name)}.log"
+        file = folder / f"{re.sub('[^A-Za-z0-9_-]+', '-', name)}.log"
         file.write_bytes(text.encode()[-MOST_LOG_BYTES:])
         self.logs.append(file.name)
         return file.name
-
-    def of_before(self) -> None:
-        """Take what an earlier call has found here of other steps, on the same card with the same versions."""
-        file = (self.folder or ROOT) / "gpu.json"
-        if self.folder is None or not file.is_file():
-            return
-        before = json.loads(file.read_text("utf-8"))
-        if all(before.get(key) == self.facts.get(key) for key in ("device", "versions")):
-            self.rows = before["steps"] | self.rows
 
 
 def _finite(value: Any) -> Any:
@@ -154,14 +157,15 @@ class Session:
         if why is not None:
             self.say(name, {"state": "not run", "reason": why})
             return
-        limit = PATIENCE * needed if left is None else min(left, PATIENCE * needed)
+        patience = (PATIENCE_ON_CPU if self.shrunken else PATIENCE) * needed
+        limit = patience if left is None else min(left, patience)
         began = self.clock()
         if path is None:
             row = self.checks(name, limit)
         else:
             assert self.machine is not None
             row = self.recipe(name, path, changes, limit)
-        if row.pop("out_of_time", False) and limit < PATIENCE * needed:
+        if row.pop("out_of_time", False) and limit < patience:
             row |= {"state": "not run", "reason": f"the minutes were over, {row.get('phase', '')}".rstrip(", ")}
         row |= {"seconds": round(self.clock() - began, 1), "estimated_seconds": needed}
         self.say(name, row)
@@ -207,12 +211,8 @@ class Session:
         """The machine, from the lines of its environment."""
         lines = {line["name"]: line for line in seen}
         versions, machine = lines.get("versions", {}), lines.get("machine", {})
-        self.results.facts = {
-            "device": machine.get("machine", {}).get("device"),
-            "versions": versions.get("versions"),
-            "machine": machine.get("machine"),
-        }
-        self.results.of_before()
+        device = machine.get("machine", {}).get("device")
+        self.results.know({"device": device, "versions": versions.get("versions"), "machine": machine.get("machine")})
         if "machine" in machine:
             self.machine = Machine(self.scratch, machine["machine"]["gpu_gb"], frozenset(versions.get("packages", ())))
 
@@ -280,15 +280,13 @@ def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield "\n## Speed\n"
     yield "| recipe | tokens a second | seconds a step | layers compiled | |\n|---|---:|---:|---|---|"
     for name, row in trained.items():
-        speeds = "| | "
+        speeds = "| |"
         if "tokens_per_second" in row:
             compiled = row["receipt"].get("compiled") or {}
             left_off = f"no: {compiled.get('left_off')}" if not compiled.get("layers") else "yes"
             speeds = f"{row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f} | {left_off}"
-        state = (
-            row["state"] if row["state"] == "ok" else in_words({"state": row["state"], "reason": row.get("reason", "")})
-        )
-        yield f"| {name} | {speeds} | {state} |"
+        reason = f": {row['reason']}".replace("|", "/") if "reason" in row else ""
+        yield f"| {name} | {speeds} | {row['state']}{reason} |"
     phases = list(dict.fromkeys(phase for row in trained.values() for phase in row.get("phases", {})))
     yield "\n## Memory: GiB at the peak of each phase, and the plan's error\n"
     yield f"| recipe | {' | '.join(phases)} |\n|---|{'---:|' * len(phases)}"

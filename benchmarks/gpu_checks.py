@@ -3,7 +3,7 @@
     python benchmarks/gpu_checks.py environment OUT.jsonl
     python benchmarks/gpu_checks.py layers OUT.jsonl
     python benchmarks/gpu_checks.py proofs OUT.jsonl
-    python benchmarks/gpu_checks.py model RECIPE FOLDER
+    python benchmarks/gpu_checks.py model RECIPE FOLDER [key=value ...]
 
 `--shrunken` computes on the CPU, with small sizes. OUT.jsonl gets a line for each check as soon as it is known: name,
 state (ok, failed, not run), seconds and what was seen; a failure may have a log.
@@ -283,15 +283,15 @@ def _judge(found: dict[str, Any], ours: Any, expected: Any, bound: float, *, exa
 
 
 def proofs(lines: Lines, *, shrunken: bool) -> None:
-    """The proofs of `finetune doctor --gpu`, those side by side that do not wait for each other: they are tiny, and
-    most of a proof is imports."""
+    """The proofs of `finetune doctor --gpu` on one GPU, those side by side that do not wait for each other: they are
+    tiny, and most of a proof is imports."""
     from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
     from finetune.preflight.gpu_proof.material import write_proof_recipe
     from finetune.preflight.gpu_proof.plan import plan_proofs
     from finetune.preflight.gpu_proof.sequence import ProofBench
 
     machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else replace(find_gpus(), count=1)
-    planned = [_compiled_or_not(proof) for proof in plan_proofs(machine)]
+    planned = [_compiled_or_not(proof) for proof in plan_proofs(machine) if proof.ranks == 1]
     with tempfile.TemporaryDirectory(prefix="finetune-proofs-") as name:
         folder = Path(name)
         bench = ProofBench(machine, write_proof_recipe(folder), {proof.name: proof for proof in planned})
@@ -326,12 +326,12 @@ def _log_of(outcome: dict[str, Any], folder: Path) -> dict[str, str]:
     return {"log": log.read_text("utf-8", errors="replace")[-TAIL:]}
 
 
-def model(recipe_path: str, folder: Path, *, shrunken: bool) -> None:
+def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: bool) -> None:
     """The recipe's model in bfloat16, of random weights, and a tokenizer of its rows, in `folder`."""
     from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
     from finetune.recipe.loader import load_recipe
 
-    recipe = load_recipe(recipe_path, []).recipe
+    recipe = load_recipe(recipe_path, changes).recipe
     name = recipe.model.name_or_path
     if shrunken:
         shrink_model(name, recipe.model.revision, recipe.data, folder)
@@ -361,7 +361,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrunken", action="store_true")
     asked = parser.parse_args(words)
     if asked.kind == "model":
-        model(asked.words[0], Path(asked.words[1]), shrunken=asked.shrunken)
+        model(asked.words[0], Path(asked.words[1]), asked.words[2:], shrunken=asked.shrunken)
         return 0
     checks = {"environment": environment, "layers": layers, "proofs": proofs}
     checks[asked.kind](Lines(Path(asked.words[0])), shrunken=asked.shrunken)

@@ -199,7 +199,7 @@ class Training:
         place = model_folder(self.recipe, self.machine)
         if place.is_dir():
             return None
-        words = [str(self.path), str(place), *(["--shrunken"] if self.machine.shrunken else [])]
+        words = [str(self.path), str(place), *self.changes, *(["--shrunken"] if self.machine.shrunken else [])]
         code = run_checks("model", words, self.log, ends)
         if code == 0 and place.is_dir():
             return None
@@ -226,15 +226,19 @@ class Training:
 
     def command(self) -> list[str]:
         """What a user would type: the recipe with `accelerate launch`, on rows that fill it."""
-        length, batch = self.recipe.data.max_length, self.recipe.training.global_batch_size
+        shrunken, length = self.machine.shrunken, self.recipe.data.max_length
+        batch = self.recipe.training.global_batch_size
+        if shrunken:  # a row of a GPU's length takes seconds on a CPU
+            batch, length = 2 * self.recipe.training.per_device_batch_size, length // 8
         rows = write_rows(self.machine.folder / "rows.jsonl", tokens=batch * length, max_length=length)
-        shrunken = self.machine.shrunken
         budget = {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": self.machine.gpu_gb}
         asked = {
             "output_dir": str(self.run_dir),
             "model.name_or_path": str(model_folder(self.recipe, self.machine)),
             "data.train": [{"path": "json", "data_files": str(rows)}],
             "data.eval": None,
+            "data.max_length": length,
+            "training.global_batch_size": batch,
             "training.max_steps": 1000 if self.full else self.steps,
             "training.warmup_steps": 0,
             "training.warmup_ratio": 0,
@@ -307,7 +311,8 @@ class Training:
         """How it failed, and in which phase of the run."""
         state = self.run_dir / "run_state.json"
         recorded = json.loads(state.read_text("utf-8")) if state.is_file() else {}
-        row = {"ok": False, "phase": phase or recorded.get("phase", "starting"), "reason": reason}
+        reached = "training" if self.lines("train") else "starting"
+        row = {"ok": False, "phase": phase or recorded.get("phase", reached), "reason": reason}
         return row | ({"out_of_time": True} if reason == OUT_OF_TIME else {})
 
 
