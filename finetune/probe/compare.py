@@ -68,7 +68,8 @@ class Difference:
 
 
 def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
-    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference.
+    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference; what is not
+    finite is infinitely far.
 
     Args:
         exact: Take the gradient that differs most; else all of them as one vector, for the worst of many tensors is
@@ -87,11 +88,16 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
             distance = float((ours.double() - theirs.double()).norm())
             off = distance / (float(theirs.double().norm()) + SMALL_GRADIENT * whole)
         squares += distance**2
-        if not off <= worst:  # NaN too
-            worst, at = off, name
+        if _number(off) > worst:
+            worst, at = _number(off), name
     if not exact:
-        worst, at = math.sqrt(squares) / whole, "all"
-    return Difference(abs(found.loss - expected.loss) / abs(expected.loss), worst, at)
+        worst, at = _number(math.sqrt(squares) / whole), "all"
+    return Difference(_number(abs(found.loss - expected.loss) / abs(expected.loss)), worst, at)
+
+
+def _number(off: float) -> float:
+    """Infinity for NaN, which every comparison and so every maximum passes over."""
+    return off if math.isfinite(off) else math.inf
 
 
 @dataclass
