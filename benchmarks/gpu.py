@@ -54,7 +54,7 @@ from finetune.preflight.job import ended_by_signals
 from finetune.recipe.loader import load_recipe
 
 # Seconds of each on an H100 with 16 cores, as far as arithmetic goes.
-CHECKS = {"environment": 45.0, "layers": 75.0, "proofs": 90.0}
+CHECKS = {"environment": 30.0, "layers": 75.0, "proofs": 75.0}
 # The most telling first. A recipe that is not named here comes after these.
 FIRST = (
     "llama3_1b_lora_1x8gb",
@@ -63,7 +63,7 @@ FIRST = (
     "llama3_qlora",
     "llama3_8b_full_1x80gb",
 )
-PATIENCE, PATIENCE_ON_CPU = 2.5, 25.0  # times its estimate, after which a step is taken to hang
+PATIENCE, PATIENCE_ON_CPU = 3.0, 30.0  # times its estimate, after which a step is taken to hang
 MOST_LOGS, MOST_LOG_BYTES = 4, 1 << 20
 NOT_RUN = 3  # exit code
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
 MODELS = {"Llama-3.2-1B": 1_235_814_400, "Llama-3.1-8B": 8_030_261_248}  # weights
 EAGER = ":eager"  # after a recipe's name: the same with training.compile=false
-STEPS, SKIPPED = 7, 3  # the first steps warm caches and the allocator
+STEPS, SKIPPED = 6, 2  # the first steps warm caches and the allocator
 SPARE = 3e9  # bytes of disk and of host memory: logs, compiled graphs, Python and CUDA's own
 ADAPTERS = 0.3e9  # bytes of the largest checkpoint of adapters, with their moments: 42 M weights in float32
 POLL_SECONDS = 0.2
@@ -83,15 +83,17 @@ def model_folder(recipe: Recipe, machine: Machine) -> Path:
 
 
 def estimate(recipe: Recipe, machine: Machine) -> float:
-    """Seconds of one training on an H100, its model's making included. Arithmetic, on the safe side."""
+    """Seconds of one training on an H100, its model's making included: arithmetic, nothing measured. A training that
+    takes longer goes on for as long as there is time."""
     weights, full = weights_of(recipe), recipe.lora is None
-    made = 0.0 if model_folder(recipe, machine).is_dir() else 8 + 2 * weights / 0.8e9
-    worst = 2 * weights / 0.4e9 if full else 4.0  # weights written, hashed and read
+    made = 0.0 if model_folder(recipe, machine).is_dir() else 5 + 2 * weights / 0.9e9
+    read, written = 2 * weights / 2e9, 2 * weights / 0.5e9 if full else 4.0  # in the worst step, hashed and read too
     tokens = recipe.training.global_batch_size * recipe.data.max_length
     passes = (6 if full else 4) + 2 * bool(recipe.training.activation_checkpointing)
     steps = STEPS * (tokens * weights * passes / 350e12 + (2.0 if full else 0.2))
-    compiled = 0.0 if recipe.training.compile is False else 40.0
-    return round(30 + made + 2 * weights / 1.5e9 + worst + steps + compiled, 1)
+    quantised = 10.0 if recipe.quantization is not None else 0.0
+    compiled = 0.0 if recipe.training.compile is False else 30.0
+    return round(20 + made + read + written + quantised + steps + compiled, 1)  # 20: imports, probe, export
 
 
 def why_not(recipe: Recipe, machine: Machine) -> str | None:
