@@ -1,245 +1,343 @@
-"""The proofs of `finetune doctor --gpu`, then every recipe for one GPU: tokens a second, peak memory, the receipt.
+"""The first minutes with a GPU: environment, layers, proofs, then recipes for one GPU, the most telling first.
 
-    python benchmarks/gpu.py                    (one or two minutes a recipe after ten of proofs)
-    python benchmarks/gpu.py RECIPE ...         (some recipes, without the proofs)
-    python benchmarks/gpu.py --shrunken         (without a GPU: tries this script itself on small models)
+    python benchmarks/gpu.py --minutes 9 --out DIR      (what does not fit into the minutes is not run)
+    python benchmarks/gpu.py STEP ...                   (some steps: environment, layers, proofs, RECIPE, RECIPE:eager)
+    python benchmarks/gpu.py --shrunken --out DIR       (without a GPU: tries this script itself on small models)
 
-Llama 3.2 1B and 3.1 8B with random weights from their configurations, which is what memory and speed depend on. Each
-recipe trains as it stands, but for the device's budget, rows drawn here that fill `max_length`, two micro-batches a
-step and no checkpoint: once for speed, with nothing measured beside it, and a few steps more for the memory of each
-phase. Writes benchmarks/results/gpu.json, and gpu.md to be read, after the proofs and each recipe, and keeps what it
-has of the others.
+environment  versions, imports, the card, the rates of products and copies
+layers       two layers of 8B's width: loss and gradients beside the library's, eager and compiled
+proofs       those of `finetune doctor --gpu`, side by side
+RECIPE       Llama 3.2 1B or 3.1 8B with random weights of that shape, a few steps as the recipe stands, on rows drawn
+             here that fill `max_length`: tokens a second, memory of each phase against the plan. Adapters are saved and
+             exported; a full training is ended when its speed is known, before its checkpoint of 48 GB.
+RECIPE:eager the same with training.compile=false
+
+Writes gpu.json and gpu.md, that shows it, into DIR (benchmarks/results) after each check and each recipe, as soon as
+its speed is known; at most four logs of failures beside them. Keeps what it has of other steps of the same card and
+versions. Everything runs in a process of its own with a limit on its time; this one imports no torch, so no CUDA
+context stands beside what is measured.
+
+Exit code: 0 all is well; 1 something failed; 3 nothing failed, and something was not run: no time, disk, memory or
+package for it; 130 stopped by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import os
-import random
-import shutil
-import statistics
-import subprocess
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from benchmarks.common import RESULTS, write_result
-from finetune.files import read_lines
-from finetune.model.known_configs import full_config
-from finetune.preflight.gpu_proof.command import prove_gpus
-from finetune.preflight.gpu_proof.machine import ProofMachine
-from finetune.preflight.job_failure import failure_reason
-from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
+from benchmarks.gpu_recipes import (
+    EAGER,
+    MODELS,
+    OUT_OF_TIME,
+    ROOT,
+    Machine,
+    estimate,
+    measure,
+    recipes,
+    run_checks,
+    why_not,
+)
+from finetune.files import read_lines, write_json, write_text
+from finetune.preflight.job import ended_by_signals
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
-MODELS = ("Llama-3.2-1B", "Llama-3.1-8B")
-STEPS, SKIPPED = 20, 5  # the first steps warm caches and the allocator
-MEMORY_STEPS = 3  # of a second run: AdamW's state is there from the second on
-MICRO_STEPS = 2
-
-
-def recipes() -> dict[str, Path]:
-    """The recipes for one GPU and one of the two models."""
-    found = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-    return {name: path for name, path in found.items() if _is_for_one_gpu(load_recipe(str(path), []).recipe)}
-
-
-def _is_for_one_gpu(recipe: Recipe) -> bool:
-    name = recipe.model.name_or_path
-    return recipe.budget.gpus == recipe.budget.nodes == 1 and any(model in name for model in MODELS)
+# Seconds of each on an H100 with 16 cores, as far as arithmetic goes.
+CHECKS = {"environment": 30.0, "layers": 75.0, "proofs": 75.0}
+# The most telling first. A recipe that is not named here comes after these.
+FIRST = (
+    "llama3_1b_lora_1x8gb",
+    "llama3_8b_lora_1x80gb:eager",
+    "llama3_8b_lora_1x80gb",
+    "llama3_qlora",
+    "llama3_8b_full_1x80gb",
+)
+PATIENCE, PATIENCE_ON_CPU = 3.0, 30.0  # times its estimate, after which a step is taken to hang
+MOST_LOGS, MOST_LOG_BYTES = 4, 1 << 20
+NOT_RUN = 3  # exit code
 
 
-def random_model(recipe: Recipe, folder: Path, *, shrunken: bool) -> Path:
-    """A folder with the recipe's model in bfloat16, of random weights, and a tokenizer of the recipe's rows."""
-    name = recipe.model.name_or_path
-    place = folder / (Path(name).name + "-shrunken" * shrunken)
-    if place.is_dir():
-        return place
-    if shrunken:
-        return shrink_model(name, recipe.model.revision, recipe.data, place).folder
-    tokenizer = train_tokenizer(sample_texts(recipe.data))
-    config, _ = full_config(name, recipe.model.revision)
-    special = shrunken_config(config, len(tokenizer))  # the tokenizer's own special tokens, whatever the size
-    config |= {key: special[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    model.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    del model
-    torch.cuda.empty_cache()
-    return place
+def steps() -> list[str]:
+    """All steps, the most telling first."""
+    every = [*CHECKS, *FIRST]
+    return [*every, *(name for name in recipes() if name not in every)]
 
 
-def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
-    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long."""
-    draw = random.Random(0)
-    words = ["the", "river", "turns", "a", "wheel", "that", "was", "built", "by", "hand", "in", "spring"]
-    with file.open("w", encoding="utf-8") as out:
-        while tokens > 0:
-            length = draw.randint(max_length // 6, max_length * 4 // 9)
-            answer = " ".join(draw.choices(words, k=length))  # a word is one token or two here
-            chat = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": answer}]
-            out.write(json.dumps({"messages": chat}) + "\n")
-            tokens -= length
-    return file
+@dataclass
+class Results:
+    """gpu.json, gpu.md and the logs, written again after each piece of news."""
+
+    folder: Path | None  # None: nothing is written
+    minutes: float | None
+    at_once: bool = True  # False: not before there is a GPU, so that a machine without one leaves a record as it is
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # of the machine, with the versions
+    logs: list[str] = field(default_factory=list)
+    before: dict[str, Any] = field(init=False)  # the record that was there
+
+    def __post_init__(self) -> None:
+        file = self.folder / "gpu.json" if self.folder else None
+        self.before = json.loads(file.read_text("utf-8")) if file and file.is_file() else {}
+
+    @property
+    def writes(self) -> Path | None:
+        """Where to write; None for now, or for good."""
+        return self.folder if self.at_once or self.facts.get("device") else None
+
+    def put(self, name: str, row: dict[str, Any]) -> None:
+        """A step's row, so far or as it ended."""
+        self.rows[name] = row
+        if (folder := self.writes) is not None:
+            now = datetime.datetime.now().isoformat(timespec="seconds")
+            content = {"date": now, "minutes": self.minutes, **self.facts, "steps": self.rows}
+            write_json(folder / "gpu.json", _finite(content))
+            write_text(folder / "gpu.md", "\n".join(page_lines(content)) + "\n")
+
+    def know(self, facts: Mapping[str, Any]) -> None:
+        """The machine and the versions: what an earlier call has found with the same ones of other steps is kept."""
+        self.facts = dict(facts)
+        if all(self.before.get(key) == facts[key] for key in ("device", "versions")):
+            self.rows = self.before["steps"] | self.rows
+
+    def keep_log(self, name: str, text: str) -> str | None:
+        """The end of a failure's log in a file of its own, its name; None where there are enough."""
+        if (folder := self.writes) is None or len(self.logs) == MOST_LOGS:
+            return None
+        file = folder / f"{re.sub('[^A-Za-z0-9_-]+', '-', name)}.log"
+        file.write_bytes(text.encode()[-MOST_LOG_BYTES:])
+        self.logs.append(file.name)
+        return file.name
 
 
-def measure(path: Path, folder: Path, *, shrunken: bool) -> dict[str, Any]:
-    """One recipe's figures: a row of the results.
-
-    Its speed is that of a run without `measure_phases`, which waits for the GPU at the end of each phase and looks at
-    each operation from Python: 0.3 to 0.5 s of a step whose kernels take 0.34 s.
-    """
-    run_dir, reason = train(path, folder, shrunken=shrunken, phases=False)
-    if reason:
-        return {"ok": False, "reason": reason}
-    row = {"ok": True, **speed(run_dir)}
-    run_dir, reason = train(path, folder, shrunken=shrunken, phases=True, steps=MEMORY_STEPS)
-    return {"ok": False, "reason": reason} if reason else row | {"phases": memory(run_dir)}
+def _finite(value: Any) -> Any:
+    """The value with the names of numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 
-def train(
-    path: Path,
-    folder: Path,
-    changes: Sequence[str] = (),
-    *,
-    shrunken: bool,
-    phases: bool,
-    steps: int | None = None,
-) -> tuple[Path, str | None]:
-    """A recipe, with `changes` as key=value, for `steps` on rows that fill it: the run's folder, and why it failed, if
-    it did. With `phases` each phase is measured, at the cost of speed."""
-    recipe, steps = load_recipe(str(path), changes).recipe, steps or STEPS
-    training, length = recipe.training, recipe.data.max_length
-    rows = MICRO_STEPS * training.per_device_batch_size
-    run_dir, data = folder / "run", folder / "rows.jsonl"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    settings = {
-        "output_dir": str(run_dir),
-        "model.name_or_path": str(random_model(recipe, folder, shrunken=shrunken)),
-        "data.train": [{"path": "json", "data_files": str(write_rows(data, tokens=rows * length, max_length=length))}],
-        "data.eval": None,
-        "training.max_steps": steps,
-        "training.global_batch_size": rows,
-        "training.warmup_steps": 0,
-        "training.warmup_ratio": 0,
-        "training.early_stopping_patience": None,
-        "training.load_best_model_at_end": None,
-        "samples.count": 0,
-        "logging_steps": 1,
-        "save_steps": steps,
-        "measure_phases": phases,
-    }
-    settings |= {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": _memory_gb()}
-    words = [*changes, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    launch = ["--cpu"] if shrunken else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--num_processes", "1"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
-    command += ["finetune/train.py", str(path), *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return run_dir, failure_reason(run_dir, done.stdout + done.stderr) if done.returncode else None
+@dataclass
+class Session:
+    """The steps one after another, each in the time that is left."""
+
+    results: Results
+    shrunken: bool
+    scratch: Path
+    clock: Callable[[], float] = time.monotonic
+    ends: float | None = None  # by the clock
+    machine: Machine | None = None  # known once the environment is
+
+    def run(self, name: str) -> None:
+        """One step: its row, whatever becomes of it."""
+        check, path = CHECKS.get(name), recipes().get(name.removesuffix(EAGER))
+        changes = ["training.compile=false"] if name.endswith(EAGER) else []
+        why, needed = None, check or 0.0
+        if path is not None:
+            recipe = load_recipe(str(path), changes).recipe
+            if self.machine is None:
+                why = "the machine is not known, since its environment failed"
+            else:
+                why, needed = why_not(recipe, self.machine), estimate(recipe, self.machine)
+        left = None if self.ends is None else self.ends - self.clock()
+        if why is None and left is not None and needed > left:
+            why = f"{needed:.0f} s needed, {max(left, 0):.0f} s left"
+        if why is not None:
+            self.say(name, {"state": "not run", "reason": why})
+            return
+        patience = (PATIENCE_ON_CPU if self.shrunken else PATIENCE) * needed
+        limit = patience if left is None else min(left, patience)
+        began = self.clock()
+        if path is None:
+            row = self.checks(name, limit)
+        else:
+            assert self.machine is not None
+            row = self.recipe(name, path, changes, limit)
+        if row.pop("out_of_time", False) and limit < patience:
+            row |= {"state": "not run", "reason": f"the minutes were over, {row.get('phase', '')}".rstrip(", ")}
+        row |= {"seconds": round(self.clock() - began, 1), "estimated_seconds": needed}
+        self.say(name, row)
+
+    def checks(self, name: str, limit: float) -> dict[str, Any]:
+        """A step of several checks, whose lines are read while it runs."""
+        file, log = self.scratch / f"{name}.jsonl", self.scratch / f"{name}.log"
+        seen: list[dict[str, Any]] = []
+
+        def watch() -> None:
+            found = read_lines(file) if file.is_file() else []
+            if len(found) > len(seen):
+                for line in found[len(seen) :]:
+                    print(f"  {line['state']:<8}{line['seconds']:6.1f} s  {line['name']}: {line['seen']}", flush=True)
+                seen[:] = found
+                self.results.put(name, {"state": "running", "checks": [self.without_log(name, each) for each in seen]})
+
+        words = [str(file), *(["--shrunken"] if self.shrunken else [])]
+        code = run_checks(name, words, log, time.monotonic() + limit, watch)
+        states = [line["state"] for line in seen]
+        row: dict[str, Any] = {"state": "ok", "checks": [self.without_log(name, each) for each in seen]}
+        if code is None:
+            row |= {"state": "failed", "reason": OUT_OF_TIME, "out_of_time": True}
+        elif code:
+            row |= {"state": "failed", "reason": f"it ended with {code}"}
+        if "failed" in states:
+            row |= {"state": "failed", "reason": f"{states.count('failed')} of {len(states)} checks failed"}
+            row.pop("out_of_time", None)
+        elif row["state"] == "ok" and "not run" in states:
+            row["some_not_run"] = True
+        if row["state"] == "failed":
+            logs = [f"== {line['name']}\n{line['log']}" for line in seen if "log" in line]
+            row["log"] = self.results.keep_log(name, "\n".join([log.read_text("utf-8", errors="replace"), *logs]))
+        if name == "environment":
+            self.know(seen)
+        return row
+
+    @staticmethod
+    def without_log(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in line.items() if key != "log"}
+
+    def know(self, seen: Sequence[Mapping[str, Any]]) -> None:
+        """The machine, from the lines of its environment."""
+        lines = {line["name"]: line for line in seen}
+        versions, machine = lines.get("versions", {}), lines.get("machine", {})
+        device = machine.get("machine", {}).get("device")
+        self.results.know({"device": device, "versions": versions.get("versions"), "machine": machine.get("machine")})
+        if "machine" in machine:
+            self.machine = Machine(self.scratch, machine["machine"]["gpu_gb"], frozenset(versions.get("packages", ())))
+
+    def recipe(self, name: str, path: Path, changes: Sequence[str], limit: float) -> dict[str, Any]:
+        """A recipe's row; with its speed on disk as soon as that is known."""
+        assert self.machine is not None
+        log = self.scratch / "run.log"
+        row = measure(
+            path,
+            self.machine,
+            changes,
+            limit=limit,
+            measured=lambda row: self.results.put(name, {"state": "running", **row}),
+            log=log,
+        )
+        row["state"] = "ok" if row.pop("ok") else "failed"
+        if row["state"] == "failed" and log.is_file():
+            row["log"] = self.results.keep_log(name, log.read_text("utf-8", errors="replace"))
+        return row
+
+    def say(self, name: str, row: dict[str, Any]) -> None:
+        """Write it down, and print one line."""
+        self.results.put(name, row)
+        print(f"{name}: {in_words(row)}", flush=True)
 
 
-def _memory_gb() -> float:
-    return round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
+def in_words(row: Mapping[str, Any]) -> str:
+    """A step's row in one line."""
+    told = []
+    if "tokens_per_second" in row:
+        told.append(f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds']:.2f} s a step")
+        told.append(f"peak {row['peak_memory_gib']:.2f} GiB{_against_plan(row)}")
+    if row["state"] != "ok":
+        told.append(f"{row['state']}: {row['reason']}" if "reason" in row else row["state"])
+    if row["state"] == "failed" and "phase" in row:
+        told.append(f"in {row['phase']}")
+    if "checks" in row:
+        states = [check["state"] for check in row["checks"]]
+        told.append(", ".join(f"{states.count(each)} {each}" for each in dict.fromkeys(states)))
+    took = f" ({row['seconds']:.0f} s, estimated {row['estimated_seconds']:.0f})" if "seconds" in row else ""
+    return "; ".join(filter(None, told)) + took
 
 
-def speed(run_dir: Path) -> dict[str, Any]:
-    """Of a finished run: median speed after the first steps, and the receipt."""
-    train = [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "train"][SKIPPED:]
-    return {
-        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in train),
-        "step_seconds": statistics.median(line["step_seconds"] for line in train),
-        "final_loss": train[-1]["loss"],
-        "receipt": json.loads((run_dir / "receipt.json").read_text("utf-8")),
-    }
-
-
-def memory(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Of a run that measured its phases: the peak of each, and what stays allocated after it."""
-    phases: dict[str, dict[str, float]] = {}
-    for line in (line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "phase"):
-        phase = phases.setdefault(line["phase"], {"peak_gib": 0.0, "allocated_gib": 0.0})
-        for key in phase:
-            phase[key] = max(phase[key], line[key])
-    return phases
-
-
-def prove(*, shrunken: bool) -> dict[str, Any]:
-    """The report of the proofs, which are printed; `shrunken` on a CPU in the GPU's place."""
-    machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else None
-    return prove_gpus(lambda line: print(line, flush=True), machine)
-
-
-def save(proofs: Mapping[str, Any] | None, rows: Mapping[str, Any]) -> None:
-    """gpu.json, and gpu.md that shows it."""
-    file = write_result("gpu", {"proofs": proofs, "recipes": rows})
-    page = page_lines(json.loads(file.read_text("utf-8")))
-    file.with_suffix(".md").write_text("\n".join(page) + "\n", "utf-8")
+def _against_plan(row: Mapping[str, Any]) -> str:
+    """How far the plan is off in the phase that took most."""
+    phases = {name: each for name, each in row["phases"].items() if each["planned_bytes"]}
+    if not phases:
+        return ""
+    name = max(phases, key=lambda each: phases[each]["measured_bytes"])
+    return f", plan {phases[name]['planned_bytes'] / phases[name]['measured_bytes'] - 1:+.2%} in {name}"
 
 
 def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """The page of gpu.json: a table of the proofs, one of the recipes, one of their memory; failures with reasons."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    yield f"# On one GPU: {result['device']}\n\nWritten by `python benchmarks/gpu.py`, {result['date']}; {versions}."
-    yield "\n## Proofs\n"
-    if result["proofs"] is None:
-        yield "Not run."
-    else:
-        yield "| proof | what is shown | | seconds | seen |\n|---|---|---|---:|---|"
-        for proof in result["proofs"]["proofs"]:
-            cells = (proof["name"], proof["claim"], proof["state"], f"{proof['seconds']:.0f}", proof["seen"])
-            yield f"| {' | '.join(cells)} |"
-    yield "\n## Speed, with nothing measured beside it\n"
-    yield "| recipe | tokens a second | seconds a step |\n|---|---:|---:|"
-    for name, row in result["recipes"].items():
-        speeds = f"{row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f}" if row["ok"] else f"{row['reason']} |"
-        yield f"| {name} | {speeds} |"
-    phases = list(dict.fromkeys(phase for row in result["recipes"].values() for phase in row.get("phases", {})))
-    yield "\n## Memory, of a second run: GiB at the peak of each phase\n"
+    """The page of gpu.json: a table of the checks, one of the recipes' speed, one of their memory; with reasons."""
+    versions = ", ".join(f"{name} {version}" for name, version in (result.get("versions") or {}).items())
+    yield f"# On one GPU: {result.get('device')}\n"
+    yield f"Written by `python benchmarks/gpu.py`, {result['date']}; {versions}."
+    rows = result["steps"]
+    for name in (name for name in rows if name in CHECKS):
+        yield f"\n## {name.capitalize()}: {in_words(rows[name])}\n"
+        yield "| check | | seconds | seen |\n|---|---|---:|---|"
+        for check in rows[name].get("checks", ()):
+            yield f"| {check['name']} | {check['state']} | {check['seconds']:.0f} | {check['seen'].replace('|', '/')} |"
+    trained = {name: row for name, row in rows.items() if name not in CHECKS}
+    yield "\n## Speed\n"
+    yield "| recipe | tokens a second | seconds a step | layers compiled | |\n|---|---:|---:|---|---|"
+    for name, row in trained.items():
+        speeds = "| |"
+        if "tokens_per_second" in row:
+            compiled = row["receipt"].get("compiled") or {}
+            left_off = f"no: {compiled.get('left_off')}" if not compiled.get("layers") else "yes"
+            speeds = f"{row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f} | {left_off}"
+        reason = f": {row['reason']}".replace("|", "/") if "reason" in row else ""
+        yield f"| {name} | {speeds} | {row['state']}{reason} |"
+    phases = list(dict.fromkeys(phase for row in trained.values() for phase in row.get("phases", {})))
+    yield "\n## Memory: GiB at the peak of each phase, and the plan's error\n"
     yield f"| recipe | {' | '.join(phases)} |\n|---|{'---:|' * len(phases)}"
-    for name, row in result["recipes"].items():
-        if row["ok"]:
-            peaks = [f"{row['phases'][phase]['peak_gib']:.2f}" if phase in row["phases"] else "" for phase in phases]
-            yield f"| {name} | {' | '.join(peaks)} |"
+    for name, row in trained.items():
+        if row.get("phases"):
+            yield f"| {name} | {' | '.join(_peak(row['phases'].get(phase)) for phase in phases)} |"
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def _peak(phase: Mapping[str, Any] | None) -> str:
+    if phase is None:
+        return ""
+    measured, planned = phase["measured_bytes"], phase["planned_bytes"]
+    return f"{measured / 2**30:.2f}" + (f" ({planned / measured - 1:+.1%})" if planned and measured else "")
+
+
+def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
+    """0 where all is well, 1 where something failed, else NOT_RUN."""
+    states = {row["state"] for row in rows}
+    if "failed" in states:
+        return 1
+    return NOT_RUN if "not run" in states or any(row.get("some_not_run") for row in rows) else 0
+
+
+def main(words: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="RECIPE")
-    parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; prints, writes nothing")
-    arguments = parser.parse_args(words)
-    every, shrunken = recipes(), arguments.shrunken
-    if unknown := [name for name in arguments.names if name not in every]:
-        parser.error(f"no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
-    if not shrunken and not torch.cuda.is_available():
-        parser.error("no GPU here; --shrunken tries the script without one")
-    file = RESULTS / "gpu.json"
-    known = json.loads(file.read_text("utf-8")) if file.is_file() and not shrunken else {}
-    proofs, found = known.get("proofs"), known.get("recipes", {})
-    if not arguments.names:
-        proofs = prove(shrunken=shrunken)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in (asked := arguments.names or list(every)):
-            if not shrunken:
-                save(proofs, {key: found[key] for key in every if key in found})
-            found[name] = row = measure(every[name], Path(folder), shrunken=shrunken)
-            said = f"{row['tokens_per_second']:,.0f} tokens/s" if row["ok"] else row["reason"]
-            print(f"{name}: {said}", flush=True)
-    if not shrunken:
-        save(proofs, {key: found[key] for key in every if key in found})
-    proved = bool(arguments.names) or (proofs is not None and proofs["ok"])
-    return 0 if proved and all(found[name]["ok"] for name in asked) else 1
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("--minutes", type=float, help="begin no step that would end after these")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; benchmarks/results")
+    parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; writes into --out alone")
+    asked = parser.parse_args(words)
+    names = [*CHECKS, *(name + ending for name in recipes() for ending in ("", EAGER))]
+    if unknown := [name for name in asked.steps if name not in names]:
+        parser.error(f"no such step, and no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
+    began = clock()
+    folder = asked.out or (None if asked.shrunken else ROOT / "benchmarks" / "results")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    todo = list(dict.fromkeys(["environment", *(asked.steps or steps())]))  # what the machine is comes first
+    with tempfile.TemporaryDirectory(prefix="finetune-gpu-", ignore_cleanup_errors=True) as scratch:
+        results = Results(folder, asked.minutes, at_once=asked.out is not None)
+        ends = None if asked.minutes is None else began + 60 * asked.minutes
+        session = Session(results, asked.shrunken, Path(scratch), clock, ends)
+        try:
+            with ended_by_signals():
+                for name in todo:
+                    session.run(name)
+        except KeyboardInterrupt:
+            print("stopped by a signal; what was measured is written", file=sys.stderr)
+            return 130
+    print("\n".join(["", *(f"{name:<36}{in_words(results.rows[name])}" for name in todo)]), flush=True)
+    return exit_code([results.rows[name] for name in todo])
 
 
 if __name__ == "__main__":

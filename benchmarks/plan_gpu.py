@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu_recipes
 from benchmarks.common import RESULTS, write_result
-from finetune.planner.audit import audited
 from finetune.planner.constants import STEP_PHASES
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
@@ -37,7 +36,7 @@ METHODS = {
 }
 ROWS = {2048: False, 8192: True, 32768: True}  # tokens: whether layers are recomputed
 STEPS = 3
-BASE = gpu.ROOT / "recipes" / "llama3_8b_lora_1x80gb.yaml"
+BASE = gpu_recipes.ROOT / "recipes" / "llama3_8b_lora_1x80gb.yaml"
 
 
 def configurations() -> dict[str, list[str]]:
@@ -54,27 +53,26 @@ def configurations() -> dict[str, list[str]]:
     return found
 
 
-def measure(changes: Sequence[str], folder: Path, *, shrunken: bool) -> dict[str, Any]:
+def measure(changes: Sequence[str], machine: gpu_recipes.Machine) -> dict[str, Any]:
     """One configuration: bytes at the peak of each phase, planned and measured, and what the allocator reserved."""
-    run_dir, reason = gpu.train(BASE, folder, changes, shrunken=shrunken, phases=True, steps=STEPS)
-    if reason:
-        return {"ok": False, "reason": reason}
-    receipt = json.loads((run_dir / "receipt.json").read_text("utf-8"))
-    memory = receipt["memory"]
-    if memory["planned"] is None:
-        return {"ok": False, "reason": f"not planned: {memory['why']}"}
-    rows = list(audited(run_dir, receipt))
-    planned, measured = (max(getattr(row, key) for row in rows) for key in ("planned_bytes", "measured_bytes"))
+    row = gpu_recipes.measure(BASE, machine, [*changes, "measure_phases=true"], steps=STEPS)
+    if not row["ok"]:
+        return {"ok": False, "reason": row["reason"]}
+    phases = {name: each for name, each in row["phases"].items() if each["planned_bytes"] is not None}
+    if not phases:
+        return {"ok": False, "reason": f"not planned: {row['not_planned']}"}
+    planned, measured = (max(each[key] for each in phases.values()) for key in ("planned_bytes", "measured_bytes"))
     return {
         "ok": True,
         "planned_bytes": planned,
         "measured_bytes": measured,
         "error": planned / measured - 1,
-        "phases": {row.phase: [row.planned_bytes, row.measured_bytes] for row in rows if row.phase in STEP_PHASES},
-        "reserved_bytes": {
-            "planned": memory["planned"]["reserved_bytes"],
-            "measured": memory["measured"]["reserved_bytes"],
+        "phases": {
+            name: [each["planned_bytes"], each["measured_bytes"]]
+            for name, each in phases.items()
+            if name in STEP_PHASES
         },
+        "reserved_bytes": row["reserved_bytes"],
     }
 
 
@@ -101,12 +99,14 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"no such configuration: {', '.join(unknown)}")
     if not arguments.shrunken and not torch.cuda.is_available():
         parser.error("no GPU here; --shrunken tries the script without one")
+    gpu_gb = 0.0 if arguments.shrunken else gpu_recipes.card_gb()
     file = RESULTS / "plan_gpu.json"
     found = json.loads(file.read_text("utf-8"))["points"] if file.is_file() and not arguments.shrunken else {}
     asked = arguments.names or list(every)
     with tempfile.TemporaryDirectory() as folder:
         for name in asked:
-            found[name] = row = measure(every[name], Path(folder), shrunken=arguments.shrunken)
+            machine = gpu_recipes.Machine(Path(folder), gpu_gb)
+            found[name] = row = measure(every[name], machine)
             print(f"{name}: {format(row['error'], '+.2%') if row['ok'] else row['reason']}", flush=True)
             if not arguments.shrunken:
                 points = {key: found[key] for key in every if key in found}

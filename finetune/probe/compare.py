@@ -38,6 +38,7 @@ EXACT = 1e-5  # relative, in float32
 # that each has, kernels add up in another order, and a few of a tensor's elements decide: twice, and half as much
 # again. A document that sees another is off by a tenth and more.
 TIMES_THE_LIBRARYS = 3.0
+FAR = 1e9  # of what is not finite; a number, because what was found is kept as JSON
 SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -68,7 +69,8 @@ class Difference:
 
 
 def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
-    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference.
+    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference; what is not
+    finite is FAR away.
 
     Args:
         exact: Take the gradient that differs most; else all of them as one vector, for the worst of many tensors is
@@ -87,11 +89,16 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
             distance = float((ours.double() - theirs.double()).norm())
             off = distance / (float(theirs.double().norm()) + SMALL_GRADIENT * whole)
         squares += distance**2
-        if not off <= worst:  # NaN too
-            worst, at = off, name
+        if _number(off) > worst:
+            worst, at = _number(off), name
     if not exact:
-        worst, at = math.sqrt(squares) / whole, "all"
-    return Difference(abs(found.loss - expected.loss) / abs(expected.loss), worst, at)
+        worst, at = _number(math.sqrt(squares) / whole), "all"
+    return Difference(_number(abs(found.loss - expected.loss) / abs(expected.loss)), worst, at)
+
+
+def _number(off: float) -> float:
+    """FAR for NaN, which every comparison and so every maximum passes over, and for infinity."""
+    return off if math.isfinite(off) else FAR
 
 
 @dataclass

@@ -1,31 +1,55 @@
-"""What benchmarks/gpu.py and plan_gpu.py show without a GPU: which runs they make, and that they measure them."""
+"""What benchmarks/gpu.py, its parts and plan_gpu.py do without a GPU: in which order and time, and what they keep."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from benchmarks import common, gpu, plan_gpu
+from benchmarks import gpu, gpu_checks, gpu_recipes, gpu_wheels, plan_gpu
+from finetune.preflight.gpu_proof.machine import ProofMachine
+from finetune.preflight.gpu_proof.plan import plan_proofs
+from finetune.preflight.gpu_proof.sequence import ProofBench
 from finetune.preflight.shrink import sample_texts, train_tokenizer
+from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 from finetune.training.planner_process import PLANNER_SWITCH
+
+H100 = 85.0  # GB
+LORA, EAGER, FULL = "llama3_8b_lora_1x80gb", "llama3_8b_lora_1x80gb:eager", "llama3_8b_full_1x80gb"
+OFFLOADED, QLORA = "llama3_8b_full_fsdp2_offload_1x24gb", "llama3_qlora"
+
+
+def recipe_of(name: str) -> Recipe:
+    return load_recipe(str(gpu.recipes()[name]), []).recipe
+
+
+# ---- recipes and rows
 
 
 def test_the_recipes_are_those_for_one_gpu() -> None:
     actual = gpu.recipes()
-    assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", "llama3_qlora", "llama3_8b_full_1x80gb"} <= set(actual)
+    assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", QLORA, FULL} <= set(actual)
     assert not {"llama3_70b_int8_1x141gb", "llama3_fsdp", "quickstart"} & set(actual)
-    for path in actual.values():
-        assert load_recipe(str(path), []).recipe.budget.gpus == 1
+    for name in actual:
+        assert recipe_of(name).budget.gpus == 1
 
 
 @pytest.mark.parametrize("max_length", [1024, 4096])
 def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path: Path) -> None:
-    file = gpu.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
+    file = gpu_recipes.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
     chats = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
     own = "data.train=[{path: json, data_files: data/sample_chat.jsonl}]"
     recipe = load_recipe(str(gpu.recipes()["llama3_1b_lora_1x8gb"]), [own]).recipe
@@ -36,115 +60,720 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
     assert sum(lengths) >= 20 * max_length
 
 
-def test_speed_is_that_of_a_run_without_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`measure_phases` looks at each operation from Python: it may measure memory, never speed."""
-    runs: list[bool] = []
-
-    def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        words = dict(word.split("=", 1) for word in command[command.index("finetune/train.py") + 2 :])
-        measured = json.loads(words["measure_phases"])
-        runs.append(measured)
-        run_dir = Path(json.loads(words["output_dir"]))
-        run_dir.mkdir(parents=True)
-        each = {"kind": "train", "tokens_per_second": 1.0 if measured else 10.0, "step_seconds": 1.0, "loss": 2.0}
-        lines = [each] * int(words["training.max_steps"])
-        peaks = {"kind": "phase", "phase": "backward", "allocated_gib": 1.0}
-        lines += [peaks | {"peak_gib": peak} for peak in (2.0, 3.0)] if measured else []
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-        (run_dir / "receipt.json").write_text("{}", "utf-8")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(gpu, "random_model", lambda *_, **__: tmp_path / "model")
-    monkeypatch.setattr(gpu.subprocess, "run", train)
-    row = gpu.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], tmp_path, shrunken=True)
-    assert row["ok"]
-    assert runs == [False, True]
-    assert row["tokens_per_second"] == 10.0
-    assert row["phases"] == {"backward": {"peak_gib": 3.0, "allocated_gib": 1.0}}
+def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -> None:
+    every = gpu.steps()
+    assert every[:3] == ["environment", "layers", "proofs"]
+    assert every.index(EAGER) < every.index(LORA) < every.index(QLORA) < every.index(FULL)
+    assert every[3] == "llama3_1b_lora_1x8gb"
+    assert {name.removesuffix(gpu.EAGER) for name in every[3:]} == set(gpu.recipes())
+    assert len(set(every)) == len(every)
 
 
-PROVED = {"name": "bf16", "claim": "the same curve", "state": "ok", "seconds": 7.4, "seen": "1e-4 apart"}
+def test_the_parent_of_all_imports_no_torch() -> None:
+    """Else its CUDA context, or the time of the import, would stand beside what is measured."""
+    asked = "import sys, benchmarks.gpu; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], cwd=gpu.ROOT).returncode == 0
+
+
+# ---- the minutes, the order, what is written: with steps that take no time
+
+
+class Clock:
+    """Seconds that go by when a step says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+MACHINE = {
+    "name": "machine",
+    "state": "ok",
+    "seconds": 0.1,
+    "seen": "one",
+    "machine": {"device": "H100", "gpu_gb": H100},
+}
+VERSIONS = {
+    "name": "versions",
+    "state": "ok",
+    "seconds": 0.1,
+    "seen": "",
+    "versions": {"torch": "2.11"},
+    "packages": [],
+}
+PHASES = {"backward": {"measured_bytes": 2 << 30, "planned_bytes": 3 << 30}}
+GOOD = {
+    "ok": True, "tokens_per_second": 12_345.6, "step_seconds": 0.25, "peak_memory_gib": 2.0, "phases": PHASES,
+    "receipt": {"compiled": {"layers": True}},
+}  # fmt: skip
+
+
+class Stage:
+    """Steps that take `seconds` of a clock and end as `rows` and `states` say; `began` names those that ran."""
+
+    def __init__(self, folder: Path, patches: pytest.MonkeyPatch) -> None:
+        self.clock, self.folder = Clock(), folder
+        self.seconds: dict[str, float] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, str] = {}
+        self.codes: dict[str, int | None] = {}
+        self.machine: dict[str, Any] = MACHINE
+        self.began: list[str] = []
+        self.limits: dict[str, float] = {}
+        self.now = ""
+        patches.setattr(gpu, "run_checks", self.check)
+        patches.setattr(gpu, "measure", self.measure)
+        patches.setattr(gpu, "why_not", lambda recipe, machine: None)
+        patches.setattr(gpu, "estimate", lambda recipe, machine: 100.0)
+        patches.setattr(gpu, "CHECKS", {"environment": 40.0, "layers": 60.0, "proofs": 80.0})
+
+    def check(self, kind: str, words: Sequence[str], log: Path, ends: float, watch: Callable[[], object]) -> int | None:
+        self.began.append(kind)
+        lines = [VERSIONS, self.machine] if kind == "environment" else []
+        lines = [
+            *lines,
+            {"name": f"of {kind}", "state": self.states.get(kind, "ok"), "seconds": 1.0, "seen": "so | so"},
+        ]
+        for line in lines:
+            with open(words[0], "a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+            watch()
+        log.write_text(f"log of {kind}\n" * 100_000, "utf-8")
+        self.clock.now += self.seconds.get(kind, 30.0)
+        return self.codes.get(kind, 0)
+
+    def measure(self, path: Path, machine: Any, changes: Sequence[str], *, limit: float, log: Path, **_: Any) -> Any:
+        name = path.stem + gpu.EAGER * ("training.compile=false" in changes)
+        self.began.append(name)
+        self.limits[name] = limit
+        log.write_text("log of a recipe", "utf-8")
+        self.clock.now += self.seconds.get(name, 90.0)
+        return dict(self.rows.get(name, GOOD))
+
+    def run(self, *words: str) -> int:
+        return gpu.main([*words, "--out", str(self.folder)], self.clock)
+
+    def written(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "gpu.json").read_text("utf-8"))
+        return found
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for results, on a machine with a GPU whose proofs and recipes take no time; one recipe fails."""
-    names = list(gpu.recipes())
-    peaks = {"forward": {"peak_gib": 1.5, "allocated_gib": 1.0}, "step": {"peak_gib": 2.25, "allocated_gib": 1.0}}
-    good = {"ok": True, "tokens_per_second": 12_345.6, "step_seconds": 0.25, "phases": peaks}
-    bad = {"ok": False, "reason": "out of memory"}
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setattr(common, "device", lambda: "a GPU")
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "prove_gpus", lambda say, machine: {"ok": True, "proofs": [PROVED]})
-    monkeypatch.setattr(gpu, "measure", lambda path, *_, **__: bad if path.stem == names[1] else good)
-    return tmp_path
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path / "out", monkeypatch)
 
 
-def test_one_file_and_one_page_have_proofs_speed_and_memory(results: Path) -> None:
-    first, second, *others = gpu.recipes()
-    assert gpu.main([]) == 1, "one recipe failed"
-    written = json.loads((results / "gpu.json").read_text("utf-8"))
-    assert list(written["recipes"]) == [first, second, *others]
-    assert written["proofs"]["proofs"] == [PROVED]
-    page = (results / "gpu.md").read_text("utf-8").splitlines()
-    assert page[0] == "# On one GPU: a GPU"
-    assert "| bf16 | the same curve | ok | 7 | 1e-4 apart |" in page
-    assert f"| {first} | 12,346 | 0.250 |" in page
-    assert f"| {second} | out of memory | |" in page
-    assert "| recipe | forward | step |" in page
-    assert f"| {first} | 1.50 | 2.25 |" in page
-    assert not [line for line in page if line.startswith(f"| {second} |") and "." in line]
+def test_what_does_not_fit_the_minutes_is_not_run_and_says_so(stage: Stage) -> None:
+    assert stage.run("--minutes", "5") == gpu.NOT_RUN
+    # 30 + 30 + 30 s of checks, then 90 a recipe, of which 100 are expected: two fit into 300 s.
+    assert stage.began == ["environment", "layers", "proofs", "llama3_1b_lora_1x8gb", EAGER]
+    rows = stage.written()["steps"]
+    assert rows[LORA] == {"state": "not run", "reason": "100 s needed, 30 s left"}
+    assert [row["state"] for row in rows.values()] == ["ok"] * 5 + ["not run"] * 6
 
 
-def test_some_recipes_keep_the_rest(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = gpu.recipes()
-    gpu.main([])
-    monkeypatch.setattr(gpu, "prove_gpus", lambda *_: pytest.fail("recipes alone were asked for"))
-    monkeypatch.setattr(gpu, "measure", lambda *_, **__: {"ok": False, "reason": "worse"})
-    assert gpu.main([first]) == 1
-    written = json.loads((results / "gpu.json").read_text("utf-8"))
-    assert written["recipes"][first]["reason"] == "worse"
-    assert len(written["recipes"]) == len(gpu.recipes())
-    assert written["proofs"]["proofs"] == [PROVED]
+def test_a_cheaper_step_still_runs_when_a_dear_one_does_not_fit(stage: Stage) -> None:
+    assert stage.run("--minutes", "2", LORA, "layers") == gpu.NOT_RUN
+    assert stage.began == ["environment", "layers"]
 
 
-def test_a_failed_proof_fails_the_script(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu, "measure", lambda *_, **__: {"ok": True, "tokens_per_second": 1.0, "step_seconds": 1.0, "phases": {}}
+def test_without_minutes_all_run(stage: Stage) -> None:
+    assert stage.run() == 0
+    assert stage.began == gpu.steps()
+
+
+def test_no_step_is_given_more_than_the_minutes_nor_the_time_of_a_hang(stage: Stage) -> None:
+    stage.run("--minutes", "5", "llama3_1b_lora_1x8gb", EAGER)
+    assert stage.limits == {"llama3_1b_lora_1x8gb": 270.0, EAGER: 180.0}
+
+
+@pytest.mark.parametrize(("minutes", "state"), [("5", "not run"), ("60", "failed")])
+def test_a_step_that_the_minutes_end_is_not_a_failure_one_that_hangs_is(stage: Stage, minutes: str, state: str) -> None:
+    cut = {"ok": False, "out_of_time": True, "phase": "export", "reason": "not finished in time"}
+    stage.rows[EAGER] = GOOD | cut
+    stage.seconds["environment"] = 70.0
+    assert stage.run("--minutes", minutes, EAGER) == (gpu.NOT_RUN if state == "not run" else 1)
+    row = stage.written()["steps"][EAGER]
+    assert (row["state"], row["tokens_per_second"]) == (state, 12_345.6)
+    assert "out_of_time" not in row
+
+
+@pytest.mark.parametrize(
+    ("states", "rows", "code"),
+    [
+        ({}, {}, 0),
+        ({"proofs": "failed"}, {}, 1),
+        ({"proofs": "not run"}, {}, 3),
+        ({}, {LORA: {"ok": False, "phase": "export", "reason": "disk full"}}, 1),
+        ({"layers": "not run"}, {LORA: {"ok": False, "phase": "load", "reason": "no"}}, 1),
+    ],
+)
+def test_exit_codes(stage: Stage, states: dict[str, str], rows: dict[str, Any], code: int) -> None:
+    stage.states |= states
+    stage.rows |= rows
+    assert stage.run("layers", "proofs", LORA) == code
+
+
+def test_what_the_machine_cannot_run_is_not_a_failure(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda recipe, machine: "bitsandbytes is not installed")
+    assert stage.run(QLORA) == gpu.NOT_RUN
+    assert stage.written()["steps"][QLORA]["reason"] == "bitsandbytes is not installed"
+    assert stage.began == ["environment"]
+
+
+def test_checks_that_crash_fail_and_keep_their_lines(stage: Stage) -> None:
+    stage.codes["layers"] = -11
+    assert stage.run("layers") == 1
+    row = stage.written()["steps"]["layers"]
+    assert (row["state"], row["reason"]) == ("failed", "it ended with -11")
+    assert [check["name"] for check in row["checks"]] == ["of layers"]
+
+
+def test_without_a_known_machine_no_recipe_runs(stage: Stage) -> None:
+    stage.machine = {"name": "machine", "state": "failed", "seconds": 0.1, "seen": "no GPU"}
+    assert stage.run(LORA) == 1
+    assert stage.began == ["environment"]
+    assert stage.written()["steps"][LORA]["state"] == "not run"
+
+
+def test_a_machine_without_a_gpu_leaves_the_record_as_it_is(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.machine = {"name": "machine", "state": "failed", "seconds": 0.1, "seen": "no GPU"}
+    record = stage.folder / "benchmarks" / "results"
+    record.mkdir(parents=True)
+    monkeypatch.setattr(gpu, "ROOT", stage.folder)
+    assert gpu.main([], stage.clock) == 1
+    assert not [*record.iterdir()]
+    assert gpu.main(["--shrunken"], stage.clock) == 1
+    assert not [*record.iterdir()]
+
+
+def test_an_unknown_step_is_refused(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("llama3_fsdp", "layer", "proofs:eager"):
+        with pytest.raises(SystemExit) as ended:
+            stage.run(name)
+        assert ended.value.code == 2
+        assert name in capsys.readouterr().err
+    assert not stage.folder.exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks import gpu
+def check(kind, words, log, ends, watch):
+    log.write_text("")
+    for line in {lines!r}:
+        with open(words[0], "a") as out:
+            out.write(line + "\\n")
+        watch()
+    if kind == {at!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+def measure(path, machine, changes, *, measured, **_):
+    measured({good!r})
+    if path.stem == {at!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {good!r}
+gpu.run_checks, gpu.measure, gpu.why_not = check, measure, lambda *_: None
+sys.exit(gpu.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("at", ["environment", "proofs", "llama3_1b_lora_1x8gb"])
+def test_what_was_seen_before_a_kill_is_on_disk(at: str, tmp_path: Path) -> None:
+    """Of the step that was running too: each check that was done, and a recipe's speed."""
+    code = KILLED.format(lines=[json.dumps(VERSIONS), json.dumps(MACHINE)], at=at, good=GOOD)
+    done = subprocess.run([sys.executable, "-c", code, "--out", str(tmp_path)], cwd=gpu.ROOT, env=_path_of_checkout())
+    assert done.returncode == -signal.SIGKILL
+    rows = json.loads((tmp_path / "gpu.json").read_text("utf-8"))["steps"]
+    assert list(rows) == gpu.steps()[: gpu.steps().index(at) + 1]
+    assert [row["state"] for row in rows.values()] == ["ok"] * (len(rows) - 1) + ["running"]
+    last = rows[at]
+    assert len(last["checks"]) == 2 if "checks" in last else last["tokens_per_second"] == 12_345.6
+    assert (tmp_path / "gpu.md").read_text("utf-8").startswith("# On one GPU")
+
+
+def _path_of_checkout(**more: str) -> dict[str, str]:
+    paths = [str(gpu.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
+
+
+def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
+    """By a check that never ends: its process is gone when gpu.py is."""
+    code = (
+        "import sys; from pathlib import Path; from benchmarks import gpu, gpu_recipes\n"
+        "gpu_recipes.CHECKS = Path(sys.argv[1])\n"
+        "sys.exit(gpu.main(['--out', sys.argv[2]]))"
     )
-    assert gpu.main([]) == 0
-    monkeypatch.setattr(gpu, "prove_gpus", lambda say, machine: {"ok": False, "proofs": [PROVED | {"state": "failed"}]})
-    assert gpu.main([]) == 1
+    endless, out, pid = tmp_path / "endless.py", tmp_path / "out", tmp_path / "pid"
+    endless.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    words = [sys.executable, "-c", code, str(endless), str(out)]
+    process = subprocess.Popen(words, cwd=gpu.ROOT, env=_path_of_checkout(), stderr=subprocess.PIPE, text=True)
+    _wait_for(lambda: pid.is_file() and bool(pid.read_text()))
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "stopped by a signal" in said
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
-def test_without_a_gpu_nothing_is_written(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machines: list[Any] = []
+def _wait_for(reached: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "not there in time"
+        time.sleep(0.02)
 
-    def prove(say: Any, machine: Any) -> dict[str, Any]:
-        machines.append(machine)
-        return {"ok": True, "proofs": []}
 
-    monkeypatch.setattr(gpu, "prove_gpus", prove)
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    gpu.main(["--shrunken"])
-    assert [(machine.device, machine.count) for machine in machines] == [("cpu", 1)]
-    assert not [*results.iterdir()]
-    with pytest.raises(SystemExit):
-        gpu.main([])
+def test_at_most_six_bounded_files_come_back_however_much_fails(stage: Stage) -> None:
+    for name in (*gpu.steps(), f"{QLORA}:eager"):
+        stage.states[name] = "failed"
+        stage.rows[name] = {"ok": False, "phase": "load", "reason": "no"}
+    assert stage.run(*gpu.steps(), f"{QLORA}:eager") == 1
+    files = {file.name: file.stat().st_size for file in stage.folder.iterdir()}
+    assert set(files) == {
+        "gpu.json",
+        "gpu.md",
+        "environment.log",
+        "layers.log",
+        "proofs.log",
+        "llama3_1b_lora_1x8gb.log",
+    }
+    assert max(files.values()) <= gpu.MOST_LOG_BYTES == 1 << 20
+    assert files["layers.log"] == gpu.MOST_LOG_BYTES
+
+
+def test_names_of_files_are_plain(stage: Stage) -> None:
+    stage.rows[EAGER] = {"ok": False, "phase": "load", "reason": "no"}
+    stage.run(EAGER)
+    assert stage.written()["steps"][EAGER]["log"] == "llama3_8b_lora_1x80gb-eager.log"
+
+
+def test_numbers_that_json_has_not_are_written_by_name(stage: Stage) -> None:
+    stage.rows[LORA] = GOOD | {"losses": [1.0, float("nan"), float("inf")]}
+    assert stage.run(LORA) == 0
+    assert stage.written()["steps"][LORA]["losses"] == [1.0, "nan", "inf"]
+
+
+def test_other_steps_of_the_same_card_and_versions_are_kept(stage: Stage) -> None:
+    stage.run("layers", EAGER)
+    stage.rows[LORA] = {"ok": False, "phase": "load", "reason": "no"}
+    stage.run(LORA)
+    rows = stage.written()["steps"]
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "environment": "ok", "layers": "ok", EAGER: "ok", LORA: "failed",
+    }  # fmt: skip
+    stage.machine = {**MACHINE, "machine": {"device": "H200", "gpu_gb": 150.0}}
+    stage.run(EAGER)
+    assert list(stage.written()["steps"]) == ["environment", EAGER]
+
+
+def test_the_page_shows_checks_speed_and_memory(stage: Stage) -> None:
+    stage.rows[LORA] = {"ok": False, "phase": "load", "reason": "out of | memory"}
+    stage.run("layers", EAGER, LORA)
+    page = (stage.folder / "gpu.md").read_text("utf-8").splitlines()
+    assert page[0] == "# On one GPU: H100"
+    assert "| of layers | ok | 1 | so / so |" in page
+    assert f"| {EAGER} | 12,346 | 0.250 | yes | ok |" in page
+    assert f"| {LORA} | | | | failed: out of / memory |" in page
+    assert f"| {EAGER} | 2.00 (+50.0%) |" in page
+
+
+# ---- what a machine cannot run
+
+
+def machine(folder: Path, gpu_gb: float = H100, *packages: str) -> gpu_recipes.Machine:
+    return gpu_recipes.Machine(folder, gpu_gb, frozenset(packages))
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets free disk and host memory, GB."""
+
+    def set_room(disk: float, host: float) -> None:
+        monkeypatch.setattr(gpu_recipes, "free_bytes", lambda folder: disk * 1e9)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host * 1e9))
+
+    return set_room
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_gb", "disk", "host", "why"),
+    [
+        (LORA, H100, 60, 120, None),
+        (FULL, H100, 60, 120, None),
+        (LORA, H100, 10, 120, "20 GB of disk needed, 10 GB free in "),
+        (FULL, H100, 30, 120, "35 GB of disk needed, 30 GB free in "),
+        (LORA, H100, 60, 12, "19 GB of host memory needed, 12 GB available"),
+        (OFFLOADED, H100, 60, 130, "138 GB of host memory needed, 130 GB available"),
+        (OFFLOADED, H100, 60, 500, None),
+        (LORA, 25.2, 60, 120, "the recipe is for a GPU of 80 GB, this one has 25.2"),
+        ("llama3_8b_lora_1x24gb", 23.6, 60, 120, None),  # an L4 calls itself one of 24 GB
+        (QLORA, H100, 60, 120, "bitsandbytes is not installed"),
+    ],
+)
+def test_disk_and_memory_are_looked_at_before(
+    name: str, gpu_gb: float, disk: float, host: float, why: str | None, tmp_path: Path, room: Callable[..., None]
+) -> None:
+    room(disk, host)
+    found = gpu_recipes.why_not(recipe_of(name), machine(tmp_path, gpu_gb))
+    assert found is None if why is None else (found or "").startswith(why), found
+
+
+def test_a_model_that_is_there_needs_no_disk_and_no_time(tmp_path: Path, room: Callable[..., None]) -> None:
+    here = machine(tmp_path, H100, "bitsandbytes")
+    room(22, 120)
+    assert gpu_recipes.why_not(recipe_of(FULL), here) is not None
+    before = gpu_recipes.estimate(recipe_of(FULL), here)
+    gpu_recipes.model_folder(recipe_of(LORA), here).mkdir()
+    assert gpu_recipes.why_not(recipe_of(FULL), here) is None
+    assert gpu_recipes.estimate(recipe_of(FULL), here) < before - 20
+    assert gpu_recipes.why_not(recipe_of(QLORA), here) is None
+
+
+def test_an_estimate_knows_what_takes_time(tmp_path: Path) -> None:
+    here = machine(tmp_path)
+    eager = load_recipe(str(gpu.recipes()[LORA]), ["training.compile=false"]).recipe
+    small, lora, full = (recipe_of(name) for name in ("llama3_1b_lora_1x8gb", LORA, FULL))
+    taken = [gpu_recipes.estimate(recipe, here) for recipe in (small, eager, lora, full)]
+    assert taken == sorted(taken)
+    assert taken[0] > 30
+    assert taken[-1] < 400
+
+
+# ---- a training that is watched: another program in its place
+
+PROGRAM = """
+import json, os, sys, time
+run = sys.argv[1]
+os.makedirs(run)
+def write(name, value):
+    with open(os.path.join(run, name), "w") as out:
+        json.dump(value, out)
+measured = {{"phases": {{"backward": {{"peak_bytes": 100}}}}, "reserved_bytes": 120}}
+memory = {{"planned": None, "why": {why!r}, "measured": measured}}
+write("receipt.json", {{"strategy": "single", "world_size": 1, "memory": memory, "compiled": {{"layers": True}}}})
+for step in range(1, {steps} + 1):
+    line = {{"kind": "train", "step": step, "tokens_per_second": 100.0 * step, "step_seconds": 1.0 / step, "loss": 2.0,
+            "peak_memory_gib": 1.5}}
+    with open(os.path.join(run, "metrics.jsonl"), "a") as out:
+        out.write(json.dumps(line) + "\\n")
+plan = {{"phases": {{"backward": {{"peak_bytes": 110}}}}, "reserved_bytes": 130}}
+write(".tmp-plan.json", {{"plan": plan, "why": None, "changes": None}})
+{then}
+"""
+SAVING_FAILS = 'write("run_state.json", {"error": "the disk is full", "phase": "export", "rank": 0}); sys.exit(1)'
+ENDLESS = "time.sleep(600)"
+EVERY = gpu_recipes.STEPS
+
+
+def trained(
+    name: str, tmp_path: Path, patches: pytest.MonkeyPatch, then: str, steps: int = EVERY, limit: float = 60,
+    why: str | None = "the planner has not answered yet",
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+    """The row of a program in the training's place, and what was said of it while it ran."""
+    program = PROGRAM.format(steps=steps, then=then, why=why)
+    patches.setattr(gpu_recipes, "POLL_SECONDS", 0.02)
+    patches.setattr(gpu_recipes.Training, "command", lambda self: [sys.executable, "-c", program, str(self.run_dir)])
+    here = machine(tmp_path)
+    gpu_recipes.model_folder(recipe_of(name), here).mkdir()
+    said: list[dict[str, Any]] = []
+    row = gpu_recipes.measure(gpu.recipes()[name], here, limit=limit, measured=said.append)
+    return row, said
+
+
+def test_a_speed_that_was_measured_stays_when_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, said = trained(LORA, tmp_path, monkeypatch, SAVING_FAILS)
+    assert (row["ok"], row["phase"]) == (False, "export")
+    assert row["reason"].startswith("the disk is full")
+    assert row["tokens_per_second"] == said[0]["tokens_per_second"] == 450.0  # of the steps 3 to 6
+    assert (row["steps_timed"], row["peak_memory_gib"], len(said)) == (4, 1.5, 1)
+    assert row["phases"]["backward"]["measured_bytes"] == 100
+
+
+def test_a_speed_stays_when_a_training_is_killed_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, _ = trained(LORA, tmp_path, monkeypatch, "os.kill(os.getpid(), 9)", steps=EVERY - 1)
+    assert (row["ok"], row["tokens_per_second"], row["steps_timed"]) == (False, 400.0, 3)
+
+
+def test_a_training_without_a_speed_fails_with_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, said = trained(LORA, tmp_path, monkeypatch, SAVING_FAILS, steps=2)
+    assert (row["ok"], row["phase"], said) == (False, "export", [])
+    assert "tokens_per_second" not in row
+
+
+def test_a_training_that_hangs_is_ended_and_keeps_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, said = trained(LORA, tmp_path, monkeypatch, ENDLESS, limit=3)
+    assert (row["ok"], row["out_of_time"], row["tokens_per_second"], len(said)) == (False, True, 450.0, 1)
+    assert not [each for each in psutil.Process().children(recursive=True) if "tmp-plan" in " ".join(each.cmdline())]
+
+
+def test_a_full_training_is_ended_when_speed_and_plan_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    row, said = trained(FULL, tmp_path, monkeypatch, ENDLESS)
+    assert time.monotonic() - began < 30
+    assert (row["ok"], row["tokens_per_second"], len(said)) == (True, 450.0, 1)
+    assert row["phases"]["backward"] == {"measured_bytes": 100, "planned_bytes": 110}
+    assert row["reserved_bytes"] == {"measured": 120, "planned": 130}
+
+
+@pytest.mark.parametrize("why", ["FINETUNE_PLANNER=off", "the planner ended with 1", None])
+def test_a_plan_that_does_not_come_is_not_waited_for(
+    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_recipes, "PLAN_SECONDS", 0.1)
+    monkeypatch.delenv(PLANNER_SWITCH, raising=False)
+    gone = 'os.remove(os.path.join(run, ".tmp-plan.json")); ' + ENDLESS
+    row, _ = trained(FULL, tmp_path, monkeypatch, gone, why=why or gpu_recipes.NO_ANSWER)
+    assert (row["ok"], row["not_planned"]) == (True, why or gpu_recipes.NO_ANSWER)
+    assert row["phases"]["backward"] == {"measured_bytes": 100, "planned_bytes": None}
+
+
+def test_a_model_that_cannot_be_made_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('no GPU memory for it')")
+    monkeypatch.setattr(gpu_recipes, "CHECKS", broken)
+    row = gpu_recipes.measure(gpu.recipes()[LORA], machine(tmp_path))
+    assert row == {
+        "ok": False, "phase": "making the random model", "reason": "exit code 1: no GPU memory for it",
+    }  # fmt: skip
+    assert not gpu_recipes.model_folder(recipe_of(LORA), machine(tmp_path)).exists()
+
+
+def test_every_child_keeps_the_path_of_carried_packages_and_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in a folder that PYTHONPATH names; a parent that is a rank must not make its child one."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "only_there.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("RANK", "3")
+    program = tmp_path / "child.py"
+    program.write_text("import os, only_there; assert 'RANK' not in os.environ, 'a rank'; print('well')")
+    monkeypatch.setattr(gpu_recipes, "CHECKS", program)
+    log = tmp_path / "log"
+    code = gpu_recipes.run_checks("environment", [], log, time.monotonic() + 60)
+    assert code == 0, log.read_text()
+    monkeypatch.setattr(gpu_recipes.Training, "command", lambda self: [sys.executable, str(program), "environment"])
+    run = gpu_recipes.Training(gpu.recipes()[LORA], machine(tmp_path), (), EVERY, log)
+    assert run.train(time.monotonic() + 60, lambda: False) is None, log.read_text()
+    assert log.read_text() == "well\n"
+
+
+def test_a_training_is_the_recipe_as_it_stands(tmp_path: Path) -> None:
+    """But for its model, rows, length and what is saved; eager is one key more."""
+    here = machine(tmp_path)
+    for name, changes in ((LORA, []), (LORA, ["training.compile=false"]), (FULL, [])):
+        run = gpu_recipes.Training(gpu.recipes()[name], here, changes, EVERY, tmp_path / "log")
+        command = run.command()
+        words = command[command.index("finetune/train.py") + 2 :]
+        said = load_recipe(str(gpu.recipes()[name]), words).recipe
+        own = recipe_of(name)
+        assert said.training.compile == (False if changes else own.training.compile)
+        assert said.lora == own.lora
+        assert said.training.global_batch_size == own.training.global_batch_size
+        assert said.training.per_device_batch_size == own.training.per_device_batch_size
+        assert said.budget.gpu_memory_gb == H100
+        assert said.training.max_steps == (1000 if name == FULL else EVERY)
+        assert not said.measure_phases
+        assert (said.data.max_length, said.data.eval) == (own.data.max_length, None)
+
+
+# ---- the checks
+
+
+def gradients(**values: float) -> dict[str, torch.Tensor | None]:
+    return {name: torch.full((4,), value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("ours", "state", "seen"),
+    [
+        ({"a": 1.0, "b": 2.0}, "ok", "loss 0.0e+00"),
+        ({"a": 1.001, "b": 2.0}, "ok", ""),
+        ({"a": 0.0, "b": 0.0}, "failed", "2 gradients are 0, first a"),
+        ({"a": 0.0, "b": 2.0}, "failed", "1 gradients are 0, first a"),
+        ({"a": 1.2, "b": 2.0}, "failed", "furthest"),
+        ({"a": float("nan"), "b": 2.0}, "failed", ""),
+    ],
+)
+def test_gradients_that_are_zero_wrong_or_not_finite_fail(ours: dict[str, float], state: str, seen: str) -> None:
+    found: dict[str, Any] = {"state": "ok"}
+    expected = LossAndGradients(5.0, gradients(a=1.0, b=2.0))
+    gpu_checks._judge(found, LossAndGradients(5.0, gradients(**ours)), expected, 0.01, exact=False)
+    assert found["state"] == state, found
+    assert seen in found["seen"]
+
+
+def test_a_check_that_raises_ends_no_other(tmp_path: Path) -> None:
+    lines = gpu_checks.Lines(tmp_path / "lines.jsonl")
+    with lines.check("one"):
+        raise RuntimeError("operation not\n supported")
+    with lines.check("two") as found:
+        found["seen"] = "well"
+    first, second = map(json.loads, lines.file.read_text("utf-8").splitlines())
+    assert (first["state"], first["seen"]) == ("failed", "RuntimeError: operation not supported")
+    assert "Traceback" in first["log"]
+    assert (second["state"], second["seen"]) == ("ok", "well")
+
+
+def test_proofs_run_side_by_side_and_wait_for_what_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32's fails here; of two compiled proofs alone the layers may be compiled."""
+    seen: dict[str, tuple[str, Any]] = {}
+
+    def outcome(bench: ProofBench, proof: Any, missing: str) -> dict[str, Any]:
+        assert not proof.of or proof.of in seen
+        seen[proof.name] = missing, proof.settings.get("training.compile", "auto")
+        state = "not run" if missing else "failed" if proof.name == "bf16" else "ok"
+        if state == "failed":
+            folder = bench.recipe.parent / proof.name
+            folder.mkdir()
+            (folder / "run.log").write_text("why")
+        return {"name": proof.name, "claim": "", "state": state, "seconds": 1.0, "seen": missing, "figures": {}}
+
+    monkeypatch.setattr(ProofBench, "outcome", outcome)
+    lines = gpu_checks.Lines(tmp_path / "lines.jsonl")
+    gpu_checks.proofs(lines, shrunken=True)
+    every = plan_proofs(ProofMachine("cpu", "a CPU", 1))
+    planned = {proof.name: proof for proof in every if proof.ranks == 1}
+    assert len(every) - len(planned) == 5  # of several GPUs
+    assert set(seen) == set(planned)
+    assert seen["resume"][0] == seen["checkpoint"][0] == "there is no bf16 to compare with"
+    compiled = {
+        name
+        for name, (_, compiles) in seen.items()
+        if compiles == "auto" and planned[name].kind in ("curve", "reference")
+    }
+    assert compiled == set(gpu_checks.COMPILED_PROOFS)
+    written = {line["name"]: line for line in map(json.loads, lines.file.read_text("utf-8").splitlines())}
+    assert written["bf16"]["log"] == "why"
+    assert "log" not in written["float32"]
+
+
+# ---- wheels
+
+
+def wheels(name: str, **sizes: float) -> gpu_wheels.WheelSet:
+    return gpu_wheels.WheelSet(name, {file: int(mib * gpu_wheels.MIB) for file, mib in sizes.items()})
+
+
+def wheel(name: str, tag: str = "py3-none-any", version: str = "1.0") -> str:
+    return f"{name}-{version}-{tag}.whl"
+
+
+LINUX = "manylinux_2_17_x86_64.manylinux2014_x86_64"
+PYDANTIC = wheels("pydantic", **{wheel("pydantic"): 0.5, wheel("pydantic_core", f"cp312-cp312-{LINUX}"): 2.2})
+BITSANDBYTES = wheels("bitsandbytes", **{wheel("bitsandbytes", "py3-none-manylinux_2_24_x86_64"): 41.1})
+
+TOO_LARGE = {"pydantic": 62.2, "bitsandbytes": 100.6}
+
+
+@pytest.mark.parametrize(
+    ("tree", "names", "why"),
+    [
+        (7.6, ["pydantic", "bitsandbytes"], {}),
+        (18.0, ["pydantic", "bitsandbytes"], {}),
+        (18.3, ["pydantic"], {"bitsandbytes": "62.1 MiB with it, 62.0 may travel"}),
+        (59.0, ["pydantic"], {"bitsandbytes": "102.8 MiB with it, 62.0 may travel"}),
+        (
+            59.5,
+            [],
+            {"pydantic": "62.2 MiB with it, 62.0 may travel", "bitsandbytes": "100.6 MiB with it, 62.0 may travel"},
+        ),
+    ],
+)
+def test_wheels_and_tree_stay_under_the_limit(tree: float, names: list[str], why: dict[str, str]) -> None:
+    taken, left_out = gpu_wheels.plan(
+        [PYDANTIC, BITSANDBYTES], tree=int(tree * gpu_wheels.MIB), limit=62 * gpu_wheels.MIB
+    )
+    assert ([each.name for each in taken], left_out) == (names, why)
+
+
+@pytest.mark.parametrize(
+    ("tag", "taken"),
+    [
+        (f"cp312-cp312-{LINUX}", True),
+        ("cp312-cp312-manylinux_2_39_x86_64", True),
+        ("cp39-abi3-manylinux2014_x86_64", True),
+        ("py2.py3-none-any", True),
+        ("py3-none-manylinux_2_24_x86_64", True),
+        (f"cp311-cp311-{LINUX}", False),
+        (f"cp313-cp313-{LINUX}", False),
+        ("cp312-cp312-manylinux_2_40_x86_64", False),
+        ("cp312-cp312-manylinux2014_aarch64", False),
+        ("cp312-cp312-macosx_11_0_arm64", False),
+        ("cp312-cp312-musllinux_1_2_x86_64", False),
+        (f"cp312-cp312t-{LINUX}", False),
+    ],
+)
+def test_wheels_are_for_the_other_machines_python(tag: str, taken: bool) -> None:
+    found, left_out = gpu_wheels.plan([wheels("one", **{wheel("one", tag): 1.0})], tree=0, limit=62 << 20)
+    assert bool(found) is taken
+    assert not taken or not left_out
+
+
+def test_a_second_version_of_a_package_is_not_taken() -> None:
+    """pip installs neither then."""
+    other = wheels("other", **{wheel("pydantic", version="2.0"): 1.0, wheel("other"): 1.0})
+    taken, left_out = gpu_wheels.plan([PYDANTIC, other], tree=0, limit=62 << 20)
+    assert (taken, left_out) == (
+        [PYDANTIC],
+        {"other": "pydantic-2.0-py3-none-any.whl would be a second version of a package"},
+    )
+
+
+@pytest.mark.parametrize(("missing", "code"), [(None, 0), ("bitsandbytes", 3), ("pydantic", 1)])
+def test_the_folder_has_the_wheels_that_were_taken(missing: str | None, code: int, tmp_path: Path) -> None:
+    def fetch(name: str, folder: Path, *, needs: bool) -> gpu_wheels.WheelSet:
+        assert needs is (name == "pydantic")
+        folder.mkdir()
+        if name == missing:
+            return gpu_wheels.WheelSet(name, {})
+        (folder / wheel(name)).write_bytes(b"12345")
+        return gpu_wheels.WheelSet(name, {wheel(name): 5})
+
+    (tmp_path / wheel("of_before")).write_bytes(b"")
+    assert gpu_wheels.main([str(tmp_path)], fetch) == code
+    there = {file.name for file in tmp_path.iterdir()}
+    assert there == {wheel(name) for name in ("pydantic", "bitsandbytes") if name != missing}
+
+
+def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("wheels/\n")
+    (tmp_path / "untracked").write_bytes(b"x" * 1000)
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "big").write_bytes(b"x" * 5000)
+    assert gpu_wheels.tree_bytes(tmp_path) == 1000 + len("wheels/\n")
+
+
+# ---- on small models
 
 
 @pytest.mark.slow
 def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "STEPS", gpu.SKIPPED + 1)
-    name = "llama3_1b_lora_1x8gb"
-    row = gpu.measure(gpu.recipes()[name], tmp_path, shrunken=True)
+    monkeypatch.setenv(PLANNER_SWITCH, "wait")
+    row = gpu_recipes.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["tokens_per_second"] > 0
-    assert set(row["phases"]) == {"load", "forward", "backward", "step", "save"}
-    assert row["phases"]["backward"]["peak_gib"] > row["phases"]["load"]["allocated_gib"] > 0
-    assert row["receipt"]["world_size"] == 1
+    assert {"load", "state", "forward", "backward", "step"} <= set(row["phases"])
+    assert row["phases"]["backward"]["measured_bytes"] == row["phases"]["backward"]["planned_bytes"] > 0
+    assert row["receipt"]["change"]["unchanged_tensors"] == []
+    assert row["receipt"]["compiled"]["left_off"]
+
+
+@pytest.mark.slow
+def test_layers_are_the_librarys_eager_and_compiled(tmp_path: Path) -> None:
+    lines = gpu_checks.Lines(tmp_path / "lines.jsonl")
+    gpu_checks.layers(lines, shrunken=True)
+    found = {line["name"]: line for line in map(json.loads, lines.file.read_text("utf-8").splitlines())}
+    assert len(found) == 7
+    assert {line["state"] for name, line in found.items() if name.endswith("eager")} == {"ok"}, found
+    assert {line["state"] for name, line in found.items() if name.endswith("compiled")} <= {"ok", "not run"}, found
 
 
 def test_the_plans_configurations_are_recipes_that_differ() -> None:
@@ -162,7 +791,7 @@ def test_the_plans_configurations_are_recipes_that_differ() -> None:
 def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANNER_SWITCH, "wait")
     name = "Llama-3.2-1B lora 2048"
-    row = plan_gpu.measure(plan_gpu.configurations()[name], tmp_path, shrunken=True)
+    row = plan_gpu.measure(plan_gpu.configurations()[name], machine(tmp_path, 0.0))
     assert row["ok"], row
     assert set(row["phases"]) == {"forward", "backward", "step"}
     assert row["planned_bytes"] == row["measured_bytes"] > 0  # on a CPU to the byte

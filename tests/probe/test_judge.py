@@ -18,7 +18,7 @@ from finetune.architecture import attention, loss, router_loss
 from finetune.architecture.families import Computed
 from finetune.errors import EnvironmentMismatch
 from finetune.probe import compare
-from finetune.probe.compare import EXACT, Difference, LibrarySide
+from finetune.probe.compare import EXACT, Difference, LibrarySide, LossAndGradients, difference
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import save_shaken
@@ -274,3 +274,18 @@ def test_a_routers_loss_that_differs_is_named_and_one_that_does_not_is_right(
     message = refusal(asked.model_copy(update={"lora": None}))
     assert message.startswith("model.router_aux_loss_coef: the router's auxiliary loss differs: MixtralForCausalLM, ")
     assert message.endswith("; set model.router_aux_loss_coef: 0")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("at", ["first", "last", "loss"])
+def test_what_is_not_finite_is_never_near(at: str, exact: bool) -> None:
+    """A NaN is not larger than any number: a maximum passes over it."""
+    names = ("first", "middle", "last")
+    expected = LossAndGradients(2.0, {name: torch.ones(3) for name in names})
+    for bad in (float("nan"), float("inf")):
+        gradients = {name: torch.full((3,), bad if name == at else 1.0) for name in names}
+        found = LossAndGradients(bad if at == "loss" else 2.0, gradients)
+        off = difference(found, expected, exact=exact)
+        assert off.largest == compare.FAR
+        assert json.loads(json.dumps(dataclasses.asdict(off), allow_nan=False))
+    assert difference(expected, expected, exact=exact).largest == 0

@@ -1,0 +1,357 @@
+"""A recipe trained on one GPU for its speed and memory: what gpu.py and plan_gpu.py share.
+
+Random weights of the recipe's own shape and rows that fill `max_length`: memory and speed depend on nothing else. This
+module imports no torch. The model is made by another process (gpu_checks.py), so that no CUDA context of a parent, half
+a GB, stands beside the training that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.files import TEMPORARY_PREFIX, read_lines
+from finetune.launch.launcher import environment_for_child
+from finetune.planner.audit import audited
+from finetune.preflight.disk import free_bytes
+from finetune.preflight.job import kill_all
+from finetune.preflight.job_failure import failure_reason
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.training.planner_process import PLANNER_SWITCH
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
+MODELS = {"Llama-3.2-1B": 1_235_814_400, "Llama-3.1-8B": 8_030_261_248}  # weights
+EAGER = ":eager"  # after a recipe's name: the same with training.compile=false
+STEPS, SKIPPED = 6, 2  # the first steps warm caches and the allocator
+SPARE = 3e9  # bytes of disk and of host memory: logs, compiled graphs, Python and CUDA's own
+ADAPTERS = 0.3e9  # bytes of the largest checkpoint of adapters, with their moments: 42 M weights in float32
+POLL_SECONDS = 0.2
+PLAN_SECONDS = 20  # a full training goes on for so long when its speed is known and its plan is not
+NO_ANSWER = "the planner has not answered yet"
+OUT_OF_TIME = "not finished in time"
+OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe"
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes for one GPU and one of the two models."""
+    found = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+    return {name: path for name, path in found.items() if _is_for_one_gpu(load_recipe(str(path), []).recipe)}
+
+
+def _is_for_one_gpu(recipe: Recipe) -> bool:
+    name = recipe.model.name_or_path
+    return recipe.budget.gpus == recipe.budget.nodes == 1 and any(model in name for model in MODELS)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a training may use. `gpu_gb` 0: a CPU in the GPU's place, on small models."""
+
+    folder: Path  # of all that trainings write; deleted at the end
+    gpu_gb: float  # of the card, 1e9 bytes
+    packages: frozenset[str] = frozenset()  # of those that recipes need and that may be missing
+
+    @property
+    def shrunken(self) -> bool:
+        return self.gpu_gb == 0
+
+
+def weights_of(recipe: Recipe) -> int:
+    """How many weights its model has."""
+    return next((count for name, count in MODELS.items() if name in recipe.model.name_or_path), 3_212_749_824)
+
+
+def model_folder(recipe: Recipe, machine: Machine) -> Path:
+    """Where its random model is, or will be."""
+    return machine.folder / (Path(recipe.model.name_or_path).name + "-shrunken" * machine.shrunken)
+
+
+def estimate(recipe: Recipe, machine: Machine) -> float:
+    """Seconds of one training on an H100, its model's making included: arithmetic, nothing measured. A training that
+    takes longer goes on for as long as there is time."""
+    weights, full = weights_of(recipe), recipe.lora is None
+    made = 0.0 if model_folder(recipe, machine).is_dir() else 5 + 2 * weights / 0.9e9
+    read, written = 2 * weights / 2e9, 2 * weights / 0.5e9 if full else 4.0  # in the worst step, hashed and read too
+    tokens = recipe.training.global_batch_size * recipe.data.max_length
+    passes = (6 if full else 4) + 2 * bool(recipe.training.activation_checkpointing)
+    steps = STEPS * (tokens * weights * passes / 350e12 + (2.0 if full else 0.2))
+    quantised = 10.0 if recipe.quantization is not None else 0.0
+    compiled = 0.0 if recipe.training.compile is False else 30.0
+    return round(20 + made + read + written + quantised + steps + compiled, 1)  # 20: imports, probe, export
+
+
+def why_not(recipe: Recipe, machine: Machine) -> str | None:
+    """Why this machine cannot run it, in a line with the figures; None where nothing is known against it."""
+    if recipe.quantization is not None and "bitsandbytes" not in machine.packages:
+        return "bitsandbytes is not installed"
+    if machine.shrunken:
+        return None
+    asked = recipe.budget.gpu_memory_gb
+    if asked is not None and 0.95 * asked > machine.gpu_gb:
+        return f"the recipe is for a GPU of {asked:g} GB, this one has {machine.gpu_gb:g}"
+    disk, host = needs(recipe, machine)
+    free, memory = free_bytes(machine.folder), psutil.virtual_memory().available
+    if disk > free:
+        return f"{disk / 1e9:.0f} GB of disk needed, {free / 1e9:.0f} GB free in {machine.folder}"
+    if host > memory:
+        return f"{host / 1e9:.0f} GB of host memory needed, {memory / 1e9:.0f} GB available"
+    return None
+
+
+def needs(recipe: Recipe, machine: Machine) -> tuple[float, float]:
+    """Bytes of disk that it will write, and of host memory that it will take.
+
+    A full training writes its weights once, in the worst step, for no last checkpoint and no export is waited for.
+    Offloaded, it keeps float32 weights and gradients pinned, whose allocator rounds each tensor up to a power of two
+    (a tenth more in all), and two moments: 33 + 33 + 59.8 GiB at 8B.
+    """
+    weights, full = weights_of(recipe), recipe.lora is None
+    width = 2 if recipe.training.pure_bf16 else 4
+    base = 0 if model_folder(recipe, machine).is_dir() else 2 * weights
+    disk = base + (width * weights if full else 2 * ADAPTERS)
+    host = width * weights if full else ADAPTERS
+    if read_strategy(recipe.accelerate_config).offloaded:
+        host = 2 * 1.1 * 4 * weights + 2 * 4 * weights
+    # Saving the random model takes its weights through host memory once.
+    return disk + SPARE, max(host, base) + SPARE
+
+
+def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
+    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long."""
+    draw = random.Random(0)
+    words = ["the", "river", "turns", "a", "wheel", "that", "was", "built", "by", "hand", "in", "spring"]
+    with file.open("w", encoding="utf-8") as out:
+        while tokens > 0:
+            length = draw.randint(max_length // 6, max_length * 4 // 9)
+            answer = " ".join(draw.choices(words, k=length))  # a word is one token or two here
+            chat = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": answer}]
+            out.write(json.dumps({"messages": chat}) + "\n")
+            tokens -= length
+    return file
+
+
+def measure(
+    recipe_path: Path,
+    machine: Machine,
+    changes: Sequence[str] = (),
+    *,
+    steps: int = STEPS,
+    limit: float | None = None,
+    measured: Callable[[dict[str, Any]], None] = lambda row: None,
+    log: Path | None = None,
+) -> dict[str, Any]:
+    """One recipe's figures: a row of the results. `ok` False comes with the `phase` that failed and the `reason`, and
+    with the figures that were known before.
+
+    Args:
+        limit: Seconds after which it is ended, and the row has `out_of_time`. None: none.
+        measured: Called with the row so far as soon as its speed is known; what fails later changes that no more.
+        log: Where to keep what it printed.
+    """
+    run = Training(recipe_path, machine, changes, steps, log or machine.folder / "run.log")
+    ends = time.monotonic() + (limit or 1e9)
+    row: dict[str, Any] = {}
+    if reason := run.make_model(ends):
+        return run.failure(reason, ends, "making the random model")
+
+    def ended() -> bool:
+        """Whether all is known that the training is run for."""
+        if not row and len(run.lines("train")) >= steps:
+            row.update(run.figures())
+            measured({"ok": True, **row})
+        return bool(row) and run.full and run.planned()
+
+    reason = run.train(ends, ended)
+    if len(run.lines("train")) > min(SKIPPED, steps - 1):
+        row |= run.figures()
+    return {**row, **({"ok": True} if reason is None else run.failure(reason, ends))}
+
+
+class Training:
+    """A recipe's training as a process of its own, in a folder of its own."""
+
+    def __init__(self, path: Path, machine: Machine, changes: Sequence[str], steps: int, log: Path) -> None:
+        self.path, self.machine, self.changes, self.steps, self.log = path, machine, tuple(changes), steps, log
+        self.recipe = load_recipe(str(path), changes).recipe
+        self.run_dir = machine.folder / "run"
+        # A full training is ended when its speed is known: its checkpoint, 48 GB at 8B, and its export say nothing of
+        # speed or memory. Adapters are saved and exported in a second, and the receipt then says whether all changed.
+        self.full = self.recipe.lora is None
+        self.first_step_after: float | None = None  # seconds
+        self.waits_for_plan_until: float | None = None
+
+    def make_model(self, ends: float) -> str | None:
+        """Make its random model, unless it is there; why that failed, if it did."""
+        place = model_folder(self.recipe, self.machine)
+        if place.is_dir():
+            return None
+        words = [str(self.path), str(place), *self.changes, *(["--shrunken"] if self.machine.shrunken else [])]
+        code = run_checks("model", words, self.log, ends)
+        if code == 0 and place.is_dir():
+            return None
+        shutil.rmtree(place, ignore_errors=True)
+        return OUT_OF_TIME if code is None else f"exit code {code}: {last_line(self.log)}"
+
+    def train(self, ends: float, ended: Callable[[], bool]) -> str | None:
+        """Train until it ends, or `ended` says so, which is asked several times a second. Why it failed, if it did."""
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        began = time.monotonic()
+        environment = environment_for_child(HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(self.machine.folder / "cache"))
+        with running(self.command(), environment, self.log) as process:
+            while process.poll() is None:
+                if self.first_step_after is None and self.lines("train"):
+                    self.first_step_after = round(time.monotonic() - began, 1)
+                if ended():
+                    return None
+                if time.monotonic() > ends:
+                    return OUT_OF_TIME
+                time.sleep(POLL_SECONDS)
+        if process.returncode:
+            return failure_reason(self.run_dir, self.log.read_text("utf-8", errors="replace"))
+        return None
+
+    def command(self) -> list[str]:
+        """What a user would type: the recipe with `accelerate launch`, on rows that fill it."""
+        shrunken, length = self.machine.shrunken, self.recipe.data.max_length
+        batch = self.recipe.training.global_batch_size
+        if shrunken:  # a row of a GPU's length takes seconds on a CPU
+            batch, length = 2 * self.recipe.training.per_device_batch_size, length // 8
+        rows = write_rows(self.machine.folder / "rows.jsonl", tokens=batch * length, max_length=length)
+        budget = {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": self.machine.gpu_gb}
+        asked = {
+            "output_dir": str(self.run_dir),
+            "model.name_or_path": str(model_folder(self.recipe, self.machine)),
+            "data.train": [{"path": "json", "data_files": str(rows)}],
+            "data.eval": None,
+            "data.max_length": length,
+            "training.global_batch_size": batch,
+            "training.max_steps": 1000 if self.full else self.steps,
+            "training.warmup_steps": 0,
+            "training.warmup_ratio": 0,
+            "training.early_stopping_patience": None,
+            "training.load_best_model_at_end": None,
+            "samples.count": 0,
+            "logging_steps": 1,
+            "save_steps": 1000,
+            **budget,
+        }
+        words = [*self.changes, *(f"{key}={json.dumps(value)}" for key, value in asked.items())]
+        launch = ["--cpu"] if shrunken else []
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--num_processes", "1"]
+        return [*launcher, "finetune/train.py", str(self.path), *words]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """Its metrics of one kind so far."""
+        file = self.run_dir / "metrics.jsonl"
+        return [line for line in read_lines(file) if line["kind"] == kind] if file.is_file() else []
+
+    def receipt(self) -> dict[str, Any]:
+        """Its receipt; while it runs with the plan, should that be there already."""
+        file = self.run_dir / "receipt.json"
+        receipt: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        memory, plan = receipt.get("memory"), self.run_dir / f"{TEMPORARY_PREFIX}plan.json"
+        if memory and memory["planned"] is None and plan.is_file():
+            found = json.loads(plan.read_text("utf-8"))
+            memory |= {"planned": found["plan"], "why": found["why"]}
+        return receipt
+
+    def planned(self) -> bool:
+        """Whether its plan is there or will not come, or was waited for long enough."""
+        if self.waits_for_plan_until is None:
+            patient = os.environ.get(PLANNER_SWITCH) == "wait"
+            self.waits_for_plan_until = time.monotonic() + (1e9 if patient else PLAN_SECONDS)
+        memory = self.receipt().get("memory")
+        if memory and (memory["planned"] is not None or memory["why"] != NO_ANSWER):
+            return True
+        return time.monotonic() > self.waits_for_plan_until
+
+    def figures(self) -> dict[str, Any]:
+        """Median speed after the first steps, memory against the plan, and what the receipt says of the layers."""
+        train, receipt = self.lines("train"), self.receipt()
+        timed = train[min(SKIPPED, self.steps - 1) :]
+        memory = receipt.get("memory") or {}
+        measured = memory.get("measured") or {}
+        phases = {
+            name: {"measured_bytes": phase["peak_bytes"], "planned_bytes": None}
+            for name, phase in (measured.get("phases") or {}).items()
+        }
+        for row in audited(self.run_dir, receipt):
+            phases[row.phase] = {"measured_bytes": row.measured_bytes, "planned_bytes": row.planned_bytes}
+        return {
+            "tokens_per_second": statistics.median(line["tokens_per_second"] for line in timed),
+            "step_seconds": statistics.median(line["step_seconds"] for line in timed),
+            "steps_timed": len(timed),
+            "first_step_after_seconds": self.first_step_after,
+            "losses": [line["loss"] for line in train],
+            "peak_memory_gib": max(line["peak_memory_gib"] for line in train),
+            "phases": phases,
+            "reserved_bytes": {
+                "measured": measured.get("reserved_bytes"),
+                "planned": (memory.get("planned") or {}).get("reserved_bytes"),
+            },
+            "not_planned": memory.get("why"),
+            "receipt": {key: receipt.get(key) for key in OF_THE_RECEIPT},
+        }
+
+    def failure(self, reason: str, ends: float, phase: str = "") -> dict[str, Any]:
+        """How it failed, and in which phase of the run."""
+        state = self.run_dir / "run_state.json"
+        recorded = json.loads(state.read_text("utf-8")) if state.is_file() else {}
+        reached = "training" if self.lines("train") else "starting"
+        row = {"ok": False, "phase": phase or recorded.get("phase", reached), "reason": reason}
+        return row | ({"out_of_time": True} if reason == OUT_OF_TIME else {})
+
+
+def card_gb() -> float:
+    """The first GPU's memory, 1e9 bytes, as another process sees it."""
+    asked = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    return round(int(subprocess.check_output([sys.executable, "-c", asked])) / 1e9, 1)
+
+
+def run_checks(
+    kind: str, words: Sequence[str], log: Path, ends: float, watch: Callable[[], object] = lambda: None
+) -> int | None:
+    """The exit code of a process of gpu_checks.py; None where it was ended at the time `ends`."""
+    command = [sys.executable, str(CHECKS), kind, *words]
+    with running(command, environment_for_child(HF_HUB_OFFLINE="1"), log) as process:
+        while process.poll() is None and time.monotonic() < ends:
+            watch()
+            time.sleep(POLL_SECONDS)
+        code = process.poll()
+    watch()
+    return code
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in its own session, its output in `log`; none of its processes outlives the block."""
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=dict(environment), stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def last_line(log: Path) -> str:
+    """The last line that a process printed."""
+    lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it printed nothing"
