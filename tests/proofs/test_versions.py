@@ -1,0 +1,96 @@
+"""The lowest and the newest supported versions have an environment and tests; README's commands take the small torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_TORCH = "'torch<2.14'"  # of which this platform has a build for CPUs
+
+
+@pytest.fixture
+def versions() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("versions", ROOT / ".ci" / "versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return [block.partition("\n")[2] for block in page.split("```")[1::2]]
+
+
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return found
+
+
+def test_readme_and_ci_take_the_small_torch() -> None:
+    first, second, *_ = blocks((ROOT / "README.md").read_text("utf-8"))
+    assert f"pip install -e '.[quickstart]' {SMALL_TORCH} " in first
+    assert f"pip install -e '.[test]' {SMALL_TORCH} " in second
+    assert SMALL_TORCH in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_the_bound_admits_the_newest_torch_that_was_tested() -> None:
+    (torch,) = [Requirement(line) for line in project()["dependencies"] if line.startswith("torch>")]
+    assert [torch.specifier.contains(version) for version in ("2.11.0", "2.13.0", "2.14.1", "2.15.0")] == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_the_lowest_set_is_every_lower_bound(versions: ModuleType) -> None:
+    lowest = {each.name: each for each in map(Requirement, versions.requirements("lowest"))}
+    assert str(lowest["torch"].specifier) == "==2.11"
+    assert {"transformers", "accelerate", "peft", "datasets", "huggingface_hub", "bitsandbytes", "pytest"} <= set(
+        lowest
+    )
+    optional = project()["optional-dependencies"]
+    every = [*project()["dependencies"], *(line for extra in versions.EXTRAS for line in optional[extra])]
+    bounded = [Requirement(line) for line in every if ">=" in line]
+    assert len(bounded) > 20
+    for requirement in bounded:
+        (bound,) = [each.version for each in requirement.specifier if each.operator == ">="]
+        assert lowest[requirement.name].specifier.contains(Version(bound)), requirement
+        assert str(lowest[requirement.name].specifier) == f"=={bound}"
+
+
+def test_the_lowest_versions_run_what_depends_on_libraries(versions: ModuleType) -> None:
+    assert versions.TESTS["lowest"] == ["architecture", "model", "strategies", "training", "proofs"]
+    assert all((ROOT / "tests" / name).is_dir() for name in versions.TESTS["lowest"])
+    assert "python3 .ci/versions.py lowest" in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+
+
+def test_an_environment_that_cannot_be_installed_fails(
+    versions: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text("utf-8"))
+    monkeypatch.setattr(versions.venv, "create", lambda *_, **__: None)
+
+    def fail(command: list[str], **options: Any) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(versions.subprocess, "run", fail)
+    assert versions.main(["lowest"]) == 4
+    assert "the lowest supported versions cannot be installed" in capsys.readouterr().err
+
+
+def test_another_name_is_told_the_usage() -> None:
+    words = [sys.executable, str(ROOT / ".ci" / "versions.py"), "oldest"]
+    process = subprocess.run(words, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "versions.py lowest" in process.stderr
