@@ -1,4 +1,4 @@
-"""The lowest and the newest supported versions have an environment and tests; README's commands take the small torch."""
+"""The lowest and newest supported versions have environments and tests; README's commands take the small torch."""
 
 from __future__ import annotations
 
