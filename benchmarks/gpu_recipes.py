@@ -45,7 +45,7 @@ POLL_SECONDS = 0.2
 PLAN_SECONDS = 20  # a full training goes on for so long when its speed is known and its plan is not
 NO_ANSWER = "the planner has not answered yet"
 OUT_OF_TIME = "not finished in time"
-OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe"
+OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe", "guard"
 
 
 def recipes() -> dict[str, Path]:
