@@ -46,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    from finetune.untrusted.library_words import segments_explained
+
     try:
-        return run_recipe(load_recipe(arguments[0], arguments[1:], here=True))
+        with segments_explained():
+            return run_recipe(load_recipe(arguments[0], arguments[1:], here=True))
     except FinetuneError as error:
         # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"

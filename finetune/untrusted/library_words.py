@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +27,39 @@ def in_one_line(line: Callable[[Exception], FinetuneError]) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in _PASSED_ON:
             raise
+        if (refused := refused_segments(error)) is not None:
+            raise refused from error
         raise line(error) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         raise line(RuntimeError(str(error))) from None
+
+
+@contextmanager
+def segments_explained() -> Iterator[None]:
+    """Around all that may be the first to allocate on a GPU: raises EnvironmentMismatch as `refused_segments`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (refused := refused_segments(error)) is not None:
+            raise refused from error
+        raise
+
+
+def refused_segments(error: Exception) -> EnvironmentMismatch | None:
+    """The one-line error where a driver without virtual memory management, as of some virtual GPUs and of WSL 2,
+    refuses the first allocation in an expandable segment; None for every other error."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "CUDA" not in text or "operation not supported" not in text:
+        return None
+    settings = [value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")]
+    if not any("expandable_segments:true" in value.replace(" ", "").lower() for value in settings):
+        return None
+    return EnvironmentMismatch(
+        "launch: this GPU's driver refuses expandable segments of memory (CUDA: operation not supported); start again "
+        "after `export PYTORCH_ALLOC_CONF=expandable_segments:False`"
+    )
 
 
 def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:

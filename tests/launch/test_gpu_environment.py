@@ -18,7 +18,7 @@ from tests.support.launching import ACCELERATE, ALONE, TORCHRUN
 from tests.support.recipes import least, least_recipe, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(
