@@ -209,15 +209,31 @@ class _Product(torch.autograd.Function):
         base: Any,
     ) -> Tensor:
         if weight is None:  # the packed layer's own kernel, which unpacks the weight for one product
-            result: Tensor = base(flat).addmm_(inner, up.T)
-            return result if bias is None else result.add_(bias)
+            result = _plus_product(base(flat), inner, up.T)
+            return result if bias is None else _plus(result, bias)
         # The small product first: it is bound by memory, and the large one adds to it at no further pass.
         result = inner @ up.T if bias is None else torch.addmm(bias, inner, up.T)
-        return result.addmm_(flat, weight.to(flat.dtype).T)
+        return _plus_product(result, flat, weight.to(flat.dtype).T)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return slope, None, None, None, None, None, None
+
+
+# torch 2.11's compiler gives no gradient at all to a Function whose forward changes its result in place, and says
+# nothing. A compiled layer needs no in-place operation: the compiler decides where results are written.
+
+
+def _plus_product(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """result + left @ right, written over `result` where nothing is compiled."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(result, left, right)
+    return result.addmm_(left, right)
+
+
+def _plus(result: Tensor, bias: Tensor) -> Tensor:
+    """result + bias, written over `result` where nothing is compiled."""
+    return result + bias if torch.compiler.is_compiling() else result.add_(bias)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
