@@ -25,6 +25,7 @@ from torch.nn.attention import (
 )
 from transformers import PreTrainedModel
 
+from finetune.architecture.attention import kernel_left_off
 from finetune.architecture.trial import attention_shapes
 from finetune.architecture.varlen_kernel import AttentionShape, attend_on_cuda
 from finetune.recipe.schema import Recipe
@@ -62,10 +63,19 @@ class FlashKernel:
     taken: Implementation | None = None  # None: torch's own
     difference: float = 0.0  # relative, of its results from those of torch's own
     left_off: str | None = None  # why one that is installed is not taken
+    by_document: bool = False  # no kernel at all, because the guard found torch's or another one wrong
+
+    def leave_off(self, reason: str) -> None:
+        """Have attention computed document by document, by `scaled_dot_product_attention`."""
+        self.taken, self.by_document, self.left_off = None, True, reason
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within, torch's flash attention is the one that was taken."""
+        if self.by_document:
+            with kernel_left_off():
+                yield
+            return
         if self.taken is None:
             yield
             return
@@ -88,6 +98,7 @@ class FlashKernel:
             "version": self.taken and _version(self.taken),
             "difference": self.difference if self.taken else None,
             "left_off": self.left_off,
+            "by_document": self.by_document,
         }
 
     def __str__(self) -> str:

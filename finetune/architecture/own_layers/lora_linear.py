@@ -41,6 +41,17 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
             layer.forward = MethodType(_forward, layer)
 
 
+def own_adapters(model: nn.Module) -> list[Any]:
+    """The layers whose adapters are computed here."""
+    return [layer for layer in _adapted(model) if getattr(layer, "finetune_computed_by", None) == OWN]
+
+
+def leave_to_peft(model: nn.Module, reason: str) -> None:
+    """Have peft compute all adapters from here on."""
+    for layer in own_adapters(model):
+        layer.finetune_computed_by, layer.finetune_adapter = reason, None
+
+
 def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
     """Of each layer with an adapter: OWN, or why peft computes it.
 
@@ -92,6 +103,9 @@ def _only_peft(layer: Any) -> str | None:
 
 def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """[..., inputs] to [..., outputs]."""
+    if layer.finetune_adapter is None:
+        by_peft: Tensor = type(layer).forward(layer, hidden, *args, **kwargs)
+        return by_peft
     name, unpack = layer.finetune_adapter
     dtype = _product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
