@@ -304,6 +304,21 @@ def test_where_it_is_compiled(asked: Any, device: torch.device, name: str, monke
     assert (chosen.applied, chosen.stopped, chosen.required) == (True, None, asked is True)
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_before_ampere_only_what_is_asked_for_is_compiled(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers of such a GPU's code may end the process by a signal, which no fallback sees."""
+    monkeypatch.setenv(CACHE_VARIABLE, "where the user wants it")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    left_off = choose("auto")
+    assert not left_off.applied
+    assert left_off.facts()["left_off"] == (
+        f"on a GPU of compute capability 7.{capability[1]}; training.compile: auto compiles from 8.0 on"
+    )
+    assert choose(True).applied
+
+
 @pytest.mark.parametrize(("name", "sections"), [("zero3", {}), ("single", INT8)])
 def test_what_cannot_be_is_refused_in_one_line(name: str, sections: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentMismatch, match=r"^training\.compile: true: .*; set training\.compile: false$"):

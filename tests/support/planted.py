@@ -1,5 +1,7 @@
 """Faults planted in what a run chose for speed: in a backend of torch.compile, in the kit's own autograd.
 
+In a run they are planted when the model is built: before, the probe would notice some, and remember it for other runs.
+
 As a program it is tests/support/cells.py with a fault planted on rank 1 alone; PLANTED names it, `where fault`.
 """
 
@@ -14,6 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from finetune.architecture.compiled import choice
+from finetune.architecture.compiled.choice import compile_as_asked
+from finetune.architecture.compiled.layers import CompiledLayers
+from finetune.architecture.own_layers import lora_linear, norm_and_gate
+from finetune.training import session
+from tests.support.compiling import Counting
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zero": torch.zeros_like,
@@ -79,8 +88,6 @@ class Faulty:
 
 def plant_in_own(where: str, fault: str, patches: pytest.MonkeyPatch) -> None:
     """`where`: adapters, norms or gates; "output" multiplies the result by 1.1."""
-    from finetune.architecture.own_layers import lora_linear, norm_and_gate
-
     function: Any = {
         "adapters": lora_linear._KeptForBackward,
         "norms": norm_and_gate._Norm,
@@ -99,32 +106,24 @@ def plant_in_own(where: str, fault: str, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(function, "backward", staticmethod(wrong))
 
 
-def plant(planted: str, patches: pytest.MonkeyPatch) -> None:
+def plant_in_run(planted: str, patches: pytest.MonkeyPatch) -> None:
+    """A fault in coming runs of this process, `where fault`, whose layers are compiled as on a GPU; "": none."""
     where, _, fault = planted.partition(" ")
-    if where == "compiled":
-        from finetune.architecture.compiled import choice
-        from finetune.architecture.compiled.layers import CompiledLayers
+    backend = Faulty(fault) if where == "compiled" else Counting()
+    patches.setattr(choice, "CompiledLayers", partial(CompiledLayers, backend=backend))
+    patches.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
-        patches.setattr(choice, "CompiledLayers", partial(CompiledLayers, backend=Faulty(fault)))
-    else:
-        plant_in_own(where, fault, patches)
+    def as_on_a_gpu(recipe: Any, strategy: Any, model: Any, device: torch.device, say: Any) -> CompiledLayers:
+        if where and where != "compiled":
+            plant_in_own(where, fault, patches)
+        return compile_as_asked(recipe, strategy, model, torch.device("cuda", 0), say)
+
+    patches.setattr(session, "compile_as_asked", as_on_a_gpu)
 
 
 if __name__ == "__main__":  # a rank of a launcher
-    from finetune.architecture.compiled import choice
-    from finetune.architecture.compiled.layers import CompiledLayers
-    from finetune.training import session
     from tests.support import cells
-    from tests.support.compiling import Counting
-
-    asked = choice.compile_as_asked
-
-    def as_on_a_gpu(recipe: Any, strategy: Any, model: Any, device: torch.device, say: Any) -> CompiledLayers:
-        return asked(recipe, strategy, model, torch.device("cuda", 0), say)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(choice, "CompiledLayers", partial(CompiledLayers, backend=Counting()))
-        patches.setattr(session, "compile_as_asked", as_on_a_gpu)
-        if os.environ["RANK"] == "1":
-            plant(os.environ["PLANTED"], patches)
+        plant_in_run(os.environ["PLANTED"] if os.environ["RANK"] == "1" else "", patches)
         sys.exit(cells.main(sys.argv[1:]))

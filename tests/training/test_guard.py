@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.architecture.compiled import choice
 from finetune.train import main
 from finetune.training import session
 from finetune.training.guard import FirstTokens
 from tests.support.cells import launch
 from tests.support.compiling import nothing_compiled
 from tests.support.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
-from tests.support.planted import plant
+from tests.support.planted import plant_in_run
 from tests.support.tiny import write_chats
 
 assert nothing_compiled
@@ -55,10 +54,6 @@ def assert_right_curve(recipe: Path, expected: Path) -> None:
         assert tuple(found) == pytest.approx(tuple(right), rel=TOLERANCE)
 
 
-def as_on_a_gpu(recipe: Any, strategy: Any, model: Any, device: torch.device, say: Any) -> Any:
-    return choice.compile_as_asked(recipe, strategy, model, torch.device("cuda", 0), say)
-
-
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("where", ["compiled", "adapters", "norms", "gates"])
 def test_the_run_goes_on_without_what_is_wrong(
@@ -79,8 +74,7 @@ def test_the_run_goes_on_without_what_is_wrong(
     assert facts["guard"]["left_off"] == {}
     paths = {"own norms", "own gates"} | ({"own adapters"} if method == "lora" else set())
     assert set(facts["guard"]["compared"]) == set(facts["guard"]["furthest"]) == paths
-    plant(f"{where} halved", monkeypatch)
-    monkeypatch.setattr(session, "compile_as_asked", as_on_a_gpu)
+    plant_in_run(f"{where} halved", monkeypatch)
     wrong = page(tmp_path / "wrong", tiny_llama, chats, method, "auto" if where == "compiled" else False)
     assert main([str(wrong)]) == 0
     assert_right_curve(wrong, right)
@@ -97,10 +91,26 @@ def test_the_run_goes_on_without_what_is_wrong(
         assert facts["own_norms_and_gates"][where] == 0
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_it_takes_less_memory_than_a_step(
+    method: str, tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: dict[str, int] = {}
+    facts_of = session.memory_facts
+
+    def spy(planned: Any, phases: Any, device: Any) -> dict[str, Any]:
+        peaks.update({name: phase.peak_bytes for name, phase in phases.items()})
+        return facts_of(planned, phases, device)
+
+    monkeypatch.setattr(session, "memory_facts", spy)
+    assert main([str(page(tmp_path / "run", tiny_llama, chats, method, False))]) == 0
+    assert peaks["load"] < peaks["guard"] < max(peaks["forward"], peaks["backward"])
+
+
 def test_where_it_has_to_be_compiled_a_difference_is_one_line(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant("compiled zero", monkeypatch)
+    plant_in_run("compiled zero", monkeypatch)
     assert main([str(page(tmp_path / "true", tiny_llama, chats, "lora", True))]) == 4
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
     assert line.startswith("training.compile: true: compiled, LlamaDecoderLayer computes something else: gradient of ")
