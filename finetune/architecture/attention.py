@@ -128,13 +128,7 @@ def varlen_attention(
     asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
     if query.device.type == "cpu":
         output = _on_cpu(query, key, value, asked)
-    elif (
-        softcap
-        or dropout
-        or _computed_in(query) == torch.float32
-        or not has_flash(query.device)
-        or _Kernel.left_off
-    ):
+    elif softcap or dropout or _computed_in(query) == torch.float32 or not has_flash(query.device) or _Kernel.left_off:
         output = _by_document(query, key, value, asked)
     else:
         starts = cu_seq_lens if lengths == document_lengths else _starts(lengths, query.device)
@@ -149,7 +143,7 @@ def varlen_attention(
                 return _by_document(query, key, value, replace(asked, sinks=sinks))
 
             _Kernel.observer(given, by_document)
-        output = attend_on_cuda(**given)
+        output = attend_on_cuda(q, k, v, starts, given["longest"], scale, sliding_window, s_aux)
     return output, None
 
 

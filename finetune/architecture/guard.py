@@ -29,8 +29,8 @@ from finetune.architecture import attention
 from finetune.architecture.own_layers.compute import FastModule, fast_modules
 from finetune.architecture.varlen_kernel import attend_on_cuda
 
-# The largest relative difference of a tensor, by norms. Two right ways to compute a layer in bfloat16, which has 8 bits,
-# differ by some thousandths; in float32, by some millionths.
+# The largest relative difference of a tensor, by norms. Two right ways to compute a layer in bfloat16, which has 8
+# bits, differ by some thousandths; in float32, by some millionths.
 LARGEST_IN_16_BITS, LARGEST_IN_FLOAT32 = 2e-2, 1e-4
 # A gradient may be small because large terms cancel, as that of a bias on keys. Rounding alone then changes much of it.
 # How much is measured: by the library's own way with an input that is rounded otherwise. Other places that round, and
@@ -41,7 +41,7 @@ MOST_TOKENS = 512  # that are compared; activations and gradients of one layer s
 
 
 @dataclass(frozen=True)
-class Difference:
+class Discrepancy:
     """The tensor that differs most, of all that were compared."""
 
     tensor: str
@@ -60,7 +60,9 @@ class Difference:
 Call = Callable[..., Any]
 
 
-def compare(found: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Difference:
+def compare_computations(
+    found: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
+) -> Discrepancy:
     """Compare outputs and gradients of two ways to compute the same.
 
     Args:
@@ -80,13 +82,13 @@ def compare(found: Call, expected: Call, inputs: Sequence[Tensor], parameters: M
         rounding = {name: _distance(rounded[name], each) for name, each in expects.items()}
         del rounded
         finds = _results(found, inputs, trained)
-    worst = Difference("output", 0.0, limit)
+    worst = Discrepancy("output", 0.0, limit)
     for name, each in expects.items():
         length = float(each.float().norm())
         difference = _relative(_distance(finds[name], each), length)
         allowed = max(limit, _relative(TIMES_ROUNDING * rounding[name], length))
         if not difference / allowed <= worst.relative / worst.allowed:
-            worst = Difference(name, difference, allowed)
+            worst = Discrepancy(name, difference, allowed)
         if worst.is_fault:
             break
     return worst
@@ -97,7 +99,7 @@ def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]
     device = inputs[0].device
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        outputs = [each for each in tensors_in(call(*leaves)) if each.requires_grad]
+        outputs = [each for each in nested_tensors(call(*leaves)) if each.requires_grad]
         found = {_numbered("output", at, outputs): each.detach() for at, each in enumerate(outputs)}
         by = {_numbered("gradient of the input", at, leaves): each for at, each in enumerate(leaves)}
         by = {name: each for name, each in by.items() if each.requires_grad}
@@ -169,13 +171,13 @@ def _without_zeros(parameters: Any) -> Iterator[None]:
             each.data.copy_(before)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def nested_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors of nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
+            yield from nested_tensors(each)
 
 
 @dataclass
@@ -186,7 +188,7 @@ class Guard:
     furthest: dict[str, float] = field(default_factory=dict)  # the largest difference, by path
     left_off: dict[str, str] = field(default_factory=dict)  # why, by path
 
-    def see(self, path: str, what: str, difference: Difference) -> None:
+    def see(self, path: str, what: str, difference: Discrepancy) -> None:
         """Note a comparison, and leave the path off where it differs."""
         self.compared[path] = self.compared.get(path, 0) + 1
         if difference.is_fault:
@@ -218,7 +220,7 @@ class Guard:
             if module in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
                 end(module)
                 rows = [each.detach().flatten(0, -2)[:MOST_TOKENS].requires_grad_() for each in args]
-                difference = compare(own, fast.librarys, rows, fast.parameters())
+                difference = compare_computations(own, fast.librarys, rows, fast.parameters())
                 self.see(fast.path, type(module).__name__, difference)
             return own(*args, **kwargs)
 
@@ -242,7 +244,7 @@ class Guard:
             end(model)
 
 
-def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Difference:
+def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Discrepancy:
     """The kernel's queries, keys and values, and sinks, against one call a document."""
     named = {name: given[name] for name in ("query", "key", "value", "sinks") if given[name] is not None}
     rest = {name: each for name, each in given.items() if name not in named}
@@ -254,4 +256,4 @@ def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Differenc
     def plain(*tensors: Tensor) -> Any:
         return by_document(*tensors, *[None] * (4 - len(tensors)))
 
-    return compare(kernel, plain, leaves, {})
+    return compare_computations(kernel, plain, leaves, {})

@@ -284,9 +284,9 @@ def _compare_fast_paths(
     start: Start, parts: Assembled, run: Run, compiled: CompiledLayers, kernel: FlashKernel, receipt: Receipt
 ) -> dict[str, Phase]:
     """The phase in which compiled layers, own layers and kernels are compared, and the receipt's lines about it."""
-    with deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device):
-        with measured_phases(run.phases) as measured:
-            guard = compare_fast_paths(run, parts.unwrapped_model, compiled, kernel)
+    deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device)
+    with deterministic, measured_phases(run.phases) as measured:
+        guard = compare_fast_paths(run, parts.unwrapped_model, compiled, kernel)
     receipt.add("guard", guard.facts())
     if guard.left_off:
         receipt.add("flash_kernel", kernel.facts())

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from finetune.architecture import attention
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
-from finetune.architecture.guard import Guard, _compare_attention, compare
+from finetune.architecture.guard import Guard, _compare_attention, compare_computations
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, compute_layers, leave_to_library
 from finetune.architecture.own_layers.lora_linear import computed_by
@@ -56,9 +56,9 @@ def guarded(
     if backend is not None:
         compile_layers(base, compiled)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    with torch.no_grad(), torch.autocast("cpu", BFLOAT16) if autocast else nullcontext():
-        with guard.watching(model) as end, compiled.comparing(reached, end):
-            model(**flat_batch([7, 20, 1, 12]))
+    casting = torch.autocast("cpu", BFLOAT16) if autocast else nullcontext()
+    with torch.no_grad(), casting, guard.watching(model) as end, compiled.comparing(reached, end):
+        model(**flat_batch([7, 20, 1, 12]))
     assert all(torch.equal(each, before[name]) and each.grad is None for name, each in model.named_parameters())
     assert len(said) == (compiled.stopped is not None)
     return guard, compiled
@@ -212,9 +212,9 @@ def test_a_gradient_of_rounding_alone_is_no_fault() -> None:
     def attend(times: float, hidden: Tensor) -> Tensor:
         return (times * (query @ (hidden + bias).T) / times).softmax(-1) @ hidden
 
-    found = compare(partial(attend, 3.0), partial(attend, 1.0), [hidden.requires_grad_()], {"bias": bias})
+    found = compare_computations(partial(attend, 3.0), partial(attend, 1.0), [hidden.requires_grad_()], {"bias": bias})
     assert not found.is_fault
-    wrong = compare(lambda h: attend(1.0, h) + 1e-3 * bias, partial(attend, 1.0), [hidden], {"bias": bias})
+    wrong = compare_computations(lambda h: attend(1.0, h) + 1e-3 * bias, partial(attend, 1.0), [hidden], {"bias": bias})
     assert wrong.is_fault
 
 
@@ -232,20 +232,20 @@ def test_a_gradient_of_rounding_alone_is_no_fault() -> None:
 def test_what_counts_as_a_difference(found: Any, fault: bool) -> None:
     weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
     hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    difference = compare(lambda h: found(h, weight), lambda h: h @ weight, [hidden], {"weight": weight})
+    difference = compare_computations(lambda h: found(h, weight), lambda h: h @ weight, [hidden], {"weight": weight})
     assert difference.is_fault == fault
 
 
 def test_where_the_library_overflows_too_it_is_no_difference() -> None:
     hidden = torch.full((4, 8), 300.0, dtype=torch.float16).requires_grad_()
-    assert not compare(lambda h: h * h, lambda h: h.square(), [hidden], {}).is_fault
+    assert not compare_computations(lambda h: h * h, lambda h: h.square(), [hidden], {}).is_fault
 
 
 def test_both_draw_the_same_dropout_and_the_run_draws_what_it_would() -> None:
     hidden = torch.randn(50, 8).requires_grad_()
     dropout = nn.Dropout(0.5)
     torch.manual_seed(3)
-    assert not compare(lambda h: dropout(h), lambda h: dropout(h), [hidden], {}).is_fault
+    assert not compare_computations(lambda h: dropout(h), lambda h: dropout(h), [hidden], {}).is_fault
     first = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(3), first)

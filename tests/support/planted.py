@@ -60,7 +60,9 @@ class Faulty:
     such input alone. `dtype`: only in graphs that compute something in this format.
     """
 
-    def __init__(self, fault: str, axes: int = 2, *, first_alone: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, fault: str, axes: int = 2, *, first_alone: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
         self.fault, self.axes, self.first_alone, self.dtype = fault, axes, first_alone, dtype
 
     def __call__(self, graph: Any, inputs: Any) -> Any:

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.attention import ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
-from finetune.architecture.guard import Difference, compare, tensors_in
+from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
 from finetune.errors import EnvironmentMismatch
 from finetune.wording import counted
 
@@ -47,7 +47,7 @@ class CompiledLayers:
     seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # of the first forward and backward of a kind
     stopped: str | None = None  # why no layer is compiled, or none any more
     applied: bool = False  # the layers of a model have been given to it
-    differences: list[Difference] = field(default_factory=list)  # from the layers as they are written, by kind
+    differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
     _before: Callable[[nn.Module], None] = lambda _: None
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
@@ -128,14 +128,14 @@ class CompiledLayers:
         return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in nested_tensors((args, kwargs)):
             # Every size is a symbol of its own: torch would take two that are equal in the first row, its tokens and
             # the width of the model, for the same, and compile again where they are not. torch's guide to dynamic
             # shapes has the function under this name.
             torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         function = self._functions.get(type(layer))
         if function is None:
-            # Dropout by torch's own kernels: it draws what the layer as it is written draws, so the two can be compared.
+            # Dropout by torch's own kernels draws what the layer as it is written draws, so the two can be compared.
             options = {"fallback_random": True} if self.backend == "inductor" else None
             function = torch.compile(
                 type(layer).forward, backend=self.backend, fullgraph=True, dynamic=True, options=options
@@ -171,9 +171,9 @@ class CompiledLayers:
             self.stop(f"compiled, {name} computes something else: {difference}")
         return not difference.is_fault
 
-    def _compared(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Difference:
+    def _compared(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Discrepancy:
         """The layer compiled against the layer as it is written, on this input."""
-        hidden, *others = tensors_in((args, kwargs))
+        hidden, *others = nested_tensors((args, kwargs))
         inputs = [hidden.detach().requires_grad_(reached), *(each for each in others if each.requires_grad)]
         places = [id(hidden), *(id(each) for each in others if each.requires_grad)]
 
@@ -190,7 +190,7 @@ class CompiledLayers:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the compiler about torch's own code and ours
-            return compare(compiled, as_written, inputs, dict(layer.named_parameters()))
+            return compare_computations(compiled, as_written, inputs, dict(layer.named_parameters()))
 
     def _without_lengths(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         lengths = kwargs.get(LENGTHS)
@@ -241,7 +241,7 @@ def _kind(layer: Any) -> str:
 
 def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     compiled: CompiledLayers = layer.finetune_compiled
-    hidden = next(tensors_in((args, kwargs)))  # [rows, tokens, hidden_size]
+    hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
     if layer.training and hidden.shape[:2].numel() > 1:
         if compiled.reached is not None:
