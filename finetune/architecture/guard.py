@@ -37,7 +37,7 @@ LARGEST_IN_16_BITS, LARGEST_IN_FLOAT32 = 2e-2, 1e-4
 # there are several in a layer, may add up to so many times that.
 TIMES_ROUNDING = 4
 ATTENTION = "flash attention"
-MOST_TOKENS = 512  # that are compared; activations and gradients of one layer stay far below a training step's
+COMPARED_TOKENS = 512  # activations and gradients of one layer stay far below a training step's
 
 
 @dataclass(frozen=True)
@@ -201,25 +201,27 @@ class Guard:
         return {"compared": self.compared, "furthest": self.furthest, "left_off": self.left_off}
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    def watching(self, model: nn.Module) -> Iterator[Callable[[nn.Module], bool]]:
         """Within, the first call of each kind of fast module in `model`, and the first of each attention, is compared.
 
-        Yields what ends that for the modules inside of another one: the compiler is not to see who watches.
+        Yields what ends that for the modules inside of another one, because the compiler is not to see who watches. It
+        returns whether all that was compared until then is right, so that the other module may be compared with it.
         """
         watched: dict[nn.Module, tuple[str, Any]] = {}
         seen: set[Any] = set()
 
-        def end(inside: nn.Module) -> None:
+        def end(inside: nn.Module) -> bool:
             for module in inside.modules():
                 if module in watched:
                     attribute, own = watched.pop(module)
                     setattr(module, attribute, own)
+            return not self.left_off
 
         def first_call(fast: FastModule, own: Call, *args: Any, **kwargs: Any) -> Any:
             module = fast.module
             if module in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
                 end(module)
-                rows = [each.detach().flatten(0, -2)[:MOST_TOKENS].requires_grad_() for each in args]
+                rows = [each.detach().flatten(0, -2)[:COMPARED_TOKENS].requires_grad_() for each in args]
                 difference = compare_computations(own, fast.librarys, rows, fast.parameters())
                 self.see(fast.path, type(module).__name__, difference)
             return own(*args, **kwargs)
@@ -247,11 +249,12 @@ class Guard:
 def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Discrepancy:
     """The kernel's queries, keys and values, and sinks, against one call a document."""
     named = {name: given[name] for name in ("query", "key", "value", "sinks") if given[name] is not None}
-    rest = {name: each for name, each in given.items() if name not in named}
+    rest: dict[str, Any] = {name: each for name, each in given.items() if name not in named}
     leaves = [each.detach().requires_grad_() for each in named.values()]
 
     def kernel(*tensors: Tensor) -> Tensor:
-        return attend_on_cuda(**dict(zip(named, tensors, strict=True)), **rest)
+        tensors_by_name: dict[str, Any] = dict(zip(named, tensors, strict=True))
+        return attend_on_cuda(**tensors_by_name, **rest)
 
     def plain(*tensors: Tensor) -> Any:
         return by_document(*tensors, *[None] * (4 - len(tensors)))

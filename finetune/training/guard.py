@@ -17,7 +17,7 @@ from torch import nn
 
 from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.architecture.flash_kernels import FlashKernel
-from finetune.architecture.guard import ATTENTION, MOST_TOKENS, Guard
+from finetune.architecture.guard import ATTENTION, COMPARED_TOKENS, Guard
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, leave_to_library
 from finetune.model.build import decoder_parts
 from finetune.tokens.batches import prefetch
@@ -61,7 +61,7 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
 def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
     """One forward in which every kind of module is compared."""
     decoder, device = decoder_parts(unwrapped), run.accelerator.device
-    rows = FirstTokens(run.train_rows, MOST_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
+    rows = FirstTokens(run.train_rows, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
     batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
     trained_embeddings = any(each.requires_grad for each in decoder.get_input_embeddings().parameters())
 

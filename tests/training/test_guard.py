@@ -75,7 +75,7 @@ def test_the_run_goes_on_without_what_is_wrong(
     paths = {"own norms", "own gates"} | ({"own adapters"} if method == "lora" else set())
     assert set(facts["guard"]["compared"]) == set(facts["guard"]["furthest"]) == paths
     plant_in_run(f"{where} halved", monkeypatch)
-    wrong = page(tmp_path / "wrong", tiny_llama, chats, method, "auto" if where == "compiled" else False)
+    wrong = page(tmp_path / "wrong", tiny_llama, chats, method, "auto")
     assert main([str(wrong)]) == 0
     assert_right_curve(wrong, right)
     assert capsys.readouterr().out.count(SAID[where]) == 1
@@ -85,6 +85,7 @@ def test_the_run_goes_on_without_what_is_wrong(
         assert facts["compiled"]["layers"] is False
         return
     assert list(facts["guard"]["left_off"]) == [f"own {where}"]
+    assert facts["compiled"]["layers"] is True, "not blamed for what it was compared with"
     if where == "adapters":
         assert list(facts["adapters_computed"]) == ["differs from peft's"]
     else:

@@ -49,7 +49,7 @@ class CompiledLayers:
     applied: bool = False  # the layers of a model have been given to it
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
-    _before: Callable[[nn.Module], None] = lambda _: None
+    _before: Callable[[nn.Module], bool] = lambda _: True
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
@@ -65,12 +65,12 @@ class CompiledLayers:
         return type(layer).forward(layer, *args, **kwargs)
 
     @contextmanager
-    def comparing(self, reached: bool, before: Callable[[nn.Module], None]) -> Iterator[None]:
+    def comparing(self, reached: bool, before: Callable[[nn.Module], bool]) -> Iterator[None]:
         """Within, layers run as they are written, without gradients, and each kind is compared on what it is given.
 
         Args:
             reached: Whether a gradient is wanted of the first layer's input.
-            before: Called with a layer before it is compiled.
+            before: Called with a layer before it is compiled; False where the layer as it is written is not right.
         """
         self.reached, self._before = reached, before
         try:
@@ -82,8 +82,7 @@ class CompiledLayers:
         """The output of a layer as it is written; within `comparing`."""
         output = type(layer).forward(layer, *args, **kwargs)
         reached = bool(self.reached)
-        if self.stopped is None and (layer.finetune_kind, reached) not in self.seconds:
-            self._before(layer)
+        if self.stopped is None and (layer.finetune_kind, reached) not in self.seconds and self._before(layer):
             self._tried(layer, reached, args, kwargs)
         self.reached = reached or any(each.requires_grad for each in layer.parameters())
         return output
@@ -136,7 +135,7 @@ class CompiledLayers:
         function = self._functions.get(type(layer))
         if function is None:
             # Dropout by torch's own kernels draws what the layer as it is written draws, so the two can be compared.
-            options = {"fallback_random": True} if self.backend == "inductor" else None
+            options: Any = {"fallback_random": True} if self.backend == "inductor" else None
             function = torch.compile(
                 type(layer).forward, backend=self.backend, fullgraph=True, dynamic=True, options=options
             )
