@@ -135,8 +135,8 @@ FAULTS_OF_GPUS = (
     Fault(
         "flash attention is asked for before Ampere",
         "architecture/attention.py",
-        " or not has_flash(query.device):",
-        ":",
+        " or not has_flash(query.device)",
+        "",
         OLDER,
     ),
     Fault(

@@ -11,8 +11,9 @@ always in float32. Where scores are capped
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,9 +50,38 @@ class Attended:
     ends: Tensor | None = None  # of the documents, in host memory, where they take the place of their lengths
 
 
+class _Kernel:
+    """Whether a GPU's kernel is used, and who looks on; of this process."""
+
+    left_off = False
+    observer: Callable[[Mapping[str, Any], Callable[..., Tensor]], None] | None = None
+
+
 def register() -> None:
     """Make `attn_implementation="varlen"` known to transformers; harmless when repeated."""
     AttentionInterface.register(NAME, varlen_attention)
+
+
+@contextmanager
+def kernel_left_off() -> Iterator[None]:
+    """Within, attention runs document by document where a GPU's kernel would compute it."""
+    before, _Kernel.left_off = _Kernel.left_off, True
+    try:
+        yield
+    finally:
+        _Kernel.left_off = before
+
+
+@contextmanager
+def observed(observer: Callable[[Mapping[str, Any], Callable[..., Tensor]], None]) -> Iterator[None]:
+    """Within, `observer` is called before each attention that a GPU's kernel computes outside of compiled layers, with
+    the arguments of `attend_on_cuda`, and with what computes the same document by document from queries, keys, values
+    and sinks."""
+    before, _Kernel.observer = _Kernel.observer, observer
+    try:
+        yield
+    finally:
+        _Kernel.observer = before
 
 
 def use_librarys(model: PreTrainedModel) -> None:
@@ -100,14 +130,22 @@ def varlen_attention(
     not_by_flash = softcap or dropout or not fits_flash(query.shape[-1], value.shape[-1])
     if query.device.type == "cpu":
         output = _on_cpu(query, key, value, asked)
-    elif not_by_flash or _computed_in(query) == torch.float32 or not has_flash(query.device):
+    elif not_by_flash or _computed_in(query) == torch.float32 or not has_flash(query.device) or _Kernel.left_off:
         output = _by_document(query, key, value, asked)
     else:
         starts = cu_seq_lens if lengths == document_lengths else _starts(lengths, query.device)
         # What autocast would make of them: it knows torch's own attention, and not this one. Between float32 weights
         # RoPE makes queries and keys float32, and the kernel takes none.
         q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
-        output = attend_on_cuda(q, k, v, starts, longest_document or max(lengths), scale, sliding_window, s_aux)
+        given: dict[str, Any] = {"query": q, "key": k, "value": v, "starts": starts, "sinks": s_aux}
+        given |= {"longest": longest_document or max(lengths), "scale": scale, "window": sliding_window}
+        if not torch.compiler.is_compiling() and _Kernel.observer is not None:
+
+            def by_document(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+                return _by_document(query, key, value, replace(asked, sinks=sinks))
+
+            _Kernel.observer(given, by_document)
+        output = attend_on_cuda(q, k, v, starts, given["longest"], scale, sliding_window, s_aux)
     return output, None
 
 

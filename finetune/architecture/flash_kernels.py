@@ -25,7 +25,7 @@ from torch.nn.attention import (
 )
 from transformers import PreTrainedModel
 
-from finetune.architecture.attention import has_flash
+from finetune.architecture.attention import has_flash, kernel_left_off
 from finetune.architecture.trial import attention_shapes
 from finetune.architecture.varlen_kernel import (
     SHARED_KEYS,
@@ -72,10 +72,19 @@ class FlashKernel:
     difference: float = 0.0  # relative, of its results from those of torch's own
     left_off: str | None = None  # why one that is installed is not taken
     expands_keys: str | None = None  # why torch's own gets a copy of the keys for each head of queries that shares them
+    by_document: bool = False  # no kernel at all, because the guard found torch's or another one wrong
+
+    def leave_off(self, reason: str) -> None:
+        """Have attention computed document by document, by `scaled_dot_product_attention`."""
+        self.taken, self.by_document, self.left_off = None, True, reason
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within, torch's flash attention is the one that was taken."""
+        if self.by_document:
+            with kernel_left_off():
+                yield
+            return
         if self.taken is None:
             yield
             return
@@ -99,6 +108,7 @@ class FlashKernel:
             "difference": self.difference if self.taken else None,
             "left_off": self.left_off,
             "expands_keys": self.expands_keys,
+            "by_document": self.by_document,
         }
 
     def __str__(self) -> str:

@@ -78,8 +78,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "loss_scaling": kind_of_scaling(accelerator),
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
         "adapted_layers": len(adapted_paths(model)),
-        "adapters_computed": dict(Counter(computed_by(model, cast=cast_to is not None))),
-        "own_norms_and_gates": norms_and_gates(model),
+        **computed_layers(accelerator, parts),
         **reach(model, decoder_parts(model), full_numel),
         "float8": float8_facts(model),
         "layers": len(layers),
@@ -91,6 +90,15 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     }
     _compare(recipe, strategy, receipt)
     return receipt
+
+
+def computed_layers(accelerator: Accelerator, parts: Assembled) -> dict[str, Any]:
+    """By what adapters are computed, and how many norms and gates by the kit's own autograd."""
+    model, cast = parts.unwrapped_model, _compute_dtype(accelerator, parts) is not None
+    return {
+        "adapters_computed": dict(Counter(computed_by(model, cast=cast))),
+        "own_norms_and_gates": norms_and_gates(model),
+    }
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:

@@ -46,9 +46,10 @@ from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import accumulation_context, build_accelerator, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.loss_scaling import load_scaler_state
-from finetune.strategies.receipt import describe, write_receipt
+from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.strategies.zero import release_engine, remove_swap
 from finetune.training.formats import check_same_formats
+from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, planner_process
@@ -57,7 +58,7 @@ from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.step.cast_weights import cast_weights
-from finetune.training.worst_step import worst_step_first
+from finetune.training.worst_step import measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
 
@@ -150,6 +151,7 @@ def _train(
         compiled = compile_as_asked(start.recipe, start.strategy, decoder_parts(parts.unwrapped_model), device, log)
         kernel = _agree_on_kernel(start, accelerator, parts, receipt)
         log(str(kernel))
+        measured |= _compare_fast_paths(start, parts, run, compiled, kernel, receipt)
         with kernel.active():
             measured |= _try_worst_step(start, parts, run, compiled)
         receipt.add("compiled", compiled.facts())
@@ -281,6 +283,21 @@ def _phases_of_loading(run: Run, step: int) -> dict[str, Phase]:
     run.phases.take()
     run.phases.enabled = run.recipe.measure_phases
     return loading
+
+
+def _compare_fast_paths(
+    start: Start, parts: Assembled, run: Run, compiled: CompiledLayers, kernel: FlashKernel, receipt: Receipt
+) -> dict[str, Phase]:
+    """The phase in which compiled layers, own layers and kernels are compared, and the receipt's lines about it."""
+    deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device)
+    with deterministic, measured_phases(run.phases) as measured:
+        guard = compare_fast_paths(run, parts.unwrapped_model, compiled, kernel)
+    receipt.add("guard", guard.facts())
+    if guard.left_off:
+        receipt.add("flash_kernel", kernel.facts())
+        for name, facts in computed_layers(run.accelerator, parts).items():
+            receipt.add(name, facts)
+    return measured
 
 
 def _try_worst_step(start: Start, parts: Assembled, run: Run, compiled: CompiledLayers) -> dict[str, Phase]:

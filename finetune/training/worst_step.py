@@ -69,7 +69,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
     saved = time.perf_counter()
     device = run.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        with _measured(run.phases) as phases, _phases_shown(run):
+        with measured_phases(run.phases) as phases, _phases_shown(run):
             with run.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
@@ -91,7 +91,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
 
 
 @contextmanager
-def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
+def measured_phases(phases: Phases) -> Iterator[dict[str, Phase]]:
     """The phases of the block, filled in at its end; measured even where the run does not measure its phases."""
     enabled, phases.enabled = phases.enabled, True
     measured: dict[str, Phase] = {}

@@ -187,7 +187,8 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     assert line.startswith("training.compile: layers run without it from here on: ")
     assert reason in line
     assert "more lines" not in line
-    assert compiled.facts() == {"layers": False, "kinds_of_layers": 0, "first_seconds": 0, "left_off": compiled.stopped}
+    none = {"layers": False, "kinds_of_layers": 0, "first_seconds": 0, "furthest": None}
+    assert compiled.facts() == none | {"left_off": compiled.stopped}
     required = CompiledLayers(required=True, log=pytest.fail, backend=backend)
     compile_layers(base, required)
     with pytest.raises(EnvironmentMismatch, match=f"LlamaDecoderLayer cannot be compiled here: .*{reason}.*: auto"):
@@ -200,7 +201,7 @@ def test_a_rank_stops_where_another_has() -> None:
     compiled.agree(lambda own: own, CPU)
     assert (compiled.stopped, said) == (None, [])
     compiled.agree(lambda own: own + 1, CPU)
-    assert compiled.stopped == "another rank cannot compile them"
+    assert compiled.stopped == "another rank has stopped, for its own reason"
     CompiledLayers(required=False, log=said.append).agree(lambda _: pytest.fail("nothing is compiled"), CPU)
     assert len(said) == 1
 
@@ -301,6 +302,21 @@ def test_where_it_is_compiled(asked: Any, device: torch.device, name: str, monke
     monkeypatch.setenv(CACHE_VARIABLE, "where the user wants it")
     chosen = choose(asked, device, name)
     assert (chosen.applied, chosen.stopped, chosen.required) == (True, None, asked is True)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_before_ampere_only_what_is_asked_for_is_compiled(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers of such a GPU's code may end the process by a signal, which no fallback sees."""
+    monkeypatch.setenv(CACHE_VARIABLE, "where the user wants it")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    left_off = choose("auto")
+    assert not left_off.applied
+    assert left_off.facts()["left_off"] == (
+        f"on a GPU of compute capability 7.{capability[1]}; training.compile: auto compiles from 8.0 on"
+    )
+    assert choose(True).applied
 
 
 @pytest.mark.parametrize(("name", "sections"), [("zero3", {}), ("single", INT8)])

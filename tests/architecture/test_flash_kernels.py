@@ -71,7 +71,8 @@ def test_the_fourth_is_next_and_alone_on_the_next_gpu(hopper: pytest.MonkeyPatch
 
 
 def test_nothing_is_said_where_none_is_installed_or_asked_for(hopper: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nothing = {"taken": None, "version": None, "difference": None, "left_off": None, "expands_keys": None}
+    nothing = {"taken": None, "version": None, "difference": None, "left_off": None}
+    nothing |= {"expands_keys": None, "by_document": False}
     assert (chosen().facts(), str(chosen())) == (nothing, "")
     install("FA3", tmp_path, hopper)
     assert chosen(model={"attention": "varlen"}).facts() == nothing

@@ -79,6 +79,23 @@ def test_bitwise_as_without_recomputation(tmp_path: Path, family: str, method: s
     assert_same_bits(trained(model, autocast=autocast), expected)
 
 
+@pytest.mark.parametrize("setting", [True, "selective"])
+def test_hooks_around_a_layer_run_once(tmp_path: Path, setting: Setting) -> None:
+    """As those by which FSDP2 gathers weights. transformers before 5.24 would run them again in backward."""
+    model, ran, inside = model_of(save_tiny(tmp_path), "full", setting), Counter[str](), Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(lambda *_, name=name: ran.update([name]))
+        elif name.endswith("input_layernorm"):
+            module.register_forward_pre_hook(lambda *_, name=name: inside.update([name]))
+    trained(model)
+    assert sorted(ran.values()) == [1, 1]
+    assert sorted(inside.values()) == [2, 2], "the layer itself is computed again"
+    model.eval()
+    trained(model)
+    assert sorted(inside.values()) == [3, 3]
+
+
 @pytest.mark.parametrize("name", ["lfm2", "mixtral", "gemma2"])
 def test_layers_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Run document by document, with experts, and with capped scores."""

@@ -110,6 +110,28 @@ def test_an_installed_kernel_computes_steps_alone(tmp_path: Path, monkeypatch: p
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "own"), rel=1e-2)
 
 
+def test_a_kernel_that_is_wrong_is_left_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its gradients are half of what they should be from the worst step on: the probe has seen it right."""
+    recipe, compile_as_asked = recipe_of(tmp_path, dropout=0.0, mixed_precision="bf16"), session.compile_as_asked
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "right") == 0
+
+        def from_here_on(*given: Any) -> Any:
+            patches.setitem(FACTORS, "gradients", 0.5)
+            return compile_as_asked(*given)
+
+        patches.setattr(session, "compile_as_asked", from_here_on)
+        assert run(recipe, tmp_path / "wrong") == 0
+    right, wrong = (receipt(tmp_path / name) for name in ("right", "wrong"))
+    assert (right["guard"]["left_off"], right["guard"]["compared"]["flash attention"]) == ({}, 1)
+    assert list(wrong["guard"]["left_off"]) == ["flash attention"]
+    assert wrong["flash_kernel"]["by_document"] is True
+    assert "guard: attention runs document by document from here on, because the faster way" in capsys.readouterr().out
+    assert losses(tmp_path / "wrong") == pytest.approx(losses(tmp_path / "right"), rel=1e-2)
+
+
 def test_a_base_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the finished run, evaluated there."""
     recipe = recipe_of(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from finetune.architecture.attention import AMPERE
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
 from finetune.architecture.families import router_coefficient
 from finetune.errors import EnvironmentMismatch
@@ -39,6 +40,12 @@ def compile_as_asked(
         compiled.stopped = SWITCHED_OFF
     elif asked == "auto" and device.type != "cuda":
         compiled.stopped = "on a CPU, where training.compile: auto compiles nothing"
+    elif asked == "auto" and (older := torch.cuda.get_device_capability(device)) < AMPERE:
+        # Triton supports compute capability 8.0 and later. Before, its compilers may end the process by a signal, which
+        # nothing here can catch.
+        compiled.stopped = (
+            f"on a GPU of compute capability {older[0]}.{older[1]}; training.compile: auto compiles from 8.0 on"
+        )
     elif reason := why_left_off(recipe, strategy, model):
         if asked is True:
             raise _refused(reason)

@@ -4,6 +4,11 @@ Layers of a kind share a graph, and its sizes are symbols, so that one graph ser
 the documents reaches it as tensors and as one number that none of their lengths exceeds, rounded up to a power of two.
 A graph is one layer with its recomputation, inside of the hooks by which a strategy gathers and frees weights.
 
+Before its first use each kind of layer is compared with the layer as it is written, output and gradients: a compiler
+may be wrong without an error. torch 2.11's gave adapters gradients that were exactly zero. The guard (guard.py) has
+that done on a few tokens before the worst step; a kind that it did not meet is compared on the row that it is first
+given.
+
 Only layers that train run so. An evaluation, samples and rows of a single token run as the layer is written.
 """
 
@@ -11,7 +16,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -23,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.attention import ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
+from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
 from finetune.errors import EnvironmentMismatch
 from finetune.wording import counted
 
@@ -34,36 +41,51 @@ MOST_GRAPHS = 16
 class CompiledLayers:
     """The layers of a model that are compiled, and what became of it."""
 
-    required: bool  # a layer that cannot be compiled is an error; else it, and all others, run as they are written
+    required: bool  # what cannot be compiled, or not rightly, is an error; else all layers run as they are written
     log: Callable[[str], None]  # a line for the user
     backend: Any = "inductor"
     seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # of the first forward and backward of a kind
     stopped: str | None = None  # why no layer is compiled, or none any more
     applied: bool = False  # the layers of a model have been given to it
+    differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
+    reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
+    _before: Callable[[nn.Module], bool] = lambda _: True
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
     def run(self, layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output. Raises EnvironmentMismatch where `required` and its first forward or backward fails."""
-        kind = layer.finetune_kind, hidden.requires_grad
-        try:
-            given = self._without_lengths(kwargs)
-            if kind not in self.seconds:
-                began = time.perf_counter()
-                self._try(layer, args, given)
-                self.seconds[kind] = time.perf_counter() - began
-            return self._call(layer, args, given)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-            reason = _in_one_line(error)
-            if self.required and kind not in self.seconds:
-                raise EnvironmentMismatch(
-                    f"training.compile: {type(layer).__name__} cannot be compiled here: {reason}; "
-                    "set training.compile: auto, or false"
-                ) from error
-            self.stop(reason)
+        if self._tried(layer, hidden.requires_grad, args, kwargs):
+            try:
+                return self._call(layer, args, self._without_lengths(kwargs))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of whatever class: torch has no public names for those of its compiler
+                self.stop(_in_one_line(error))
         return type(layer).forward(layer, *args, **kwargs)
+
+    @contextmanager
+    def comparing(self, reached: bool, before: Callable[[nn.Module], bool]) -> Iterator[None]:
+        """Within, layers run as they are written, without gradients, and each kind is compared on what it is given.
+
+        Args:
+            reached: Whether a gradient is wanted of the first layer's input.
+            before: Called with a layer before it is compiled; False where the layer as it is written is not right.
+        """
+        self.reached, self._before = reached, before
+        try:
+            yield
+        finally:
+            self.reached = None
+
+    def look(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a layer as it is written; within `comparing`."""
+        output = type(layer).forward(layer, *args, **kwargs)
+        reached = bool(self.reached)
+        if self.stopped is None and (layer.finetune_kind, reached) not in self.seconds and self._before(layer):
+            self._tried(layer, reached, args, kwargs)
+        self.reached = reached or any(each.requires_grad for each in layer.parameters())
+        return output
 
     def stop(self, reason: str) -> None:
         """Run all layers as they are written from here on, and say so."""
@@ -71,12 +93,22 @@ class CompiledLayers:
         self.log(f"training.compile: layers run without it from here on: {reason}")
 
     def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
-        """Stop on every rank where one has; every rank calls it. `total` sums a tensor over the ranks."""
+        """Stop on every rank where one has; every rank calls it. `total` sums a tensor over the ranks.
+
+        Raises EnvironmentMismatch on all of them where `required`.
+        """
         if not self.applied:
             return
         stopped = int(total(torch.tensor(int(self.stopped is not None), device=device)))
         if stopped and self.stopped is None:
-            self.stop("another rank cannot compile them")
+            self.stop("another rank has stopped, for its own reason")
+        if stopped and self.required:
+            raise EnvironmentMismatch(f"training.compile: true: {self.stopped}; set training.compile: auto, or false")
+
+    def forget(self) -> None:
+        """Compare all kinds again, because the layers as they are written have changed."""
+        self.seconds.clear()
+        self.differences.clear()
 
     def facts(self) -> dict[str, Any]:
         """For the receipt."""
@@ -84,6 +116,7 @@ class CompiledLayers:
             "layers": self.stopped is None and bool(self.seconds),
             "kinds_of_layers": len(self.seconds),
             "first_seconds": round(sum(self.seconds.values()), 1),
+            "furthest": max((each.relative for each in self.differences), default=None),
             "left_off": self.stopped,
         }
 
@@ -94,35 +127,69 @@ class CompiledLayers:
         return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in nested_tensors((args, kwargs)):
             # Every size is a symbol of its own: torch would take two that are equal in the first row, its tokens and
             # the width of the model, for the same, and compile again where they are not. torch's guide to dynamic
             # shapes has the function under this name.
             torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         function = self._functions.get(type(layer))
         if function is None:
-            function = torch.compile(type(layer).forward, backend=self.backend, fullgraph=True, dynamic=True)
+            # Dropout by torch's own kernels draws what the layer as it is written draws, so the two can be compared.
+            options: Any = {"fallback_random": True} if self.backend == "inductor" else None
+            function = torch.compile(
+                type(layer).forward, backend=self.backend, fullgraph=True, dynamic=True, options=options
+            )
             self._functions[type(layer)] = function
         return function(layer, *args, **kwargs)
 
-    def _try(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward and backward of this layer alone, thrown away: a failure in the backward of the whole model would
-        come between the collectives of the other ranks."""
-        leaves: list[Tensor] = []
+    def _tried(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the compiled layer may run: its kind was compared, or is now.
 
-        def leaf(tensor: Tensor) -> Tensor:
-            alone = tensor.detach().requires_grad_(tensor.requires_grad)
-            leaves.extend([alone] if tensor.requires_grad else [])
-            return alone
+        Forward and backward of this layer alone, thrown away: a failure in the backward of the whole model would come
+        between the collectives of the other ranks.
+        """
+        kind = layer.finetune_kind, reached
+        if self.stopped is not None or kind in self.seconds:
+            return self.stopped is None
+        began, name = time.perf_counter(), type(layer).__name__
+        try:
+            difference = self._compared(layer, reached, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of whatever class: torch has no public names for those of its compiler
+            reason = _in_one_line(error)
+            if self.required:
+                raise EnvironmentMismatch(
+                    f"training.compile: {name} cannot be compiled here: {reason}; set training.compile: auto, or false"
+                ) from error
+            self.stop(reason)
+            return False
+        self.seconds[kind] = time.perf_counter() - began
+        self.differences.append(difference)
+        if difference.is_fault:
+            self.stop(f"compiled, {name} computes something else: {difference}")
+        return not difference.is_fault
 
-        device = next(iter(_tensors((args, kwargs)))).device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+    def _compared(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Discrepancy:
+        """The layer compiled against the layer as it is written, on this input."""
+        hidden, *others = nested_tensors((args, kwargs))
+        inputs = [hidden.detach().requires_grad_(reached), *(each for each in others if each.requires_grad)]
+        places = [id(hidden), *(id(each) for each in others if each.requires_grad)]
+
+        def given(values: Any, leaves: Iterable[Tensor]) -> Any:
+            by_place = dict(zip(places, leaves, strict=True))
+            return _mapped(values, lambda tensor: by_place.get(id(tensor), tensor))
+
+        def compiled(*leaves: Tensor) -> Any:
+            return self._call(layer, *given((args, self._without_lengths(kwargs)), leaves))
+
+        def as_written(*leaves: Tensor) -> Any:
+            again, options = given((args, kwargs), leaves)
+            return type(layer).forward(layer, *again, **options)
+
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the compiler about torch's own code and ours
-            output = self._call(layer, _mapped(args, leaf), _mapped(kwargs, leaf))
-            results = [each.sum() for each in _tensors(output) if each.requires_grad]
-            wanted = leaves or [each for each in layer.parameters() if each.requires_grad][:1]
-            if results:  # else nothing in it is trained, nor before it
-                torch.autograd.grad(results, wanted, allow_unused=True)
+            return compare_computations(compiled, as_written, inputs, dict(layer.named_parameters()))
 
     def _without_lengths(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         lengths = kwargs.get(LENGTHS)
@@ -173,21 +240,14 @@ def _kind(layer: Any) -> str:
 
 def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     compiled: CompiledLayers = layer.finetune_compiled
-    hidden = next(iter(_tensors((args, kwargs))))  # [rows, tokens, hidden_size]
-    trains = layer.training and torch.is_grad_enabled()
+    hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
-    if compiled.stopped is None and trains and hidden.shape[:2].numel() > 1:
-        return compiled.run(layer, hidden, args, kwargs)
+    if layer.training and hidden.shape[:2].numel() > 1:
+        if compiled.reached is not None:
+            return compiled.look(layer, args, kwargs)
+        if compiled.stopped is None and torch.is_grad_enabled():
+            return compiled.run(layer, hidden, args, kwargs)
     return type(layer).forward(layer, *args, **kwargs)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,14 +1,72 @@
-"""The one call that has a model's adapters, norms and gates computed here."""
+"""The one call that has a model's adapters, norms and gates computed here; and what they stand for."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from finetune.architecture.own_layers.lora_linear import Unpack, compute_adapters
-from finetune.architecture.own_layers.norm_and_gate import compute_norms_and_gates
+from torch import Tensor, nn
+
+from finetune.architecture.own_layers.lora_linear import Unpack, compute_adapters, leave_to_peft, own_adapters
+from finetune.architecture.own_layers.norm_and_gate import (
+    compute_norms_and_gates,
+    librarys_gate,
+    own_gates,
+    own_norms,
+)
+
+ADAPTERS, NORMS, GATES = "own adapters", "own norms", "own gates"
 
 
 def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None) -> None:
     """Have them computed here, wherever a layer allows it. The arguments are those of `compute_adapters`."""
     compute_adapters(model, unpack, by_peft=adapters_by_peft)
     compute_norms_and_gates(model)
+
+
+@dataclass(frozen=True)
+class FastModule:
+    """A module that is computed here, and how its library computes it."""
+
+    path: str  # ADAPTERS, NORMS or GATES
+    module: Any
+    attribute: str  # of the module: what is called
+    librarys: Callable[..., Tensor]  # in its place
+    tensors: int  # that both are called with, each [..., width]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is alike computes alike."""
+        module = self.module
+        weights = [(name, each.shape, each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+        scaling = str(getattr(module, "scaling", None))
+        return self.path, type(module), repr(module), scaling, tuple(weights)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Those that both use, by name."""
+        return {} if self.path == GATES else dict(self.module.named_parameters())
+
+
+def fast_modules(model: nn.Module) -> Iterator[FastModule]:
+    """All modules of `model` that are computed here."""
+    for module in own_adapters(model):
+        yield FastModule(ADAPTERS, module, "forward", partial(type(module).forward, module), 1)
+    for module in own_norms(model):
+        yield FastModule(NORMS, module, "forward", partial(type(module).forward, module), 1)
+    for module in own_gates(model):
+        yield FastModule(GATES, module, "finetune_gate", partial(librarys_gate, module), 2)
+
+
+def leave_to_library(model: nn.Module, path: str) -> None:
+    """Have peft, or transformers, compute all modules of this path from here on."""
+    match path:
+        case "own adapters":
+            leave_to_peft(model, "differs from peft's")
+        case "own norms":
+            for module in own_norms(model):
+                module.finetune_norm = None
+        case "own gates":
+            for module in own_gates(model):
+                module.finetune_gate = None

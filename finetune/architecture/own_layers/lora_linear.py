@@ -41,6 +41,17 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
             layer.forward = MethodType(_forward, layer)
 
 
+def own_adapters(model: nn.Module) -> list[Any]:
+    """The layers whose adapters are computed here."""
+    return [layer for layer in _adapted(model) if getattr(layer, "finetune_computed_by", None) == OWN]
+
+
+def leave_to_peft(model: nn.Module, reason: str) -> None:
+    """Have peft compute all adapters from here on."""
+    for layer in own_adapters(model):
+        layer.finetune_computed_by, layer.finetune_adapter = reason, None
+
+
 def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
     """Of each layer with an adapter: OWN, or why peft computes it.
 
@@ -92,6 +103,9 @@ def _only_peft(layer: Any) -> str | None:
 
 def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """[..., inputs] to [..., outputs]."""
+    if layer.finetune_adapter is None:
+        by_peft: Tensor = type(layer).forward(layer, hidden, *args, **kwargs)
+        return by_peft
     name, unpack = layer.finetune_adapter
     dtype = _product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
@@ -209,15 +223,31 @@ class _Product(torch.autograd.Function):
         base: Any,
     ) -> Tensor:
         if weight is None:  # the packed layer's own kernel, which unpacks the weight for one product
-            result: Tensor = base(flat).addmm_(inner, up.T)
-            return result if bias is None else result.add_(bias)
+            result = _plus_product(base(flat), inner, up.T)
+            return result if bias is None else _plus(result, bias)
         # The small product first: it is bound by memory, and the large one adds to it at no further pass.
         result = inner @ up.T if bias is None else torch.addmm(bias, inner, up.T)
-        return result.addmm_(flat, weight.to(flat.dtype).T)
+        return _plus_product(result, flat, weight.to(flat.dtype).T)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return slope, None, None, None, None, None, None
+
+
+# torch 2.11's compiler gives no gradient at all to a Function whose forward changes its result in place, and says
+# nothing. A compiled layer needs no in-place operation: the compiler decides where results are written.
+
+
+def _plus_product(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """result + left @ right, written over `result` where nothing is compiled."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(result, left, right)
+    return result.addmm_(left, right)
+
+
+def _plus(result: Tensor, bias: Tensor) -> Tensor:
+    """result + bias, written over `result` where nothing is compiled."""
+    return result + bias if torch.compiler.is_compiling() else result.add_(bias)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -75,13 +75,28 @@ def compute_norms_and_gates(model: nn.Module) -> None:
         if written is not None and isinstance(getattr(module, "weight", None), Tensor):  # some have none
             known.finetune_norm, known.forward = written, MethodType(_norm, module)
         elif _runs_as(module, LlamaMLP) and (activation := _activation(known.act_fn)) is not None:
-            known.finetune_activation, known.forward = activation, MethodType(_gated, module)
+            known.finetune_gate, known.forward = partial(_gate, activation), MethodType(_gated, module)
 
 
 def norms_and_gates(model: nn.Module) -> dict[str, int]:
     """How many norms and gates of `model` are computed here."""
-    own = [getattr(vars(module).get("forward"), "__func__", None) for module in model.modules()]
-    return {"norms": own.count(_norm), "gates": own.count(_gated)}
+    return {"norms": len(own_norms(model)), "gates": len(own_gates(model))}
+
+
+def own_norms(model: nn.Module) -> list[Any]:
+    """The norms that are computed here."""
+    return [module for module in model.modules() if getattr(module, "finetune_norm", None) is not None]
+
+
+def own_gates(model: nn.Module) -> list[Any]:
+    """The gated MLPs that are computed here; `finetune_gate` of each makes its two factors one."""
+    return [module for module in model.modules() if getattr(module, "finetune_gate", None) is not None]
+
+
+def librarys_gate(module: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """What `finetune_gate` stands for, as LlamaMLP writes it."""
+    product: Tensor = module.act_fn(gate) * up
+    return product
 
 
 def _activation(module: Any) -> str | None:
@@ -119,7 +134,7 @@ def _instructions(function: Any) -> tuple[Any, ...]:
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
     """[..., width] to [..., width]."""
-    if torch.compiler.is_compiling() or hidden.dtype not in FORMATS:
+    if torch.compiler.is_compiling() or hidden.dtype not in FORMATS or module.finetune_norm is None:
         result: Tensor = type(module).forward(module, hidden)
         return result
     written: Written = module.finetune_norm
@@ -130,15 +145,16 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 
 def _gated(module: Any, hidden: Tensor) -> Tensor:
     """[..., width] to [..., width]."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or module.finetune_gate is None:
         result: Tensor = type(module).forward(module, hidden)
         return result
     # No name for the factors: they would live on beside the product of a layer that keeps nothing.
-    product: Tensor = module.down_proj(
-        _Gate.apply(  # type: ignore[no-untyped-call]
-            module.gate_proj(hidden), module.up_proj(hidden), module.finetune_activation
-        )
-    )
+    product: Tensor = module.down_proj(module.finetune_gate(module.gate_proj(hidden), module.up_proj(hidden)))
+    return product
+
+
+def _gate(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    product: Tensor = _Gate.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return product
 
 

@@ -1,11 +1,18 @@
-"""Every n-th decoder layer of a model, recomputed in backward."""
+"""Every n-th decoder layer of a model, recomputed in backward.
+
+What is recomputed is the layer's forward alone. The hooks that a strategy puts around a layer run once, so no weight is
+gathered twice, and a compiled layer is one graph with its recomputation. transformers does so since 5.24. Before, it
+recomputes the whole call, hooks included; `checkpoint_layers` brings the later way to those releases.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,6 +41,27 @@ def checkpoint_layers(model: PreTrainedModel, every: int, *, keep_products: bool
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
         layer.finetune_keeps_products = keep_products
+    for kind in {type(layer) for layer in layers}:
+        _recompute_forward_alone(kind)
+
+
+def _recompute_forward_alone(kind: Any) -> None:
+    """Have the layers of this class recompute their forward instead of their call, under transformers before 5.24.
+
+    There the base class overrides `__call__` to checkpoint it. FSDP2 makes a subclass of `kind` for its shards, which
+    inherits both methods from here.
+    """
+    if kind.__call__ is nn.Module.__call__:
+        return
+    forward: Callable[..., Any] = kind.forward
+
+    @wraps(forward)
+    def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)
+        return forward(self, *args, **kwargs)
+
+    kind.forward, kind.__call__ = recomputed, nn.Module.__call__
 
 
 def keeps_products(layer: nn.Module) -> bool:

@@ -1,0 +1,262 @@
+"""Every path that is chosen for speed, compared once with what it stands for, before a run's first step.
+
+A run may compute its layers by torch's compiler, its adapters, norms and gates by the kit's own autograd, and its
+attention by a flash kernel. All of them are chosen without being asked for, and a wrong gradient shows in no loss until
+much later. So one forward of a few tokens runs through the model before the worst step. In it, each kind of fast module
+computes its output and all its gradients beside the library's own module, from the same inputs, the same random
+numbers and the same gradient of the output:
+
+    compiled layer       the layer without compiling
+    own adapters         peft's forward
+    own norms, gates     transformers' forward
+    flash attention      one scaled-dot-product attention for each document
+
+A path that differs is left off: on the rank that sees it at once, and on all ranks after they have agreed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.architecture import attention
+from finetune.architecture.own_layers.compute import FastModule, fast_modules
+from finetune.architecture.varlen_kernel import attend_on_cuda
+
+# The largest relative difference of a tensor, by norms. Two right ways to compute a layer in bfloat16, which has 8
+# bits, differ by some thousandths; in float32, by some millionths.
+LARGEST_IN_16_BITS, LARGEST_IN_FLOAT32 = 2e-2, 1e-4
+# A gradient may be small because large terms cancel, as that of a bias on keys. Rounding alone then changes much of it.
+# How much is measured: by the library's own way with an input that is rounded otherwise. Other places that round, and
+# there are several in a layer, may add up to so many times that.
+TIMES_ROUNDING = 4
+ATTENTION = "flash attention"
+COMPARED_TOKENS = 512  # activations and gradients of one layer stay far below a training step's
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """The tensor that differs most, of all that were compared."""
+
+    tensor: str
+    relative: float
+    allowed: float
+
+    @property
+    def is_fault(self) -> bool:
+        """NaN is one too."""
+        return not self.relative <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.tensor} differs by {self.relative:.2%}, {self.allowed:.2g} is allowed"
+
+
+Call = Callable[..., Any]
+
+
+def compare_computations(
+    found: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
+) -> Discrepancy:
+    """Compare outputs and gradients of two ways to compute the same.
+
+    Args:
+        found, expected: Called with `inputs`; each returns a tensor, or tensors in tuples, lists and dictionaries.
+        inputs: Those that require a gradient have theirs compared.
+        parameters: That both use, by name; gradients of those that are trained are compared.
+
+    A trained parameter that is exactly zero would hide the gradients of others: with lora_B = 0 that of lora_A is zero
+    whoever computes it. Such a parameter gets random values meanwhile.
+    """
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    with torch.enable_grad(), _without_zeros(trained.values()):
+        expects = _results(expected, inputs, trained)
+        eps = torch.finfo(_computed_in(inputs, parameters)).eps
+        limit = LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
+        rounded = _results(expected, _rounded_otherwise(inputs, eps), trained)
+        rounding = {name: _distance(rounded[name], each) for name, each in expects.items()}
+        del rounded
+        finds = _results(found, inputs, trained)
+    worst = Discrepancy("output", 0.0, limit)
+    for name, each in expects.items():
+        length = float(each.float().norm())
+        difference = _relative(_distance(finds[name], each), length)
+        allowed = max(limit, _relative(TIMES_ROUNDING * rounding[name], length))
+        if not difference / allowed <= worst.relative / worst.allowed:
+            worst = Discrepancy(name, difference, allowed)
+        if worst.is_fault:
+            break
+    return worst
+
+
+def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients, by name. Every call draws the same random numbers, and leaves the generators alone."""
+    device = inputs[0].device
+    leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        outputs = [each for each in nested_tensors(call(*leaves)) if each.requires_grad]
+        found = {_numbered("output", at, outputs): each.detach() for at, each in enumerate(outputs)}
+        by = {_numbered("gradient of the input", at, leaves): each for at, each in enumerate(leaves)}
+        by = {name: each for name, each in by.items() if each.requires_grad}
+        by |= {f"gradient of {name}": each for name, each in trained.items()}
+        if not outputs or not by:
+            return found
+        gradients = torch.autograd.grad(outputs, list(by.values()), list(map(_slope, outputs)), allow_unused=True)
+    for (name, each), gradient in zip(by.items(), gradients, strict=True):
+        found[name] = torch.zeros_like(each) if gradient is None else gradient
+    return found
+
+
+def _numbered(name: str, at: int, of: Sequence[Any]) -> str:
+    return name if at == 0 else f"{name} {at + 1}"
+
+
+def _slope(output: Tensor) -> Tensor:
+    """A gradient of this output, drawn on the host: the same on each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+
+
+def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The number format of the products, as far as it can be told: the narrowest of those that take part."""
+    kind = inputs[0].device.type
+    formats = [each.dtype for each in (*inputs, *parameters.values()) if each.is_floating_point()]
+    if torch.is_autocast_enabled(kind):
+        formats.append(torch.get_autocast_dtype(kind))
+    return max(formats, key=lambda dtype: torch.finfo(dtype).eps if dtype.itemsize > 1 else 0.0)
+
+
+def _rounded_otherwise(inputs: Sequence[Tensor], eps: float) -> list[Tensor]:
+    """The first input, each number of it by half a unit of its last place larger or smaller, and the others."""
+    first, *others = inputs
+    generator = torch.Generator().manual_seed(1)
+    sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
+    moved = (first.detach().float() * (1 + eps / 2 * sign)).to(first.dtype)
+    return [moved.requires_grad_(first.requires_grad), *others]
+
+
+def _distance(found: Tensor, expects: Tensor) -> float:
+    """The norm of the difference; NaN where one is finite and the other is not."""
+    if found.shape != expects.shape or not torch.equal(found.isfinite(), expects.isfinite()):
+        return float("nan")
+    return float((found.float() - expects.float()).nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _relative(distance: float, length: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / length if length > 0 else float("inf") if distance > 0 else distance
+
+
+@contextmanager
+def _without_zeros(parameters: Any) -> Iterator[None]:
+    """Within, parameters that are exactly zero are drawn as the weights of a linear layer. By their `data`: autograd,
+    which may have kept them, is not to count it as a change, and they are what they were before anyone sees them."""
+    changed: list[tuple[Tensor, Tensor]] = []
+    generator = torch.Generator().manual_seed(2)
+    try:
+        for each in parameters:
+            if each.numel() and not each.any():
+                changed.append((each, each.detach().clone()))
+                drawn = torch.randn(each.shape, generator=generator) * each.shape[-1] ** -0.5
+                each.data.copy_(drawn)
+        yield
+    finally:
+        for each, before in changed:
+            each.data.copy_(before)
+
+
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from nested_tensors(each)
+
+
+@dataclass
+class Guard:
+    """What was compared, and what is left off."""
+
+    compared: dict[str, int] = field(default_factory=dict)  # kinds of modules, by path
+    furthest: dict[str, float] = field(default_factory=dict)  # the largest difference, by path
+    left_off: dict[str, str] = field(default_factory=dict)  # why, by path
+
+    def see(self, path: str, what: str, difference: Discrepancy) -> None:
+        """Note a comparison, and leave the path off where it differs."""
+        self.compared[path] = self.compared.get(path, 0) + 1
+        if difference.is_fault:
+            self.left_off.setdefault(path, f"{what}: {difference}")
+        elif path not in self.left_off:
+            self.furthest[path] = max(self.furthest.get(path, 0.0), difference.relative)
+
+    def facts(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {"compared": self.compared, "furthest": self.furthest, "left_off": self.left_off}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[Callable[[nn.Module], bool]]:
+        """Within, the first call of each kind of fast module in `model`, and the first of each attention, is compared.
+
+        Yields what ends that for the modules inside of another one, because the compiler is not to see who watches. It
+        returns whether all that was compared until then is right, so that the other module may be compared with it.
+        """
+        watched: dict[nn.Module, tuple[str, Any]] = {}
+        seen: set[Any] = set()
+
+        def end(inside: nn.Module) -> bool:
+            for module in inside.modules():
+                if module in watched:
+                    attribute, own = watched.pop(module)
+                    setattr(module, attribute, own)
+            return not self.left_off
+
+        def first_call(fast: FastModule, own: Call, *args: Any, **kwargs: Any) -> Any:
+            module = fast.module
+            if module in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
+                end(module)
+                rows = [each.detach().flatten(0, -2)[:COMPARED_TOKENS].requires_grad_() for each in args]
+                difference = compare_computations(own, fast.librarys, rows, fast.parameters())
+                self.see(fast.path, type(module).__name__, difference)
+            return own(*args, **kwargs)
+
+        def attend(given: Mapping[str, Any], by_document: Call) -> None:
+            kind = (*(given[name].shape[1::2] for name in ("query", "key", "value")), given["window"])
+            if kind in seen:
+                return
+            seen.add(kind)
+            self.see(ATTENTION, "torch's kernel", _compare_attention(given, by_document))
+
+        for fast in fast_modules(model):
+            if fast.kind not in seen:
+                seen.add(fast.kind)
+                own = getattr(fast.module, fast.attribute)
+                watched[fast.module] = fast.attribute, own
+                setattr(fast.module, fast.attribute, partial(first_call, fast, own))
+        try:
+            with attention.observed(attend):
+                yield end
+        finally:
+            end(model)
+
+
+def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Discrepancy:
+    """The kernel's queries, keys and values, and sinks, against one call a document."""
+    named = {name: given[name] for name in ("query", "key", "value", "sinks") if given[name] is not None}
+    rest: dict[str, Any] = {name: each for name, each in given.items() if name not in named}
+    leaves = [each.detach().requires_grad_() for each in named.values()]
+
+    def kernel(*tensors: Tensor) -> Tensor:
+        tensors_by_name: dict[str, Any] = dict(zip(named, tensors, strict=True))
+        return attend_on_cuda(**tensors_by_name, **rest)
+
+    def plain(*tensors: Tensor) -> Any:
+        return by_document(*tensors, *[None] * (4 - len(tensors)))
+
+    return compare_computations(kernel, plain, leaves, {})
