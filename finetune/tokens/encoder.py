@@ -210,6 +210,9 @@ class Encoder:
         thought, answer = reasoning_of(message), message["content"]
         if not any(message.get(key) for key in REASONING):
             answer = answer.partition("</think>")[2].lstrip()
+        thinking = {**chat.template_kwargs, "enable_thinking": True}
+        if self._works(replace(chat, template_kwargs=thinking), index):
+            return "set chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
         for change, remedy in (
             (others | {"content": f"<think>\n{thought}\n</think>\n\n{answer}"},
              "write it into the content as <think>...</think>"),
@@ -219,8 +222,6 @@ class Encoder:
             messages = [*chat.messages[:index], change, *chat.messages[index + 1 :]]
             if change != message and self._works(replace(chat, messages=messages), index):
                 return remedy
-        if self._works(replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": True}), index):
-            return "set chat_template_kwargs: {enable_thinking: true}"
         return "remove the row"
 
     def _works(self, chat: Chat, index: int) -> bool:

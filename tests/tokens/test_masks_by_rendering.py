@@ -34,7 +34,7 @@ def test_all_templates_were_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode == "assistant" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+    "mode", [mode if mode == "completion" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )
 @pytest.mark.parametrize("name", shipped())
 def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:

@@ -101,6 +101,16 @@ TEMPLATES: dict[str, Family] = {
         "history is shortened at its beginning": (
             chat(_PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[6:] }}")),
             ("<|end|>",) * 2, {}),
+        "history has first words": (
+            chat(_PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split(' ')[0] }}")),
+            ("<|end|>",) * 2,
+            {},
+        ),
+        "history has last words": (
+            chat(_PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split(' ')[-1] }}")),
+            ("<|end|>",) * 2,
+            {},
+        ),
         "history has an empty block": (
             chat(_PLAIN.replace("{{ m.content }}", "{{ '' if loop.last else '<|think|><|/think|>' }}{{ m.content }}")),
             ("<|end|>",) * 2, {}),

@@ -282,8 +282,13 @@ def test_an_empty_block_of_the_data_is_not_written_twice() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen35", "smollm3"])
 def test_reasoning_after_a_prompt_that_closes_its_block_is_refused(family: str) -> None:
     row = [user("Hello"), answer("<think>\nHm\n</think>\n\nHi")]
-    with pytest.raises(RowError, match=r"turn 2 has reasoning, and the chat template's prompt for it holds a closed"):
+    with pytest.raises(RowError) as raised:
         mask(family, row, variables=OFF)
+    assert str(raised.value) == (
+        "turn 2 has reasoning, and the chat template's prompt for it holds a closed thinking block; set "
+        "chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
+    )
+    assert "⟦Hi" in mask(family, [user("Hello"), answer("Hi")], variables=OFF)
     assert "⟦" in mask(family, row, variables={"enable_thinking": True})
 
 
