@@ -8,7 +8,7 @@
 
 So chat, eval, merge and push read it as they read any finished run. One process on a CPU does it, whatever the
 strategy and the number of ranks of the training: a checkpoint's pieces are ranges of whole tensors, and of the base
-model only its configuration is read.
+model only its configuration is read, and whether its files tie head and embeddings.
 """
 
 from __future__ import annotations
