@@ -165,7 +165,8 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
     if lost := sorted(stored.keys() - {*first_names.values()}):
         raise FinetuneError(
             f"{checkpoint.path}: has a {lost[0]} of its own, which the model of recipe.yaml has not. "
-            "If the base's weights are no longer on this machine, fetch them again: they decide whether head and embeddings are one matrix"
+            "If the base's weights are no longer on this machine, fetch them again: they decide "
+            "whether head and embeddings are one matrix"
         )
     refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
     return weights
