@@ -8,7 +8,7 @@
 
 So chat, eval, merge and push read it as they read any finished run. One process on a CPU does it, whatever the
 strategy and the number of ranks of the training: a checkpoint's pieces are ranges of whole tensors, and of the base
-model only its configuration is read.
+model only its configuration is read, and whether its files tie head and embeddings.
 """
 
 from __future__ import annotations
@@ -162,10 +162,11 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
             sums |= checksums({first: whole}, Ranks())
             weights[first] = whole if dtype is None else whole.to(dtype)
         weights[name] = weights[first]
-    if lost := sorted(stored.keys() - weights.keys()):
+    if lost := sorted(stored.keys() - {*first_names.values()}):
         raise FinetuneError(
-            f"{checkpoint.path}: has {lost[0]}, which the model of recipe.yaml has not. If the base's weights are no "
-            "longer on this machine, fetch them again: they decide whether head and embeddings are one matrix"
+            f"{checkpoint.path}: has a {lost[0]} of its own, which the model of recipe.yaml has not. "
+            "If the base's weights are no longer on this machine, fetch them again: they decide "
+            "whether head and embeddings are one matrix"
         )
     refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
     return weights

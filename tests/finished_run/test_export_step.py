@@ -22,6 +22,7 @@ from finetune.strategies.pieces import Ranks
 from finetune.train import main
 from tests.support.exports import assert_same_product, contents, product_of
 from tests.support.recipes import merged, tiny_lora, write_recipe
+from tests.support.ties import changed_base
 from tests.support.tiny import save_tiny, write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
@@ -59,6 +60,20 @@ def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, t
     steps = [line["step"] for line in read_lines(tmp_path / "four" / "metrics.jsonl")]
     assert max(steps) == 4
     assert (tmp_path / "four" / "export.json").is_file()
+
+
+def test_a_base_whose_files_say_more_than_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two matrices that config.json ties; without the files nothing says that the head is one of its own."""
+    base = changed_base(tmp_path / "base", tied=True)
+    long = write(tmp_path / "long", base, METHODS["full"], steps=4)
+    assert main([str(long)]) == 0
+    export = ["export", str(long.parent / "run"), "--step", "4", "--to", str(tmp_path / "four")]
+    assert cli(export) == 0
+    assert_same_product(tmp_path / "four", long.parent / "run")
+    (base / "model.safetensors").unlink()
+    line = said(export, capsys, code=2)
+    assert "has a lm_head.weight of its own, which the model of recipe.yaml has not" in line
+    assert "fetch them again" in line
 
 
 @pytest.fixture(scope="module")

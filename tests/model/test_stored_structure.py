@@ -21,6 +21,7 @@ from finetune.model.known_configs import full_config
 from finetune.model.stored_structure import refuse_files, stored_structure
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
+from finetune.strategies.late_quantising import load_unquantised
 from tests.support.architectures import save_shaken
 from tests.support.multimodal import save_multimodal
 from tests.support.recipes import least_recipe
@@ -143,6 +144,20 @@ def test_as_transformers_decides(name: str, tied: bool, tmp_path: Path) -> None:
     assert found is not None
     assert bool(found.tied) is (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
     assert bool(found.problem) is bool(info["missing_keys"] or info["unexpected_keys"])
+
+
+def test_a_base_that_is_quantised_as_it_is_sharded(tmp_path: Path) -> None:
+    """Rank 0's model, and that of ranks without weights."""
+    base = changed_base(tmp_path, tied=True)
+    nf4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    recipe = recipe_of(base, quantization=nf4, lora={"r": 4})
+    first = decoder_parts(build_model(recipe, CPU, load=load_unquantised))
+    other = decoder_parts(build_model(recipe, META))
+    stored = load_file(base / "model.safetensors")
+    for model in (first, other):
+        assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert torch.equal(first.get_output_embeddings().weight, stored[HEAD])
+    assert [name for name, _ in first.named_parameters()] == [name for name, _ in other.named_parameters()]
 
 
 def test_a_head_that_is_missing_and_its_remedy(tmp_path: Path) -> None:
