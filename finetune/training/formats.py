@@ -27,7 +27,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.folder import read_state
 from finetune.strategies.accelerator import device_of
 
-BASE_DTYPES = ("bfloat16", "float16", "float32")
+BASE_FORMATS = ("bfloat16", "float16", "float32")
 
 
 def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, ChosenFormats]:
@@ -57,7 +57,7 @@ def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
     """The formats of the run in the folder; None where there is no run that says them."""
     identity = (read_state(run_dir) or {"identity": {}})["identity"]
     precision, base = identity.get(PRECISION), identity.get(BASE_FORMAT)
-    if precision in COMPUTE and base in BASE_DTYPES:
+    if precision in COMPUTE and base in BASE_FORMATS:
         return {PRECISION: precision, BASE_FORMAT: base}
     return None
 
@@ -92,7 +92,7 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
     """
     if accelerator.num_processes == 1 or not chosen.keys:
         return
-    names = [f"{one} {two}" for one in COMPUTE for two in BASE_DTYPES]
+    names = [f"{one} {two}" for one in COMPUTE for two in BASE_FORMATS]
     own = names.index(f"{recipe.training.mixed_precision} {recipe.model.dtype}")
     found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
     for rank, other in enumerate(found):

@@ -76,6 +76,30 @@ def test_products_that_are_emulated_overrule_the_flags(processor: Any, tmp_path:
     assert "40 ms in bfloat16 and 1 ms in float32, although" in start.chosen.line
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((7, 5), ("fp16", "float16")),
+        ((7, 0), ("fp16", "float16")),
+        ((8, 0), ("bf16", "bfloat16")),
+        ((9, 0), ("bf16", "bfloat16")),
+    ],
+)
+def test_on_a_gpu_its_capability_decides(
+    capability: tuple[int, int],
+    expected: tuple[str, str],
+    processor: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processor(AVX2)  # which decides nothing there, though the recipe's budget names no GPU
+    monkeypatch.setattr(formats, "device_of", lambda launch: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert started(tmp_path)[0] == expected
+    assert started(tmp_path, "lora=null")[0] == (expected[0], "bfloat16")
+
+
 def test_nothing_is_timed_where_the_recipe_says_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formats, "product_seconds", lambda asked: pytest.fail("timed"))
     found, start = started(tmp_path, "training.mixed_precision=no", "model.dtype=bfloat16")
