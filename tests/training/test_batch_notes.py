@@ -10,12 +10,12 @@ from transformers import AutoConfig
 
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_notes import (
     FEW,
     batch_notes,
-    far_rate,
     few_steps,
     idle_ranks,
     large_micro_batch,
