@@ -123,7 +123,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
-    check_variables(source, encoder)
+    check_set_variables(source, encoder)
     aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
     remove_folder(aside)
     aside.mkdir()
@@ -162,7 +162,7 @@ def _tokenised(
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
-def check_variables(source: Source, encoder: Encoder) -> None:
+def check_set_variables(source: Source, encoder: Encoder) -> None:
     """Raises DataError, once for the data set, where the chat template does not have its variables."""
     try:
         encoder.check_variables(source.entry.chat_template_kwargs)

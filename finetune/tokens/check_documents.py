@@ -20,7 +20,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-from finetune.tokens.cache import CHUNK_ROWS, check_variables, fit, scripts_of
+from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fit, scripts_of
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.tokens.estimate import text_of
 from finetune.untrusted.library_words import in_one_line, not_loaded
@@ -52,7 +52,8 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     Raises DataError with every mistake.
     """
     data, file = recipe.data, tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
-    if file is None or recipe.model.trust_remote_code:
+    sources = [resolve(entry) for entry in data.sets]
+    if file is None or recipe.model.trust_remote_code or all(source.kind == "hub" for source in sources):
         return None
     try:
         encoder = Encoder(_tokenizer(recipe, file.parent), data)
@@ -61,8 +62,8 @@ def check_documents(recipe: Recipe) -> list[str] | None:
             raise
         return None  # the Hub's cache may hold a part of the files, and training fetches the others
     mistakes, notes, train = Mistakes(), [], []
-    for index, entry in enumerate(data.sets):
-        source, seen = resolve(entry), _Seen()
+    for index, source in enumerate(sources):
+        seen = _Seen()
         if source.kind == "hub":
             seen.rows = 1  # at least
         else:
@@ -99,7 +100,7 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, seen: _Seen) -> None:
-    check_variables(source, encoder)
+    check_set_variables(source, encoder)
     scripts = scripts_of(_chosen(RowReader(source), data, seen), encoder, mistakes)
     counts: Counter[str] = Counter()
     last = None
