@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 1000  # of each data set, about two seconds
-MOST_BYTES = 16 * 2**20  # of texts that are encoded of each data set: some ten seconds
+MOST_ENCODED_BYTES = 16 * 2**20  # of texts that are encoded of each data set: some ten seconds
 LEAST_BYTES_A_TOKEN = 2  # of a text that may be too long; English has 4, Chinese 3, digits in a row 1 to 3
 
 
@@ -122,7 +122,7 @@ def _chosen(reader: RowReader, data: Data, seen: _Seen) -> Iterator[ReadRow]:
             continue
         nbytes = len(text_of(each.read).encode(errors="replace"))
         may_be_long = data.truncation == "error" and nbytes > LEAST_BYTES_A_TOKEN * data.max_length
-        if (seen.encoded < FIRST_ROWS or may_be_long) and seen.bytes < MOST_BYTES:
+        if (seen.encoded < FIRST_ROWS or may_be_long) and seen.bytes < MOST_ENCODED_BYTES:
             seen.encoded += 1
             seen.bytes += nbytes
             yield each

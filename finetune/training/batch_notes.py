@@ -50,8 +50,8 @@ def notes_before_launch(
 ) -> dict[str, Any]:
     """What `batch_notes` says and its figures, on the ranks of the recipe's budget unless they are given.
 
-    Without `prepared` the rows are estimated, and so is whether some are too long, unless `lengths_known`; where the data are not at hand there is one line that says so, and
-    `rows` is None.
+    Without `prepared` the rows are estimated, and so is whether some are too long, unless `lengths_known`. Where the
+    data are not at hand there is one line that says so, and `rows` is None.
     """
     counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:

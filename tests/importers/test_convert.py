@@ -228,6 +228,11 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
         ),
         ("4x80GB", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
         ("4x80GB", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
+        *(
+            ("4x80GB", {"fsdp_config": {key: True}}, "fsdp2_offload")
+            for key in ("cpu_offload", "fsdp_cpu_offload", "offload_params", "fsdp_offload_params")
+        ),
+        ("4x80GB", {"fsdp": "full_shard", "fsdp_config": {"cpu_offload": False}}, "fsdp2"),
         ("4x80GB", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
         ("4x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
         ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
@@ -343,6 +348,23 @@ def test_torchtunes_columns(their_set: Values, expected: Values, tmp_path: Path)
 def test_trls_text_column(tmp_path: Path) -> None:
     result = imported(tmp_path, TRL_SHORT | {"dataset_text_field": "body"})
     assert all(entry["columns"] == {"text": "body"} for entry in value(result, "data.train"))
+
+
+def test_each_tools_own_defaults_where_the_file_says_nothing(tmp_path: Path) -> None:
+    """By their sources, at the versions that the converters name; ours are others."""
+    left_out = {
+        "axolotl": (AXOLOTL_LORA_8B, ("lora_r", "lora_alpha", "lora_dropout"), (8, 8, 0.0)),
+        "LLaMA-Factory": (FACTORY_LLAMA, ("lora_rank", "lora_alpha", "lora_dropout"), (8, 16, 0.0)),
+        "TRL": (TRL_SHORT | {"use_peft": True}, ("lora_r", "lora_alpha", "lora_dropout"), (16, 32, 0.05)),
+    }
+    for tool, (values, keys, expected) in left_out.items():
+        result = imported(tmp_path, values | dict.fromkeys(keys))
+        found = [value(result, f"lora.{key}") for key in ("r", "lora_alpha", "lora_dropout")]
+        ours = [recipe_default(f"lora.{key}") for key in ("r", "lora_alpha", "lora_dropout")]
+        assert [own if each is ABSENT else each for each, own in zip(found, ours, strict=True)] == [*expected], tool
+    model = {key: each for key, each in TUNE_LORA["model"].items() if key not in ("lora_rank", "lora_alpha")}
+    result = imported(tmp_path, TUNE_LORA | {"model": model})
+    assert (value(result, "lora.r"), value(result, "lora.lora_alpha")) == (8, 16)
 
 
 @pytest.mark.parametrize(

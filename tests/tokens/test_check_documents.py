@@ -119,9 +119,7 @@ def test_without_a_tokenizer_lengths_are_estimated(tmp_path: Path, capsys: pytes
     words = ["check", str(tmp_path / "recipe.yaml"), "--data"]
     assert main(words) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert (
-        "data.max_length: about 5 of 9 documents are longer than 64 tokens by the estimate, the longest about " in told
-    )
+    assert "data.max_length: about 5 of 9 documents are longer than 64 tokens by the estimate, the longest " in told
     for setting in ("data.max_length=400", "data.truncation=right", "data.truncation=drop"):
         assert main([*words, setting]) == 0
         assert "by the estimate" not in capsys.readouterr().out

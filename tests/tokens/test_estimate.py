@@ -158,7 +158,8 @@ def test_tools_are_counted(tmp_path: Path, tiny_llama: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_llama, model)
     (model / "chat_template.jinja").write_text(
-        "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+        "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         "utf-8",
@@ -196,8 +197,9 @@ def test_the_estimate_imports_no_torch(tmp_path: Path, tiny_llama: Path, chats: 
     """`plan` and `check` print it before anything is loaded."""
     recipe_of(tmp_path, tiny_llama, chats)
     program = (
-        "import sys; from finetune.recipe.loader import load_recipe; from finetune.tokens.estimate import estimated_rows"
-        "; print(estimated_rows(load_recipe(sys.argv[1]).recipe).estimated_by, sorted(sys.modules))"
+        "import sys; from finetune.recipe.loader import load_recipe; "
+        "from finetune.tokens.estimate import estimated_rows; "
+        "print(estimated_rows(load_recipe(sys.argv[1]).recipe).estimated_by, sorted(sys.modules))"
     )
     words = [sys.executable, "-c", program, str(tmp_path / "recipe.yaml")]
     process = subprocess.run(words, capture_output=True, text=True, check=True)
