@@ -183,14 +183,14 @@ OF_PIPELINES = (
     ),
     Fault(
         "fp16 is let through to stages",
-        "strategies/pipeline/requirements.py",
+        "recipe/strategy_fit.py",
         'if recipe.training.mixed_precision == "fp16":',
         "if False:",
         REQUIRED,
     ),
     Fault(
         "a short micro-batch is none for 1f1b",
-        "strategies/pipeline/requirements.py",
+        "recipe/strategy_fit.py",
         "micro_batches = -(-training.global_batch_size // rows)",
         "micro_batches = training.global_batch_size // rows",
         REQUIRED,

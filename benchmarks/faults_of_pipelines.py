@@ -42,14 +42,14 @@ FAULTS_OF_PIPELINES = (
     ),
     Fault(
         "1f1b starts with fewer micro-batches than stages",
-        "strategies/pipeline/requirements.py",
+        "recipe/strategy_fit.py",
         'if pipelines.schedule in ("1f1b", "interleaved_1f1b") and',
         'if pipelines.schedule in ("interleaved_1f1b",) and',
         REQUIRED,
     ),
     Fault(
         "rounds of unequal size are left to torch's own error",
-        "strategies/pipeline/requirements.py",
+        "recipe/strategy_fit.py",
         "if pipelines.runs > 1 and not",
         "if pipelines.runs > 2 and not",
         REQUIRED,
@@ -63,7 +63,7 @@ FAULTS_OF_PIPELINES = (
     ),
     Fault(
         "int8 weights are split",
-        "strategies/pipeline/requirements.py",
+        "recipe/strategy_fit.py",
         "if recipe.quantization is not None and not recipe.quantization.load_in_4bit:",
         "if False:",
         REQUIRED,

@@ -81,6 +81,7 @@ def check(
 ) -> None:
     """Is the recipe right? Every mistake at once, by file, line and column."""
     from finetune.recipe.loader import load_recipe
+    from finetune.recipe.optimizers import far_rate
     from finetune.recipe.resolved import resolved_yaml
     from finetune.recipe.sections.engine_keys import engine_notes
     from finetune.recipe.strategy import strategy_of
@@ -106,10 +107,15 @@ def check(
         batches: dict[str, Any] = {}
         if data:
             from finetune.data.check import check_rows
+            from finetune.tokens.check_documents import check_documents
             from finetune.training.batch_notes import notes_before_launch
 
             check_rows(loaded.recipe.data, notes.append)
-            batches = {"batches": notes_before_launch(loaded.recipe)}
+            encoded = check_documents(loaded.recipe)
+            notes += encoded or ()
+            batches = {"batches": notes_before_launch(loaded.recipe, lengths_known=encoded is not None)}
+        else:
+            notes += far_rate(loaded.recipe)
         probed = _probe_model(loaded.recipe, notes.append) if model else {}
         known = known_secrets() if resolved else ()
         formats: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import typer
 from finetune.cli.app import AsJson, AtStep, RunFolder, one_of, run_verb, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
+from finetune.run_folder.facts import require_run_folder
 
 
 def chat(
@@ -29,6 +30,7 @@ def chat(
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
     def work() -> dict[str, Any]:
+        require_run_folder(run)  # before torch is imported
         from finetune.finished_run.chat import (
             HELP,
             WHO,
@@ -103,6 +105,7 @@ def evaluate(
     """Held-out loss and perplexity of base and tuned model; benchmarks where asked for."""
 
     def work() -> dict[str, Any]:
+        require_run_folder(run)  # before torch is imported
         from finetune.finished_run import evaluate
         from finetune.finished_run.export_step import run_at
         from finetune.finished_run.load import best_device, finished_run
@@ -140,6 +143,7 @@ def merge(
     one_of("--base", base, ("own", "dequantized"))
 
     def work() -> dict[str, Any]:
+        require_run_folder(run)  # before torch is imported
         from finetune.finished_run.export_step import run_at
         from finetune.finished_run.merge_command import in_words, merge_run
 
@@ -176,6 +180,7 @@ def push(
 
         folder = run
         if step is not None:  # torch is needed for nothing else here
+            require_run_folder(run)
             from finetune.finished_run.export_step import run_at
 
             folder = run_at(run, step)
@@ -211,6 +216,7 @@ def export(
     """A checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
 
     def work() -> dict[str, Any]:
+        require_run_folder(run)  # before torch is imported
         from finetune.finished_run.export_step import describe_export, export_step, run_at
 
         if folder is not None:

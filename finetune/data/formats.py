@@ -13,6 +13,7 @@ from typing import Any
 from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
     ToldOnce,
+    calls_in,
     check_inside,
     checked_name,
     checked_text,
@@ -21,6 +22,7 @@ from finetune.data.messages import (
     nearest,
     read_message,
     read_tools,
+    role_of_tools,
     with_our_role,
 )
 from finetune.data.readers import BadRow, json_kind
@@ -30,7 +32,7 @@ from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMEN
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "assistant",
+    "function_call": "function_call",
 }  # fmt: skip
 SPEAKERS = ("human", "gpt", "system", "function_call", "observation")  # those that messages name
 
@@ -152,16 +154,15 @@ def _sharegpt_turn(turn: Any, where: str, layout: RowLayout) -> dict[str, Any]:
     speaker, roles = turn["from"], {**SHAREGPT_ROLES, **layout.roles}
     if not isinstance(speaker, str) or speaker not in roles:
         checked_name(speaker, f"{where}: the speaker", SPEAKERS)
-        near = nearest(speaker, roles)
+        role = role_of_tools(speaker)
+        near = None if role else nearest(speaker, roles)
         known = f"did you mean {near!r}?" if near else f"known are {', '.join(SPEAKERS)};"
-        line = in_yaml({printable(speaker): roles[near] if near else "user"})
+        line = in_yaml({printable(speaker): role or (roles[near] if near else "user")})
         raise ToldOnce(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", speaker)
     message = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    message |= {"role": roles[speaker], "content": turn["value"]}
-    if speaker == "function_call" and speaker not in layout.roles:
-        call = json_text(checked_text(turn["value"], f"{where}: value"), f"{where}: value")
-        message |= {"content": "", "tool_calls": call if isinstance(call, list) else [call]}
-    return message
+    if roles[speaker] == "function_call":
+        return message | calls_in(turn["value"], f"{where}: value")
+    return message | {"role": roles[speaker], "content": turn["value"]}
 
 
 def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout) -> Chat:
@@ -172,7 +173,7 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
     checked, learned = [], []
     for index, message in enumerate(messages):
         where = f"{column}[{index}]"
-        ours = with_our_role(message, layout.roles)
+        ours = with_our_role(message, layout.roles, where)
         checked.append(read_message(ours, where))
         learned.append(is_learned(ours, where))
     if system := _system(view, checked):

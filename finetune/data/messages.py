@@ -100,11 +100,35 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     role = message["role"]
     if not isinstance(role, str) or role not in ROLES:
         checked_name(role, f"{where}: the role", ROLES)
-        near = OTHER_ROLES.get(role.lower()) or nearest(role, ROLES)
-        known = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)};"
+        near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
+        known = f"did you mean {near!r}?" if near in ROLES else f"known are {', '.join(ROLES)};"
         shown = printable(json.dumps(role, ensure_ascii=False))
         raise ToldOnce(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
     return role
+
+
+_CALLS = re.compile(r"(?:^|[-_ ]|tool|function)(?:call|use$|invo[ck]|action)", re.IGNORECASE)
+_RESULTS = re.compile(r"tool|function|observ|ipython|interpreter|environment|plugin|^api|_api", re.IGNORECASE)
+_OF_RESULTS = re.compile(r"result|response|output|return|repl[yi]|observ", re.IGNORECASE)
+
+
+def role_of_tools(name: str) -> str | None:
+    """function_call for a name that calls of tools go by, tool for one of their results; None for any other.
+
+    Results are looked for first: tool_call_result is one, and a result that is learned as an answer is worse than one
+    that is not read.
+    """
+    is_result = _OF_RESULTS.search(name) and (_RESULTS.search(name) or _CALLS.search(name))
+    if is_result or (_RESULTS.search(name) and not _CALLS.search(name)):
+        return "tool"
+    return "function_call" if _CALLS.search(name) else None
+
+
+def calls_in(text: Any, where: str) -> dict[str, Any]:
+    """An assistant's turn whose content is the JSON of its calls: {"name": ..., "arguments": {...}}, or a list of such.
+    Raises BadRow."""
+    calls = json_text(checked_text(text, where), where)
+    return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
@@ -115,10 +139,16 @@ def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
         raise BadRow(f"{what} is a text of {len(value):,} characters; write one of {', '.join(known)}")
 
 
-def with_our_role(message: Any, roles: Mapping[str, str]) -> Any:
-    """The message with the role that the recipe's `roles` give it."""
+def with_our_role(message: Any, roles: Mapping[str, str], where: str) -> Any:
+    """The message with the role that the recipe's `roles` give it. Raises BadRow for a call that cannot be read."""
     role = message.get("role") if isinstance(message, dict) and roles else None
-    return {**message, "role": roles[role]} if isinstance(role, str) and role in roles else message
+    if not isinstance(role, str) or role not in roles:
+        return message
+    if roles[role] == "function_call" and message.get("tool_calls"):
+        return {**message, "role": "assistant"}
+    if roles[role] == "function_call":
+        return {**message, **calls_in(message.get("content"), f"{where}.content")}
+    return {**message, "role": roles[role]}
 
 
 def _content(message: Mapping[str, Any], where: str, *, may_be_empty: bool) -> str:

@@ -38,7 +38,14 @@ from finetune.model.packaged import resolve_model_path
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
-from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS, MOST_RECORD_BYTES, is_as_written
+from finetune.run_folder.facts import (
+    EXPORT_RECORD,
+    EXPORTED_RECORDS,
+    EXPORTS,
+    MOST_RECORD_BYTES,
+    is_as_written,
+    require_run_folder,
+)
 from finetune.run_folder.save_restore import export_dtype, export_weights, refuse_unexportable
 from finetune.run_folder.saving.manifest import MANIFEST_BYTES
 from finetune.run_folder.tensor_checks import checksums, not_finite
@@ -66,9 +73,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     Raises FinetuneError where there is no such checkpoint, it is damaged or not finite, or `to` holds other files.
     """
     folder = to or _default_folder(run_dir, step)
-    resolved = run_dir / "recipe.yaml"
-    if not resolved.is_file():
-        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
+    resolved = require_run_folder(run_dir)
     _refuse_foreign(folder)
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)

@@ -22,6 +22,7 @@ from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_unknown_code
@@ -51,10 +52,7 @@ class FinishedRun:
 
 def finished_run(run_dir: Path) -> FinishedRun:
     """Raises FinetuneError when the folder holds no finished run."""
-    resolved = run_dir / "recipe.yaml"
-    if not resolved.is_file():
-        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
-    run = FinishedRun(run_dir, recipe_of_run(resolved))
+    run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
     if not run.product.is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: {run.product.name}/ is not there; resume it first")
     return run

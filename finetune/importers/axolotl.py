@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
+from finetune.importers.foreign_config import ForeignConfig, Level, as_count, positive_or_none
 from finetune.importers.shared import (
     batch,
     checkpointing,
@@ -14,29 +14,26 @@ from finetune.importers.shared import (
     held_out,
     hub,
     named_template,
+    only_linear_layers,
     optimizer,
     quantised_by,
     remote_code,
     renamed,
     scheduler,
     strategy,
+    trackers,
     unused,
     warmup,
 )
 from finetune.importers.templates import TEMPLATES
 
-_OTHER_TRAINING = ("rl", "reward_model", "process_reward_model", "qat", "num_labels")
-
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
-    for key in _OTHER_TRAINING:
-        if foreign.peek(key):
-            foreign.refuse(key, "this kit does supervised fine-tuning of language models, and no other training")
     foreign.carry("model.name_or_path", "base_model")
     foreign.carry("model.revision", "revision_of_model")
     remote_code(foreign)
-    for plugin in foreign.get("plugins", []):
+    for plugin in foreign.names("plugins"):
         kernels = "liger" in plugin or "cut_cross_entropy" in plugin
         reason = "another way to compute the same" if kernels else "what it adds is not offered"
         foreign.leave("plugins", "same" if kernels else "differs", reason, plugin)
@@ -68,6 +65,7 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     for key in ("target_parameters", "rank_pattern", "alpha_pattern"):
         foreign.carry(f"lora.{key}", f"lora_{key}")
+    only_linear_layers(foreign)
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     foreign.carry("lora.use_rslora", "peft_use_rslora")
     foreign.carry("lora.use_dora", "peft_use_dora")
@@ -91,11 +89,13 @@ def _targets(foreign: ForeignConfig) -> None:
 
 
 def _training(foreign: ForeignConfig) -> None:
-    micro, total = foreign.peek("micro_batch_size") or 1, foreign.get("batch_size")
+    micro, total = foreign.count("micro_batch_size", 1), foreign.count("batch_size")
     steps = total // micro if total and not foreign.peek("gradient_accumulation_steps") else None
+    if steps == 0:
+        foreign.refuse("batch_size", f"write at least micro_batch_size, {micro}")
     shared = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
-    sizes = [foreign.get(key, 1) for key in shared]
-    batch(foreign, "micro_batch_size", 1, accumulation=steps, split_by=max(1, max(sizes[:2]) * sizes[2]))
+    sizes = [foreign.count(key, 1) for key in shared]
+    batch(foreign, "micro_batch_size", 1, accumulation=steps, split_by=max(sizes[:2]) * sizes[2])
     for key, size in zip(shared, sizes, strict=True):
         if size > 1:
             foreign.leave(key, "same", "a row is not split over GPUs here; check by `finetune plan` that it fits")
@@ -111,6 +111,7 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
     _intervals(foreign)
+    trackers(foreign, _trackers(foreign))
     foreign.carry("save_total_limit", "save_total_limit", default=4)
     foreign.carry("output_dir", "output_dir", default="./model-out")
     hub(foreign, push=bool(foreign.peek("hub_model_id")))
@@ -118,16 +119,39 @@ def _training(foreign: ForeignConfig) -> None:
 
 def _intervals(foreign: ForeignConfig) -> None:
     """eval_steps and save_steps; axolotl makes a share of the run of a number an epoch, over num_epochs."""
-    epochs = foreign.peek("num_epochs") or 1
+    epochs = foreign.number("num_epochs", 1)
     for recipe_key, an_epoch in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
         every(foreign, recipe_key, recipe_key)
-        times = foreign.get(an_epoch)
+        times = foreign.number(an_epoch) if foreign.get(an_epoch) != 0 else None
         if not times or recipe_key in foreign.carried:
             continue
         if times * epochs > 1:
             foreign.write(recipe_key, 1 / (times * epochs), f"{an_epoch} {times} x num_epochs {epochs:g}")
         else:
             foreign.leave(an_epoch, "same", "the last step is always evaluated and saved")
+
+
+def _trackers(foreign: ForeignConfig) -> dict[str, str]:
+    """The trackers that are on, each by the key that says so: its own switch, or the name of a project."""
+    found: dict[str, str] = {}
+    for name, named_by in _TRACKERS.items():
+        key = next((key for key in (f"use_{name}", *named_by) if foreign.get(key) not in (None, False)), None)
+        if key is not None:
+            found[name] = key
+    if "wandb" in found and foreign.peek("wandb_mode") == "disabled":
+        del found["wandb"]
+    return found
+
+
+# A tracker -> the keys that turn it on besides its switch, as axolotl reads them.
+_TRACKERS = {
+    "wandb": ("wandb_project",),
+    "mlflow": ("mlflow_experiment_name", "mlflow_tracking_uri"),
+    "trackio": ("trackio_project_name",),
+    "tensorboard": (),
+    "comet": ("comet_project_name",),
+    "swanlab": ("swanlab_project",),
+}
 
 
 def _schedule(foreign: ForeignConfig) -> None:
@@ -170,6 +194,13 @@ _NAMES = {"llama3": "llama3", "chatml": "chatml"}
 # A row's type in their words -> ours; alpaca is a text with headings there, not a chat.
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "messages"}
 _COLUMNS = {"messages": "messages", "conversations": "sharegpt"}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys of a message that are read as its reasoning
+# The end of turn in templates that axolotl names and that are the tokenizer's own here.
+_TURN_ENDS = {
+    "qwen": "<|im_end|>", "chatml": "<|im_end|>", "llama3": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>",
+    "phi_3": "<|end|>", "phi_4": "<|im_end|>", "mistral": "</s>", "deepseek": "<｜end▁of▁sentence｜>",
+    "command_a": "<|END_OF_TURN_TOKEN|>", "cohere": "<|END_OF_TURN_TOKEN|>", "falcon_h1": "<|im_end|>",
+}  # fmt: skip
 # What says no more than our formats know by themselves: their own names of role and text, and of the learned turns.
 _USUAL = {
     "message_property_mappings.role": ("role", "from"),
@@ -179,6 +210,10 @@ _USUAL = {
     "roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]),
     "train_on_eos": ("turn", "all"),
     "train_on_eot": ("turn", "all"),
+    "field_thinking": _REASONING,
+    "template_thinking_key": _REASONING,
+    "split_thinking": (False,),
+    "drop_system_message": (False,),
 }
 _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt": (
     "human", "user", "gpt", "assistant", "model", "chatgpt", "system", "tool", "observation",
@@ -188,8 +223,12 @@ _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt":
 def data(foreign: ForeignConfig) -> None:
     """The data section: rows, their length and packing, what is learned, the template. Raises RecipeError."""
     key = "datasets" if foreign.peek("datasets") else "pretraining_dataset"
-    if not isinstance(foreign.peek(key), list):
-        foreign.refuse("datasets", "a list of data sets is needed")
+    for each in (key, "test_datasets"):
+        sets = foreign.peek(each)
+        if (each == key or sets is not None) and not (
+            isinstance(sets, list) and all(isinstance(s, dict) for s in sets)
+        ):
+            foreign.refuse("datasets" if each == key else each, "a list of data sets is needed")
     foreign.write("data.train", _entries(foreign, key), key)
     if foreign.peek("test_datasets"):
         foreign.write("data.eval", _entries(foreign, "test_datasets"), "test_datasets")
@@ -211,6 +250,11 @@ def _entry(foreign: ForeignConfig, at: str) -> dict[str, Any]:
     for name, usual in _USUAL.items():
         if foreign.peek(f"{at}.{name}") in usual:
             foreign.get(f"{at}.{name}")
+    for name, theirs in foreign.mapping(f"{at}.message_property_mappings").items():
+        level = _mapped(name, theirs)
+        if level is not None:
+            foreign.leave(f"{at}.message_property_mappings.{name}", level, "read by its own name alone", theirs)
+    _own_template(foreign, at)
     if foreign.get(f"{at}.path") is None:
         foreign.refuse(f"{at}.path", "a data set needs a path")
     kind = foreign.get(f"{at}.ds_type")
@@ -230,6 +274,23 @@ def _entry(foreign: ForeignConfig, at: str) -> dict[str, Any]:
         roles=_roles(foreign, at, layout),
         chat_template_kwargs=foreign.get("chat_template_kwargs"),
     )
+
+
+def _mapped(name: str, theirs: Any) -> Level | None:
+    """What becomes of a message's key under another name; None where it is read all the same."""
+    if theirs in (name, *_USUAL.get(f"message_property_mappings.{name}", ())):
+        return None
+    return None if {name, theirs} <= {*_REASONING} else "differs"
+
+
+def _own_template(foreign: ForeignConfig, at: str) -> None:
+    """A data set's own template: all data sets have one here, that of the whole configuration or the tokenizer's."""
+    own, whole = foreign.get(f"{at}.chat_template"), foreign.peek("chat_template") or "tokenizer_default"
+    if own not in (None, whole):
+        foreign.leave(f"{at}.chat_template", "differs", "all data sets have one template here: data.chat_template")
+    jinja = foreign.get(f"{at}.chat_template_jinja")
+    if jinja not in (None, foreign.peek("chat_template_jinja")):
+        foreign.leave(f"{at}.chat_template_jinja", "differs", "all data sets have one template: data.chat_template")
 
 
 def _roles(foreign: ForeignConfig, at: str, layout: str) -> dict[str, str]:
@@ -285,4 +346,21 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         foreign.get("chat_template")
         foreign.write("data.chat_template", jinja, "chat_template_jinja")
     elif name:
-        named_template(foreign, "chat_template", _NAMES)
+        with_tools = any(foreign.peek(f"{key}.{index}.field_tools") for index in range(len(foreign.peek(key))))
+        named_template(foreign, "chat_template", _NAMES, tools=with_tools)
+    _turn_ends(foreign)
+
+
+def _turn_ends(foreign: ForeignConfig) -> None:
+    """eot_tokens: nothing to do where they are the template's own end of turn."""
+    tokens = foreign.names("eot_tokens")
+    text = str(foreign.carried.get("data.chat_template", ("", ""))[0] or "")
+    if "{" in text:
+        others = [token for token in tokens if token not in text]
+        if others:
+            foreign.leave("eot_tokens", "differs", "the template writes no such end of turn", others)
+        return
+    name = str(foreign.peek("chat_template"))
+    usual = next((end for beginning, end in _TURN_ENDS.items() if name.startswith(beginning)), None)
+    if tokens and tokens != [usual]:
+        foreign.leave("eot_tokens", "look", "the tokenizer's template ends turns; see it by: finetune preview")

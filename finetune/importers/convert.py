@@ -14,15 +14,17 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.files import write_text
 from finetune.importers import axolotl, llamafactory, torchtune, trl
 from finetune.importers.foreign_config import ForeignConfig, LeftOut
+from finetune.importers.interpolation import interpolated
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
-from finetune.importers.shared import best_model, fit_quantization
+from finetune.importers.shared import best_model, fit_strategy
+from finetune.output_stream import one_line
 from finetune.paths import read_regular
-from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, tool_of
+from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, tool_of
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Budget
-from finetune.recipe.yaml_text import MAX_BYTES, parse
+from finetune.recipe.yaml_text import MAX_BYTES, Parsed, parse, shown
 from finetune.wording import first_lines
 
 TOOLS = get_args(Tool)
@@ -58,21 +60,26 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
 
     Raises RecipeError for a file that cannot be read, is not a known tool's, or describes another kind of training.
     """
-    values = _read(file)
+    parsed = _read(file)
+    values: dict[str, Any] = parsed.value
     tool = tool or _tool_of(file, values)
+    if tool == "torchtune":  # no other tool puts values in for ${...}
+        values = interpolated(file, parsed)
+    refuse_other_training(file, tool, values)
     budget = Budget(gpus=1) if gpus is None else budget_of(parse_gpus(gpus))
     machine = "one GPU" if gpus is None else f"--gpus {gpus}"
     foreign = ForeignConfig(TOOL_TITLES[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
     try:
         _CONVERT[tool](foreign)
-        fit_quantization(foreign)
         best_model(foreign)
+        fit_strategy(foreign)
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
-        # A section in place of a word, or a word in place of a number; the tool itself names the place.
-        text = f"{file}: {TOOL_TITLES[tool]} cannot read it ({error}); correct it, or name its tool by --tool"
-        raise RecipeError([text]) from error
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        # A section in place of a word, or a word in place of a number, where no converter expects it.
+        place = f"{file}: {foreign.last_read}: is {shown(foreign.peek(foreign.last_read))}"
+        text = f"{place}; {TOOL_TITLES[tool]} cannot read it ({one_line(error, 100)}); correct it, or name its tool by"
+        raise RecipeError([f"{text} --tool"]) from error
     for key, value in foreign.unread():
         level, reason = reason_for(key, value)
         foreign.leave(key, level, reason, value)
@@ -90,7 +97,7 @@ def known_tool(name: str | None) -> Tool | None:
     return match
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Parsed:
     try:
         parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
@@ -101,22 +108,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise RecipeError(first_lines(mistakes, MAX_MISTAKES))
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
-    return {key: _interpolated(value, parsed.value) for key, value in parsed.value.items()}
-
-
-def _interpolated(value: Any, top: Mapping[str, Any], depth: int = 0) -> Any:
-    """torchtune's ${output_dir}: the value of a key of the same file."""
-    if isinstance(value, dict):
-        return {key: _interpolated(inner, top, depth) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_interpolated(inner, top, depth) for inner in value]
-    if not isinstance(value, str) or "${" not in value or depth > 5:
-        return value
-    alone = re.fullmatch(r"\$\{(\w+)\}", value)
-    if alone:
-        return _interpolated(top.get(alone[1]), top, depth + 1)
-    text = re.sub(r"\$\{(\w+)\}", lambda match: str(top.get(match[1], match[0])), value)
-    return _interpolated(text, top, depth + 1)
+    return parsed
 
 
 def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from finetune.errors import RecipeError
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
+from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import dotted, shown
 
 # differs: without the key the training differs; look: a person must decide; same: the training is the same.
@@ -44,6 +45,7 @@ class ForeignConfig:
     folder: Path  # of the configuration file, which may name files in it
     carried: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
+    last_read: str = ""  # the key to name where what follows cannot be computed
     _read: set[str] = field(default_factory=set)
 
     def peek(self, key: str) -> Any:
@@ -61,8 +63,42 @@ class ForeignConfig:
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, which counts as read from now on."""
         self._read.add(key)
+        self.last_read = key
         value = self.peek(key)
         return default if value is None else value
+
+    def count(self, key: str, default: Any = None) -> Any:
+        """A whole number above 0, or the default where the key has no value. Raises RecipeError for anything else."""
+        value = as_count(self.get(key))
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
+            self.refuse(key, "write a whole number above 0")
+        return value
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A number above 0, or the default where the key has no value. Raises RecipeError for anything else."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST:
+            self.refuse(key, "write a number above 0")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A section, empty where the key has no value. Raises RecipeError for anything else."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            self.refuse(key, "write a section of key: value")
+        return dict(value)
+
+    def names(self, key: str) -> list[str]:
+        """A list of texts, or one text; empty where the key has no value. Raises RecipeError for anything else."""
+        value = self.get(key, [])
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            self.refuse(key, "write a name, or a list of names")
+        return list(values)
 
     def first(self, *keys: str) -> tuple[str, Any]:
         """The first of several spellings that has a value, and the value; else the last spelling and None."""
@@ -93,7 +129,7 @@ class ForeignConfig:
         return change(value)
 
     def leave(self, key: str, level: Level, reason: str, value: Any = NOT_GIVEN) -> None:
-        """A line of the list of what was left out."""
+        """A line of the list of what was left out, or is carried over in another form."""
         self._read.add(key)
         value = self.peek(key) if value is NOT_GIVEN else value
         printed = "[hidden]" if _SECRET.search(key) else value
@@ -106,7 +142,7 @@ class ForeignConfig:
             if value not in (None, "", [], {}) and not any(key in self._read for key in above):
                 yield dotted(path), value
 
-    def refuse(self, key: str, reason: str) -> None:
+    def refuse(self, key: str, reason: str) -> NoReturn:
         """Raises RecipeError: no recipe can do the same."""
         raise RecipeError([f"{key}: is {shown(self.peek(key))}; {reason}"])
 

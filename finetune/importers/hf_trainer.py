@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
-from finetune.importers.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
+from finetune.importers.shared import (
+    batch,
+    checkpointing,
+    every,
+    hub,
+    optimizer,
+    scheduler,
+    strategy,
+    trackers,
+    warmup,
+)
 
 # Defaults of transformers (TrainingArguments of 5.23).
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -27,6 +37,8 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     name = strategy(foreign)
     batch(foreign, "per_device_train_batch_size", TRAINER_DEFAULTS["per_device_train_batch_size"])
     steps = foreign.get("max_steps")
+    if isinstance(steps, bool) or not isinstance(steps, (int, float, type(None))):
+        foreign.refuse("max_steps", "write a whole number")
     if steps is not None and steps > 0:
         foreign.write("training.max_steps", as_count(steps), "max_steps")
         if foreign.get("num_train_epochs") is not None:
@@ -44,10 +56,22 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     checkpointing(foreign, *keys, default=recompute)
     foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
     _output_and_saving(foreign)
+    for key in ("router_aux_loss_coef", "moe_aux_loss_coef"):
+        if foreign.peek(key) == 0:
+            foreign.carry("model.router_aux_loss_coef", key)
+    trackers(foreign, dict.fromkeys(_reported(foreign), "report_to"))
     if foreign.get("average_tokens_across_devices") is False:
         reason = "every token of a step has the same weight, on every rank"
         foreign.leave("average_tokens_across_devices", "differs", reason)
     return name
+
+
+def _reported(foreign: ForeignConfig) -> list[str]:
+    """The trackers that report_to names; `all` are those that are installed there."""
+    named = [name.lower() for name in foreign.names("report_to")]
+    if "all" in named:
+        foreign.leave("report_to", "look", "names no tracker; write report_to: [wandb], or those that you use")
+    return [name for name in named if name not in ("all", "none")]
 
 
 def _output_and_saving(foreign: ForeignConfig) -> None:

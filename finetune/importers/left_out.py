@@ -19,6 +19,7 @@ from finetune.recipe.foreign_keys import REPLACED
 
 TABLE = PACKAGE / "importers" / "left_out.csv"
 UNKNOWN = "nothing here corresponds to it"
+_NONE_AT_0 = ("label_smoothing_factor", "neftune_noise_alpha", "freeze_trainable_layers")
 
 
 class KnownKey(NamedTuple):
@@ -48,10 +49,14 @@ def known_keys() -> tuple[KnownKey, ...]:
 
 
 def reason_for(key: str, value: object) -> tuple[Level, str]:
-    """Why this key is left out; an unknown one counts as changing the training, unless its value is false."""
+    """Why this key is left out; an unknown one counts as changing the training, unless its value is false.
+
+    A switch that is off changes nothing where the key would change the training. Below a section false is a value.
+    """
     for known in known_keys():
         if known.matches(key):
-            return known.level, known.reason
+            off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
+            return ("same", "is off there too") if off and known.level == "differs" else (known.level, known.reason)
     if key in REPLACED:
         return "look", REPLACED[key].removesuffix("; remove the key")
     return "look" if value is False else "differs", UNKNOWN

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.errors import RecipeError
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig, as_count
-from finetune.importers.shared import data_set, held_out, named_template, remote_code, renamed, unused
-from finetune.paths import read_regular
-from finetune.untrusted.json_files import MOST_JSON_BYTES
+from finetune.importers.shared import (
+    data_set,
+    held_out,
+    json_near,
+    named_template,
+    only_linear_layers,
+    remote_code,
+    renamed,
+    unused,
+)
+from finetune.recipe.sections.base import MOST
+from finetune.recipe.yaml_text import shown
 
 _NAMES = {
     "llama3": "llama3",
     "chatml": "chatml",
-    "qwen3_nothink": "chatml",
     "alpaca": "alpaca_turns",
 }
 _ADAMW_IN_DISGUISE = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
@@ -24,8 +32,6 @@ _ADAMW_IN_DISGUISE = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     stage = foreign.get("stage", "sft")
-    if stage not in ("sft", "pt"):
-        foreign.refuse("stage", "this kit does supervised fine-tuning of language models, and no other training")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     remote_code(foreign)
@@ -62,6 +68,7 @@ def _method(foreign: ForeignConfig) -> None:
     foreign.carry("lora.lora_alpha", "lora_alpha", default=2 * rank if isinstance(rank, int) else 16)
     foreign.carry("lora.lora_dropout", "lora_dropout", default=0.0)
     foreign.carry("lora.target_modules", "lora_target", default="all-linear", change=_modules)
+    only_linear_layers(foreign)
     foreign.carry("lora.modules_to_save", "additional_target", change=_names)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
@@ -108,7 +115,8 @@ def _names(named: Any) -> list[str]:
 
 
 def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
-    foreign.write("data.train", _sets(foreign, "dataset", pretraining), "dataset")
+    sets = _sets(foreign, "dataset", pretraining)
+    foreign.write("data.train", sets, "dataset")
     if foreign.peek("eval_dataset"):
         foreign.write("data.eval", _sets(foreign, "eval_dataset", pretraining), "eval_dataset")
     held_out(foreign, "val_size")
@@ -120,7 +128,7 @@ def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
     elif foreign.get("mask_history"):
         foreign.write("data.train_on", "completion", "mask_history")
     if foreign.peek("template"):
-        named_template(foreign, "template", _NAMES)
+        named_template(foreign, "template", _NAMES, tools=any(_has_tools(entry) for entry in sets))
     if foreign.get("mix_strategy", "concat") != "concat":
         foreign.leave("mix_strategy", "differs", "data sets are mixed by weight: how often each row is seen an epoch")
 
@@ -142,16 +150,39 @@ def _packing(foreign: ForeignConfig, pretraining: bool) -> None:
 
 def _sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict[str, Any]]:
     """Data sets by their names in dataset_info.json, which is read where it is found."""
-    folder, most = foreign.get("dataset_dir", "data"), as_count(foreign.get("max_samples"))
-    known = _known_sets(foreign, str(folder))
+    folder, most = foreign.get("dataset_dir", "data"), foreign.count("max_samples")
+    known = json_near(foreign.folder, f"{folder}/dataset_info.json", f"../../{folder}/dataset_info.json")
     if known is None:
         reason = f"{folder}/dataset_info.json was not found, so files and layouts are guesses; correct data.train"
         foreign.leave(key, "look", reason)
     if foreign.peek(key) is None:
         foreign.refuse(key, "a data set is needed")
-    split = f"train[:{most}]" if most else None
-    rows = [_set(foreign, key, name, (known or {}).get(name), str(folder), split) for name in _names(foreign.get(key))]
+    names = [name for each in foreign.names(key) for name in _names(each)]
+    rows = [_set(foreign, key, name, _entry(known, name), str(folder), most) for name in names]
     return [_as_text(row) for row in rows] if pretraining else rows
+
+
+def _entry(known: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
+    """A data set's entry in dataset_info.json; None where the file or the entry is missing. Raises RecipeError."""
+    entry = (known or {}).get(name)
+    if entry is None:
+        return None
+    place = f"dataset_info.json: {shown(name)}"
+    if not isinstance(entry, Mapping):
+        raise RecipeError([f"{place}: is {shown(entry)}; write an object"])
+    for part in ("columns", "tags"):
+        inner = entry.get(part) or {}
+        if not isinstance(inner, Mapping) or not all(isinstance(each, str | None) for each in inner.values()):
+            raise RecipeError([f"{place}: {part} is {shown(inner)}; write an object whose values are texts"])
+    for part in ("file_name", "hf_hub_url", "split", "subset", "revision", "formatting"):
+        if not isinstance(entry.get(part), str | None):
+            raise RecipeError([f"{place}: {part} is {shown(entry[part])}; write a text"])
+    return entry
+
+
+def _has_tools(entry: Mapping[str, Any]) -> bool:
+    """Whether a data set says that its rows may have tools: by a column, or by a name for turns that call them."""
+    return "tools" in entry.get("columns", {}) or "function_call" in entry.get("roles", {}).values()
 
 
 def _as_text(row: dict[str, Any]) -> dict[str, Any]:
@@ -161,45 +192,88 @@ def _as_text(row: dict[str, Any]) -> dict[str, Any]:
     return others | {"format": "text"} | ({"columns": text} if text else {})
 
 
-def _known_sets(foreign: ForeignConfig, folder: str) -> Mapping[str, Any] | None:
-    for path in (foreign.folder / folder, foreign.folder.parent.parent / folder):
-        try:
-            entries = json.loads(read_regular(path / "dataset_info.json", MOST_JSON_BYTES))
-        except (OSError, ValueError):
-            continue
-        return entries if isinstance(entries, Mapping) else None
-    return None
-
-
 def _set(
-    foreign: ForeignConfig, key: str, name: str, known: Mapping[str, Any] | None, folder: str, split: str | None
+    foreign: ForeignConfig, key: str, name: str, known: Mapping[str, Any] | None, folder: str, most: int | None
 ) -> dict[str, Any]:
+    """An entry of data.train; what it cannot say of LLaMA-Factory's entry is listed as left out."""
     if known is None:
-        return data_set(f"{folder}/{name}.json", split=split)
+        return data_set(f"{folder}/{name}.json", split=f"train[:{most}]" if most else None)
     tags, columns = known.get("tags") or {}, known.get("columns") or {}
-    for strange in ("ranking", "images", "videos", "audios"):
-        if known.get(strange) or strange in columns:
-            foreign.leave(f"{key}: {name}", "differs", f"{strange} are not read", columns or True)
-    shared = {"system": columns.get("system"), "tools": columns.get("tools")}
+    at = f"{key}: {name}"
+    _leave_strange_keys(foreign, at, known)
+    mapped = {"system": columns.get("system"), "tools": columns.get("tools")}
+    more: dict[str, Any] = {"format": "alpaca", "split": _first_rows(foreign, at, known, most)}
     if known.get("formatting", "alpaca") == "alpaca":
         pairs = {"instruction": "prompt", "input": "query", "output": "response", "history": "history"}
-        format, mapped = "alpaca", renamed(**{ours: columns.get(theirs) for ours, theirs in pairs.items()}, **shared)
+        mapped = {ours: columns.get(theirs) for ours, theirs in pairs.items()} | mapped
+        if not columns or columns.get("query"):
+            reason = "rows with an input: one line break before it there, a blank line here"
+            foreign.leave(at, "look", reason, columns.get("query", "input"))
     else:
-        format, turns = ("messages", "messages") if tags.get("content_tag") == "content" else _SHAREGPT
-        mapped = renamed(**{turns: columns.get("messages", "conversations")}, **shared)
-    if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
-        foreign.leave(f"{key}: {name}", "differs", "turns are read by from and value, or role and content", tags)
-    more: dict[str, Any] = {"format": format, "columns": mapped, "roles": _roles(tags)}
+        more["format"], turns = ("messages", "messages") if tags.get("content_tag") == "content" else _SHAREGPT
+        mapped = {turns: columns.get("messages", "conversations")} | mapped
+        more["roles"] = _roles(tags, more["format"])
+        if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
+            foreign.leave(at, "differs", "turns are read by from and value, or role and content", dict(tags))
+    more["columns"] = renamed(**mapped)
     if "hf_hub_url" in known:
-        split = split or known.get("split")
-        return data_set(known["hf_hub_url"], name=known.get("subset"), split=split, **more)
-    return data_set(f"{folder}/{known.get('file_name', name + '.json')}", split=split, **more)
+        return data_set(known["hf_hub_url"], name=known.get("subset"), revision=known.get("revision"), **more)
+    return data_set(f"{folder}/{known.get('file_name') or name + '.json'}", **more)
+
+
+_READ = {"hf_hub_url", "file_name", "formatting", "columns", "tags", "subset", "split", "revision", "num_samples"}
+_READ_COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools"}
+_OTHER_PLACES = {"ms_hub_url", "om_hub_url", "cloud_file_name"}  # of the same rows
+
+
+def _leave_strange_keys(foreign: ForeignConfig, at: str, known: Mapping[str, Any]) -> None:
+    """List the keys of an entry of dataset_info.json that nothing here reads."""
+    here = "hf_hub_url" in known or "file_name" in known
+    for key, value in known.items():
+        if key not in _READ and value not in (None, False, "") and not (here and key in _OTHER_PLACES):
+            foreign.leave(f"{at}: {key}", "differs", f"{key} is not read", value)
+    for key, value in (known.get("columns") or {}).items():
+        if key not in _READ_COLUMNS and value is not None:
+            foreign.leave(f"{at}: columns.{key}", "differs", f"{key} are not read", value)
+    for key, value in (known.get("tags") or {}).items():
+        if key not in (*_TAGS, "role_tag", "content_tag") and value is not None:
+            foreign.leave(f"{at}: tags.{key}", "differs", f"{key} is not read", value)
+
+
+def _first_rows(foreign: ForeignConfig, at: str, known: Mapping[str, Any], most: int | None) -> str:
+    """The split: of num_samples and max_samples as many first rows as the smaller says."""
+    drawn = as_count(known.get("num_samples"))
+    if drawn is not None and (isinstance(drawn, bool) or not isinstance(drawn, int) or not 0 < drawn <= MOST):
+        raise RecipeError([f"dataset_info.json: {at}: num_samples is {shown(drawn)}; write a whole number above 0"])
+    if drawn is not None:
+        reason = "these rows are drawn at random there, some twice where there are fewer; here the first are taken once"
+        foreign.leave(f"{at}: num_samples", "look", reason, drawn)
+    split, counts = str(known.get("split") or "train"), [count for count in (drawn, most) if count is not None]
+    if counts and "[" in split:
+        reason = f"is a slice already, so it is not cut to its first {min(counts):,} rows"
+        foreign.leave(f"{at}: split", "differs", reason, split)
+        return split
+    return f"{split}[:{min(counts)}]" if counts else split
 
 
 _SHAREGPT = ("sharegpt", "conversations")
-_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
-_KNOWN_ROLES = ("human", "user", "gpt", "assistant", "observation", "tool", "system")
+_TAGS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+# Names of roles that a layout of ours knows, and takes for what the tag says.
+_KNOWN_ROLES = {
+    "messages": {role: role for role in ("user", "assistant", "tool", "system")},
+    "sharegpt": {
+        "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "observation": "tool",
+        "tool": "tool", "system": "system", "function_call": "function_call",
+    },
+}  # fmt: skip
 
 
-def _roles(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {str(tags[tag]): role for tag, role in _TAGS.items() if tags.get(tag) not in (None, *_KNOWN_ROLES)}
+def _roles(tags: Mapping[str, Any], layout: str) -> dict[str, str]:
+    named = {str(tags[tag]): role for tag, role in _TAGS.items() if tags.get(tag) is not None}
+    return {name: role for name, role in named.items() if _KNOWN_ROLES[layout].get(name) != role}

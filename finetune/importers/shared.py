@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
+from pydantic import ValidationError
+
+from finetune.errors import FinetuneError, RecipeError
+from finetune.importers.foreign_config import ForeignConfig, Level, as_count, recipe_default
+from finetune.importers.recipe_writer import written
 from finetune.importers.templates import TEMPLATES
-from finetune.paths import read_regular
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, for_shards
-from finetune.recipe.schema import Scheduler
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
+from finetune.recipe.schema import Recipe, Scheduler, Tracker
 from finetune.recipe.strategy import Strategy, read_strategy
-from finetune.untrusted.json_files import MOST_JSON_BYTES
+from finetune.recipe.strategy_fit import Unfit, unfit
+from finetune.recipe.yaml_text import shown
+from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -33,10 +38,6 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
     if offered is None:
         foreign.leave(key, "differs", "not offered; AdamW takes its place")
         foreign.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
-    elif chosen_strategy(foreign).shards_modules and for_shards(offered) != offered:
-        stands = for_shards(offered)
-        foreign.leave(key, "differs", f"it updates full tensors, this strategy has shards; {stands} is sharded too")
-        foreign.write("training.optim", stands, "sharded like the weights")
     elif name:
         foreign.write("training.optim", offered, f"{key}: {name}")
     else:
@@ -78,7 +79,7 @@ def scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.write("training.lr_scheduler_type", shape, key)
     else:
         foreign.default("training.lr_scheduler_type", shape)
-    arguments = foreign.get("lr_scheduler_kwargs", {})
+    arguments = foreign.mapping("lr_scheduler_kwargs")
     known = {name: value for name, value in arguments.items() if name in SCHEDULER_ARGUMENTS[shape]}
     if known:
         foreign.write("training.lr_scheduler_kwargs", known, "lr_scheduler_kwargs")
@@ -105,11 +106,9 @@ def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
 
 def batch(foreign: ForeignConfig, micro_key: str, default: int, *, accumulation: Any = None, split_by: int = 1) -> None:
     """training.global_batch_size: their rows of one optimizer step. `split_by`: GPUs that share one row."""
-    micro = as_count(foreign.get(micro_key, default))
-    accumulated = foreign.get("gradient_accumulation_steps")
-    steps = accumulation or (1 if accumulated in (None, "auto") else as_count(accumulated))
-    if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in (micro, steps)):
-        foreign.refuse(micro_key if steps == accumulated else "gradient_accumulation_steps", "write a number above 0")
+    micro = foreign.count(micro_key, default)
+    accumulated = 1 if foreign.get("gradient_accumulation_steps") == "auto" else None
+    steps = accumulation or accumulated or foreign.count("gradient_accumulation_steps", 1)
     replicas = max(1, foreign.gpus // split_by)
     by = _counted(replicas) + (f" ({foreign.gpus} / {split_by})" if split_by > 1 else "")
     why = f"{micro_key} {micro} x gradient_accumulation_steps {steps} x {by}"
@@ -142,27 +141,57 @@ def strategy(foreign: ForeignConfig) -> str:
     return name
 
 
-def fit_quantization(foreign: ForeignConfig) -> None:
-    """What a strategy requires: 4-bit shards are stored in the compute dtype, and int8 weights are not sharded."""
-    chosen = chosen_strategy(foreign)
-    if chosen.shards_modules and "quantization.load_in_4bit" in foreign.carried:
-        dtype = foreign.carried.get("quantization.bnb_4bit_compute_dtype", ("bfloat16",))[0]
-        foreign.write("quantization.bnb_4bit_quant_storage", dtype, "shards need the compute dtype")
-    if chosen.shards_parameters and "quantization.load_in_8bit" in foreign.carried:
-        reason = "int8 weights are not sharded; set accelerate_config: ddp, or use 4 bits"
-        foreign.leave("quantization.load_in_8bit", "look", reason, True)
+def fit_strategy(foreign: ForeignConfig) -> None:
+    """Replace what the strategy cannot train with, and name the replacement; after all else that is carried."""
+    for _ in range(_MOST_REPLACEMENTS):
+        found = _first_unfit(foreign)
+        if found is None:
+            return
+        for key, value in found.instead.items():
+            before, why = foreign.carried.get(key, (recipe_default(key), ""))
+            strategy = foreign.carried["accelerate_config"][0]
+            foreign.write(key, value, f"{written(before)} does not go with {strategy}")
+            if key != "quantization.bnb_4bit_quant_storage":  # a container; the same numbers are in it
+                level: Level = "look" if key == "accelerate_config" else "differs"
+                theirs = re.split(r": | with \d", why)[0] if why else key
+                reason = f"{found.problem}; {key}: {written(value)} takes its place"
+                foreign.leave(theirs, level, reason, before)
+
+
+_MOST_REPLACEMENTS = 10  # each takes one of the settings that a strategy may refuse
+
+
+def _first_unfit(foreign: ForeignConfig) -> Unfit | None:
+    """What the recipe's strategy cannot train with, the first of it; None also for a recipe that is not valid, of which
+    a later check tells."""
+    nested: dict[str, Any] = {}
+    for key, (value, _) in foreign.carried.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            nested.setdefault(section, {})[name] = value
+        else:
+            nested[key] = value
+    try:
+        recipe = Recipe.model_validate(nested)
+    except ValidationError:
+        return None
+    return next(unfit(recipe, chosen_strategy(foreign)), None)
 
 
 def zero_name(foreign: ForeignConfig) -> str:
     """The strategy of a DeepSpeed file, read from it or, where it is not found, guessed from its name."""
     config = foreign.get("deepspeed")
-    settings = config if isinstance(config, Mapping) else _json_near(foreign.folder, str(config or ""))
+    settings = config if isinstance(config, Mapping) else json_near(foreign.folder, str(config or ""))
     if settings is not None:
-        zero = settings.get("zero_optimization") or {}
-        devices = [(zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")]
-        stage, offload = int(zero.get("stage") or 0), "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else ""
+        zero = _section_of(foreign, settings, "zero_optimization")
+        devices = [_section_of(foreign, zero, f"offload_{what}").get("device") for what in ("optimizer", "param")]
+        stage, offload = zero.get("stage") or 0, "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else ""
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            problem = f"zero_optimization.stage is {shown(stage)}; write 0, 1, 2 or 3"
+            raise RecipeError([f"deepspeed: {problem}"])
+        stage = int(stage)
     else:
-        match = re.search(r"z(?:ero)?[-_]?([0-3])", PurePosixPath(str(config)).name.lower())
+        match = re.search(r"z(?:ero)?[-_]?([0-3])(?!\d)", PurePosixPath(str(config)).name.lower())
         stage, offload = int(match[1]) if match else 0, "cpu" if "offload" in str(config) else ""
         if config:
             foreign.leave("deepspeed", "look", f"read from its name as stage {stage}{', offloaded' if offload else ''}")
@@ -173,20 +202,31 @@ def zero_name(foreign: ForeignConfig) -> str:
     return f"zero{max(stage, 2)}_offload" if offload else f"zero{stage}"
 
 
-def _json_near(folder: Path, name: str) -> Mapping[str, Any] | None:
-    for path in (folder / name, Path(name)):
-        if name and path.is_file():
+def _section_of(foreign: ForeignConfig, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a DeepSpeed file, empty where it is missing. Raises RecipeError for anything else."""
+    section = settings.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise RecipeError([f"deepspeed: {name} is {shown(section)}; write a section of key: value"])
+    return section
+
+
+def json_near(folder: Path, *names: str) -> Mapping[str, Any] | None:
+    """The JSON object in the first of these files that is there, in `folder` or in the working folder; None where none
+    is. Raises RecipeError for a file that cannot be read as one."""
+    for path in (place for name in names if name for place in (folder / name, Path(name))):
+        if os.path.exists(path):  # of pathlib's, some raise on a name that is too long
             try:
-                settings = json.loads(read_regular(path, MOST_JSON_BYTES))
-            except (OSError, ValueError):
-                return None
-            return settings if isinstance(settings, Mapping) else None
+                return read_object(path)
+            except FinetuneError as error:
+                raise RecipeError([f"{str(error).rpartition('; ')[0]}; correct the file, or take it away"]) from None
     return None
 
 
 def _fsdp_name(foreign: ForeignConfig) -> str:
     """The strategy of FSDP's settings; those about how it is carried out are listed as left out."""
     words = str(foreign.peek("fsdp") or "")
+    if isinstance(foreign.peek("fsdp_config"), str):
+        _read_fsdp_file(foreign)
 
     def of(name: str) -> Any:
         return foreign.first(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}")[1]
@@ -199,6 +239,18 @@ def _fsdp_name(foreign: ForeignConfig) -> str:
     if offloaded:
         return "fsdp2_offload"
     return "fsdp2_grad_op" if whole_between else "hsdp" if "hybrid" in sharding else "fsdp2"
+
+
+def _read_fsdp_file(foreign: ForeignConfig) -> None:
+    """Put the file that transformers takes as fsdp_config in its place; named where it is not here."""
+    name = foreign.peek("fsdp_config")
+    settings = json_near(foreign.folder, name)
+    if settings is None:
+        foreign.leave(
+            "fsdp_config", "look", "this file is not here, so its settings are not read; the kit shards fully"
+        )
+        return
+    foreign.values = {**foreign.values, "fsdp_config": dict(settings)}
 
 
 def checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
@@ -238,13 +290,24 @@ def held_out(foreign: ForeignConfig, key: str) -> None:
         foreign.leave(key, "look", "a number of rows; write data.eval: {fraction: ...}, or a split like train[:1000]")
 
 
-def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str]) -> None:
-    """data.chat_template from a template's name: written out where it is one of ours, else the tokenizer's own."""
+def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *, tools: bool = False) -> None:
+    """data.chat_template from a template's name: written out where it is one of ours, else the tokenizer's own, which
+    rows with tools need: ours have no place for them."""
     name = str(foreign.get(key))
-    if name in names:
+    if name in names and tools:
+        reason = "the tokenizer's own template is used, for rows with tools; compare by: finetune preview"
+        foreign.leave(key, "look", reason)
+    elif name in names:
         foreign.write("data.chat_template", TEMPLATES[names[name]], f"{key}: {name}")
     elif name not in ("tokenizer_default", "None"):
         foreign.leave(key, "look", "the tokenizer's own template is used; compare by: finetune preview")
+
+
+def only_linear_layers(foreign: ForeignConfig) -> None:
+    """Adapters on linear layers alone, where all-linear was carried over: ours adds those on experts' parameters."""
+    layers, why = foreign.carried.get("lora.target_modules", (None, ""))
+    if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:
+        foreign.write("lora.target_parameters", [], f"{why}: linear layers, no experts' parameters")
 
 
 def every(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
@@ -274,6 +337,33 @@ def _save_each_evaluation(foreign: ForeignConfig) -> None:
     whole = isinstance(evaluated, int) and isinstance(saved, int) and saved > 0
     if evaluated != saved and not (whole and evaluated % saved == 0):
         foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
+
+
+# The environment's name of what a tracker's own key says, by which the tracker itself reads it.
+_TRACKER_VARIABLES = {
+    "wandb_project": "WANDB_PROJECT",
+    "wandb_entity": "WANDB_ENTITY",
+    "wandb_mode": "WANDB_MODE",
+    "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
+    "metric_logger.project": "WANDB_PROJECT",
+    "metric_logger.entity": "WANDB_ENTITY",
+    "metric_logger.mode": "WANDB_MODE",
+}
+
+
+def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
+    """report_to, of trackers by the tool's names, each with the key that asks for it; what is set in the environment
+    here is named."""
+    ours = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
+    if ours:
+        foreign.write("report_to", list(ours), ", ".join(dict.fromkeys(ours.values())))
+    for name, key in wanted.items():
+        if name not in ours:
+            foreign.leave(key, "look", f"not offered; {', '.join(get_args(Tracker))} are", name)
+    for key, variable in _TRACKER_VARIABLES.items():
+        value = foreign.get(key) if ours else None
+        if value is not None:
+            foreign.leave(key, "look", f"set it in the environment: {variable}={shown(value)}")
 
 
 def hub(foreign: ForeignConfig, *, push: bool) -> None:

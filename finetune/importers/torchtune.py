@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
-from finetune.importers.shared import batch, chosen_strategy, data_set, renamed
+from finetune.importers.shared import batch, data_set, renamed, trackers
 from finetune.importers.templates import TEMPLATES
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, for_shards
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -31,16 +31,11 @@ _SCHEDULES = {
     "get_linear_schedule_with_warmup": "linear",
 }
 _NO_LIMIT = 8192
-_OTHER = ("teacher_model", "kd_loss", "quantizer", "ref_checkpointer", "prompt", "tasks", "enable_kv_cache")
+_TRACKERS = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet"}
 
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
-    for key in _OTHER:
-        if foreign.peek(key):
-            foreign.refuse(key, "this kit does supervised fine-tuning of language models, and nothing else")
-    if "rlhf" in str(foreign.peek("loss._component_")):
-        foreign.refuse("loss._component_", "this kit does supervised fine-tuning of language models")
     foreign.write("model.name_or_path", _model_folder(foreign), "checkpointer.checkpoint_dir")
     builder = _last(foreign.get("model._component_"))
     _adapter(foreign, builder)
@@ -69,7 +64,7 @@ def _adapter(foreign: ForeignConfig, builder: str) -> None:
     foreign.carry("lora.r", "model.lora_rank", default=8, change=as_count)
     foreign.carry("lora.lora_alpha", "model.lora_alpha", default=16)
     foreign.carry("lora.lora_dropout", "model.lora_dropout", default=0.0)
-    modules = [_LAYERS.get(name, name) for name in foreign.get("model.lora_attn_modules", [])]
+    modules = [_LAYERS.get(name, name) for name in foreign.names("model.lora_attn_modules")]
     modules += _MLP * bool(foreign.get("model.apply_lora_to_mlp"))
     modules += ["lm_head"] * bool(foreign.get("model.apply_lora_to_output"))
     foreign.write("lora.target_modules", modules, "lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output")
@@ -80,6 +75,10 @@ def _adapter(foreign: ForeignConfig, builder: str) -> None:
 
 
 def _data(foreign: ForeignConfig) -> None:
+    for each in ("model", "checkpointer", "tokenizer", "optimizer", "lr_scheduler", "loss", "metric_logger"):
+        section = foreign.peek(each)
+        if section is not None and not isinstance(section, dict):
+            foreign.refuse(each, "write a section with _component_")
     several = isinstance(foreign.peek("dataset"), list)
     keys = [f"dataset.{index}" for index in range(len(foreign.peek("dataset")))] if several else ["dataset"]
     if foreign.peek("dataset") is None:
@@ -165,11 +164,11 @@ def _training(foreign: ForeignConfig) -> None:
     offloaded = sharded and bool(foreign.get("fsdp_cpu_offload") or foreign.get("fsdp.cpu_offload"))
     name = "fsdp2_offload" if offloaded else "fsdp2" if sharded else "single"
     foreign.write("accelerate_config", name, "torchtune shards by FSDP2" if sharded else "one GPU")
-    tensor_parallel = foreign.get("tensor_parallel_dim", 1)
+    tensor_parallel = foreign.count("tensor_parallel_dim", 1)
     if tensor_parallel > 1:
         foreign.leave("tensor_parallel_dim", "same", "layers are not split over GPUs here; check by `finetune plan`")
     batch(foreign, "batch_size", 1, split_by=tensor_parallel)
-    epochs, steps = foreign.get("epochs", 1), foreign.get("max_steps_per_epoch")
+    epochs, steps = foreign.count("epochs", 1), foreign.count("max_steps_per_epoch")
     if steps:
         foreign.write("training.max_steps", steps * epochs, f"max_steps_per_epoch x epochs {epochs}")
     else:
@@ -185,19 +184,19 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("logging_steps", "log_every_n_steps", change=as_count)
     foreign.carry("output_dir", "output_dir")
     foreign.carry("save_total_limit", "checkpointer.keep_last_n_checkpoints")
+    logger = _last(foreign.get("metric_logger._component_", ""))
+    tracker = _TRACKERS.get(logger)
+    if logger and tracker is None and logger not in ("DiskLogger", "StdoutLogger"):
+        foreign.leave("metric_logger._component_", "look", "an unknown tracker; report_to: [wandb] or another")
+    trackers(foreign, {tracker: "metric_logger._component_"} if tracker else {})
 
 
 def _optimizer(foreign: ForeignConfig) -> None:
     name = _last(foreign.get("optimizer._component_", "torch.optim.AdamW"))
     offered = OPTIMIZER_NAMES.get(name)
-    written = offered or DEFAULT
-    if chosen_strategy(foreign).shards_modules:
-        written = for_shards(written)
-    if written != offered:
-        not_offered = offered is None
-        reason = "not offered; AdamW takes its place" if not_offered else f"has no shards; {written} is sharded too"
-        foreign.leave("optimizer._component_", "differs", reason)
-    foreign.write("training.optim", written, f"optimizer: {name}")
+    if offered is None:
+        foreign.leave("optimizer._component_", "differs", "not offered; AdamW takes its place")
+    foreign.write("training.optim", offered or DEFAULT, f"optimizer._component_: {name}")
     foreign.carry("training.learning_rate", "optimizer.lr", default=1e-3)
     foreign.carry("training.weight_decay", "optimizer.weight_decay", default=0.01)
     if "lora" in foreign.carried and foreign.carried.get("training.weight_decay", (0,))[0]:
@@ -206,6 +205,8 @@ def _optimizer(foreign: ForeignConfig) -> None:
     foreign.get("optimizer.fused")
     betas = foreign.get("optimizer.betas")
     if betas:
+        if not isinstance(betas, list) or len(betas) != 2:
+            foreign.refuse("optimizer.betas", "write two numbers: [0.9, 0.95]")
         for constant, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
             foreign.write(f"training.{constant}", value, "optimizer.betas")
     foreign.carry("training.adam_epsilon", "optimizer.eps")

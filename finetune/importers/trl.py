@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig
-from finetune.importers.shared import data_set, quantised_by, remote_code, renamed, unused
+from finetune.importers.shared import data_set, only_linear_layers, quantised_by, remote_code, renamed, unused
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -26,8 +26,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
-    if foreign.peek("beta") or foreign.peek("reward_model_path"):
-        foreign.refuse("beta" if foreign.peek("beta") else "reward_model_path", "only configurations of SFT are read")
+    if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # the cross-entropy of the next token, by two names
+        foreign.get("loss_type")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     remote_code(foreign)
@@ -53,6 +53,7 @@ def _adapter(foreign: ForeignConfig) -> None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     foreign.carry("lora.target_parameters", "lora_target_parameters")
+    only_linear_layers(foreign)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     if bits:
@@ -132,10 +133,11 @@ def _sets(foreign: ForeignConfig) -> list[dict[str, Any]]:
     if key is not None:
         return [_mixed(foreign, f"{key}.{index}") for index in range(len(foreign.peek(key)))]
     if foreign.peek("dataset_mixer"):
-        mixed = foreign.get("dataset_mixer")
-        splits = foreign.get("dataset_splits", ["train"])
+        mixed = foreign.mapping("dataset_mixer")
+        splits = foreign.names("dataset_splits") or ["train"]
         first = next((split for split in splits if "train" in split), splits[0])
-        return [data_set(name, split=first, weight=float(share)) for name, share in mixed.items()]
+        shares = {name: foreign.number(f"dataset_mixer.{name}") for name in mixed if "." not in name}
+        return [data_set(name, split=first, weight=float(shares.get(name, share))) for name, share in mixed.items()]
     if foreign.peek("dataset_name") is None:
         foreign.refuse("dataset_name", "a data set is needed")
     split = foreign.get("dataset_train_split")
@@ -145,7 +147,7 @@ def _sets(foreign: ForeignConfig) -> list[dict[str, Any]]:
 def _mixed(foreign: ForeignConfig, at: str) -> dict[str, Any]:
     _, path = foreign.first(f"{at}.path", f"{at}.id")
     _, name = foreign.first(f"{at}.name", f"{at}.config")
-    _, share = foreign.first(f"{at}.fraction", f"{at}.weight")
+    key, share = foreign.first(f"{at}.fraction", f"{at}.weight")
     if path is None:
         foreign.refuse(f"{at}.path", "a data set needs a path")
     foreign.get(f"{at}.columns")  # columns that no format knows are ignored
@@ -153,7 +155,7 @@ def _mixed(foreign: ForeignConfig, at: str) -> dict[str, Any]:
     if isinstance(files, dict):
         foreign.leave(f"{at}.data_files", "look", "one entry for each split; name its files there")
         files = next(iter(files.values()))
-    weight = None if share is None else float(share)
+    weight = None if share is None else float(foreign.number(key))
     return data_set(str(path), files=files, name=name, split=foreign.get(f"{at}.split"), weight=weight)
 
 

@@ -17,7 +17,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.model.optimizers.rounded_adamw import LocalPart, RoundedAdamW, all_of
-from finetune.recipe.optimizers import OPTIMIZERS, Optimizer, for_shards
+from finetune.recipe.optimizers import OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 from finetune.wording import counted
 
@@ -32,11 +32,6 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
     stands for those without pages.
     """
     spec = OPTIMIZERS[name]
-    if sharded and not spec.works_on_shards:
-        raise EnvironmentMismatch(
-            f"training.optim: {name} updates full tensors, this strategy has shards; set "
-            f"training.optim={for_shards(name)}, whose state is sharded too, or accelerate_config=ddp"
-        )
     if spec.library(sharded=sharded) != "bitsandbytes":
         return
     try:

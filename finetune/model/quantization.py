@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from finetune.errors import EnvironmentMismatch
-from finetune.recipe.schema import Quantization, Recipe
+from finetune.recipe.schema import Quantization
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -31,33 +30,6 @@ TENSORS = {
     "quant_nested_code": "state2.code",
 }
 BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsandbytes' own
-
-
-def check_sharded_quantization(recipe: Recipe) -> None:
-    """Refuse quantised weights that cannot be sharded over ranks. Raises EnvironmentMismatch.
-
-    Packed bytes travel under the name of a number format. Under mixed precision an engine converts every floating-point
-    weight that is not in the compute dtype: packed bytes it would take for numbers (seen with FSDP2 and float32).
-    """
-    quantization = recipe.quantization
-    if quantization is None:
-        return
-    if quantization.load_in_8bit:
-        raise EnvironmentMismatch(
-            "quantization.load_in_8bit: int8 layers keep their weights outside of the parameters that a sharded "
-            "strategy cuts; set load_in_4bit, or accelerate_config=ddp"
-        )
-    if recipe.lora is not None and recipe.lora.use_dora:
-        raise EnvironmentMismatch(
-            "lora.use_dora: DoRA reads the 4-bit weights of a layer, which a sharded strategy has only in its forward; "
-            "set it to false, or accelerate_config=ddp"
-        )
-    storage, compute = quantization.bnb_4bit_quant_storage, quantization.bnb_4bit_compute_dtype
-    if storage != compute:
-        raise EnvironmentMismatch(
-            f"quantization.bnb_4bit_quant_storage: {storage}, but a sharded strategy moves weights in the compute "
-            f"dtype, {compute}; set quantization.bnb_4bit_quant_storage={compute}"
-        )
 
 
 def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:

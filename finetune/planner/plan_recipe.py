@@ -27,8 +27,8 @@ from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.recipe.strategy_fit import stages_problem
 from finetune.strategies.accelerator import check_combination
-from finetune.strategies.pipeline.requirements import require_stages
 from finetune.tokens.batches import MicroBatch
 
 STAGES_AT_ONCE = 4  # stages of a pipeline that are traced beside each other, half a GiB of host memory each
@@ -105,7 +105,8 @@ def plan_recipe(
     check_combination(recipe, strategy, on_cpu=gpus is None)
     if strategy.schedule and stage is None:
         count = _ranks_of(strategy, gpus, ranks)
-        require_stages(recipe, strategy, count)
+        if problem := stages_problem(recipe, strategy, count):
+            raise EnvironmentMismatch(problem)
         one = partial(plan_recipe, recipe, gpus, batches=batches, ranks=count, node=node, must_fit=must_fit)
         return _worst(list(_each_stage(one, strategy.stage_count(count))))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)

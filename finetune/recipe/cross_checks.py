@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from finetune.output_stream import printable
+from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 LONGEST_PATH = 300  # characters of a path that a message shows whole
+_MOST_CYCLES = 1000  # of a schedule, and its greatest power: 0.5 ** 1000 is 1e-301, near a float's least
 CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
 
 # The columns that each layout of a row has by our names, and those that it may have besides.
@@ -162,14 +164,36 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
         elif name.endswith("_type"):
             if value not in CURVE_SHAPES:
                 yield CrossCheck(key, "is not a shape of a curve", f"choose one of {', '.join(CURVE_SHAPES)}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             yield CrossCheck(key, "is not a number", "write a number")
+        elif remedy := _out_of_range(name, value, training):
+            yield CrossCheck(key, f"is {shown(value)}", remedy)
     if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1:
         remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
         yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
     if shape == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
         yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
+
+
+def _out_of_range(name: str, value: float, training: Training) -> str:
+    """What to write instead of a schedule's number with which the rate is negative, rises, or cannot be computed;
+    empty for any other. The ends are far beyond what a schedule is given."""
+    rate = training.learning_rate
+    match name:
+        case "num_cycles" | "power" if not 0 < value <= _MOST_CYCLES:
+            return f"write a number above 0, at most {_MOST_CYCLES:,}"
+        case "timescale" if not 1 <= value <= MOST:
+            return "write the number of steps, 1 or more"
+        case "num_decay_steps" | "num_stable_steps" if not 0 <= value <= MOST or value != int(value):
+            return "write a whole number of steps, 0 or more"
+        case "min_lr_rate" | "min_lr_ratio" if not 0 <= value <= 1:
+            return "write a share of the learning rate, from 0 to 1"
+        case "lr_end" if not 0 <= value < rate:
+            return f"write a rate from 0 to below training.learning_rate, {rate:g}"
+        case "min_lr" if not 0 <= value <= rate:
+            return f"write a rate from 0 to training.learning_rate, {rate:g}"
+    return ""
 
 
 def check_sections(recipe: Recipe, more: Iterable[CrossCheck]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from finetune.errors import RecipeError
 from finetune.recipe.optimizers import OPTIMIZER_NAMES
+from finetune.recipe.yaml_text import shown
 
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
 TOOL_TITLES: dict[Tool, str] = {
@@ -225,11 +226,92 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
     return "trl" if {"model_name_or_path", "per_device_train_batch_size"} & set(values) else None
 
 
+# What a tool does when one of these keys has a value. No tool's supervised fine-tuning has them.
+_PREFERENCES, _REWARDS = "preference training", "training by rewards"
+_OTHER_TRAINING: dict[Tool, dict[str, str]] = {
+    "axolotl": {
+        "rl": "preference training or training by rewards",
+        "reward_model": "a reward model's training",
+        "process_reward_model": "a reward model's training",
+        "qat": "training for quantised weights",
+        "num_labels": "a classifier's training",
+    },
+    "llamafactory": {"pref_beta": _PREFERENCES, "pref_loss": _PREFERENCES, "ref_model": _PREFERENCES},
+    "trl": dict.fromkeys(
+        "beta desirable_weight undesirable_weight precompute_ref_log_probs ref_model_sync_steps sync_ref_model "
+        "f_divergence_type rpo_alpha ld_alpha cpo_alpha simpo_gamma max_prompt_length loss_weights "
+        "use_weighting".split(),
+        _PREFERENCES,
+    )
+    | dict.fromkeys(
+        "reward_model_path reward_funcs reward_weights num_generations max_completion_length scale_rewards "
+        "steps_per_generation reward_clip_range use_vllm".split(),
+        _REWARDS,
+    )
+    | {"center_rewards_coefficient": "a reward model's training"},
+    "torchtune": {
+        "teacher_model": "distillation",
+        "kd_loss": "distillation",
+        "quantizer": "quantising a model",
+        "ref_checkpointer": _PREFERENCES,
+        "reward_and_value_model": _REWARDS,
+        "prompt": "generating text",
+        "tasks": "an evaluation",
+        "enable_kv_cache": "generating text",
+    },
+}
+# A key with one of these values asks for supervised fine-tuning, or for nothing.
+_NO_TRAINING = (None, False, "", "sft", "pt")
+
+
+def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The key by which a configuration asks for another training than ours, and that training; None for ours."""
+    for key, training in _OTHER_TRAINING[tool].items():
+        if values.get(key) not in (*_NO_TRAINING, [], {}):
+            return key, training
+    loss = values.get("loss")
+    component = str(loss.get("_component_", "")) if isinstance(loss, Mapping) else ""
+    if tool == "torchtune" and "rlhf" in component:
+        return "loss._component_", _PREFERENCES
+    stage = values.get("stage")
+    if tool == "llamafactory" and stage not in _NO_TRAINING:
+        return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
+    losses = loss_types if isinstance(loss_types := values.get("loss_type"), list) else [loss_types]
+    if tool == "trl" and any(isinstance(each, str) and each in _PREFERENCE_LOSSES for each in losses):
+        return "loss_type", _PREFERENCES
+    return None
+
+
+# TRL's names of losses that compare two answers, or judge one.
+_PREFERENCE_LOSSES = frozenset(
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired discopop apo_zero "
+    "apo_down sigmoid_norm kto apo_zero_unpaired simpo alphapo grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split()
+)
+
+
+def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, Any]) -> None:
+    """Raise RecipeError where a configuration asks for a training that no recipe can do."""
+    found = other_training(tool, values)
+    if found is None:
+        return
+    key, training = found
+    value: Any = values
+    for part in key.split("."):
+        value = value[part]
+    raise RecipeError(
+        [
+            f"{file}: {key}: is {shown(value)}; this kit does supervised fine-tuning of language models, and this file "
+            f"asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+        ]
+    )
+
+
 def refuse_configuration_of_a_tool(file: pathlib.Path, values: Mapping[str, Any]) -> None:
     """Raise RecipeError with the command that converts the file, where it is a whole configuration of another tool."""
     tool = tool_of(values)
     if tool is None:
         return
+    refuse_other_training(file, tool, values)
     name = TOOL_TITLES[tool] if tool != "trl" else "TRL or transformers' Trainer"
     alone = tool == "trl" and "model_name_or_path" not in values  # TrainingArguments without their script's arguments
     first = "add model_name_or_path and dataset_name, then " * alone

@@ -26,6 +26,7 @@ from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.model_checks import refuses_new_rows
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.recipe.strategy_fit import Unfit, unfit
 from finetune.recipe.yaml_text import (
     MAX_BYTES,
     Parsed,
@@ -98,7 +99,8 @@ class _Source:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
-    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: folders that it names are here.
+    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: it is to be trained as it is, so
+    folders that it names are here, and its strategy can train it.
 
     `path` may also be the name of a recipe that comes with the package; files that such a recipe names come with it.
     Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
@@ -122,8 +124,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     if "data" in value and _is_shipped(file):
         value["data"] = _with_shipped_files(value["data"], ("data",), source.overridden)
     recipe = _validate(source, value)
-    for key, problem in folder_mistakes(recipe) if recipe is not None and here else ():
-        source.report(key, problem, at_key=False)
+    if recipe is not None and here:
+        for key, problem in folder_mistakes(recipe):
+            source.report(key, problem, at_key=False)
+        for each in _unfit_for_strategy(recipe):
+            source.report(tuple(each.key.split(".")), f"{each.problem}; {each.remedy}", at_key=False)
     if recipe is None or source.mistakes:
         raise source.error()
     recipe = recipe if recipe.output_dir else recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
@@ -319,6 +324,12 @@ def _auto_formats(value: dict[str, Any]) -> tuple[str, ...]:
     """The keys of number formats that a valid recipe leaves to the device."""
     paths = (key.split(".") for key in KEYS)
     return tuple(f"{section}.{name}" for section, name in paths if value.get(section, {}).get(name, "auto") == "auto")
+
+
+def _unfit_for_strategy(recipe: Recipe) -> list[Unfit]:
+    with suppress(RecipeError):  # a wrong file is told when it is used
+        return list(unfit(recipe, read_strategy(recipe.accelerate_config, strict=False)))
+    return []
 
 
 def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:

@@ -6,8 +6,13 @@ bitsandbytes', and what stands for those under shards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from decimal import Decimal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
 
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
@@ -72,3 +77,25 @@ def for_shards(name: Optimizer) -> Optimizer:
     """The optimizer itself where it updates shards, else the one that takes its place there."""
     spec = OPTIMIZERS[name]
     return name if spec.works_on_shards else spec.unpaged or DEFAULT
+
+
+# (least, usual, most) learning rate under AdamW. LoRA's best is about ten times that of full training (Biderman et al.,
+# LoRA Learns Less and Forgets Less, 2024); the ends are where either method learns nothing or diverges in practice.
+# Adapters over a quantised base take the rates of those over any other (Dettmers et al., QLoRA, 2023: 1e-4 to 2e-4).
+RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA": (1e-5, 2e-4, 2e-3)}
+
+
+def far_rate(recipe: Recipe) -> Iterator[str]:
+    """A line for a learning rate far from what the method bears."""
+    method = "full training" if recipe.lora is None else "LoRA" if recipe.quantization is None else "QLoRA"
+    rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
+    if not least <= rate <= most:
+        far = f"{decimal(rate)} is far {'below' if rate < least else 'above'} what {method} takes"
+        range_of = f"{decimal(least)} to {decimal(most)}"
+        yield f"training.learning_rate: {far}, {range_of}; set training.learning_rate={decimal(usual)}"
+
+
+def decimal(number: float) -> str:
+    """0.00001 rather than 1e-05, which YAML reads as text; 1e+300 as it is."""
+    text = format(Decimal(repr(number)), "f").removesuffix(".0")
+    return text if len(text) <= 20 else repr(number)

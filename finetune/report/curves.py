@@ -13,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.measure.units import PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.pictures import Chart, Series, smoothed
-from finetune.run_folder.facts import RunFacts, read_run
+from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
 from finetune.untrusted.library_words import in_one_line, words_of
 
 # Title, key of a training line, factor.
@@ -50,8 +50,7 @@ def _jobs(folder: Path) -> list[Path]:
         if not found:
             raise FinetuneError(f"{folder}: a comparison none of whose jobs has a step in jobs/; run it again")
         return found
-    if not (folder / "recipe.yaml").is_file():
-        raise FinetuneError(f"{folder}: not a run folder (recipe.yaml is missing); name a run's output_dir")
+    require_run_folder(folder)
     return [folder]
 
 

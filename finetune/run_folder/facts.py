@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import FinetuneError
 from finetune.files import read_lines, torn_lines
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
@@ -18,6 +19,14 @@ EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.
 
 
 MOST_RECORD_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each trained tensor
+
+
+def require_run_folder(run_dir: Path) -> Path:
+    """The recipe's file in it. Raises FinetuneError for any other folder; verbs ask before they import torch."""
+    resolved = run_dir / "recipe.yaml"
+    if not resolved.is_file():
+        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
+    return resolved
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
-from finetune.architecture.compiled.choice import check_compiling
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
@@ -28,14 +27,13 @@ from finetune.measure.host_memory import usable_cores
 from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
-from finetune.model.quantization import check_sharded_quantization
 from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
+from finetune.recipe.strategy_fit import stages_problem, unfit
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
-from finetune.strategies.pipeline.requirements import require_pipeline, require_stages
 from finetune.strategies.zero import zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
@@ -181,7 +179,8 @@ def _computes_on_cpu(launch: Launch) -> bool:
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = _computes_on_cpu(launch)
     check_combination(recipe, strategy, on_cpu=on_cpu)
-    require_stages(recipe, strategy, launch.world_size)
+    if problem := stages_problem(recipe, strategy, launch.world_size):
+        raise EnvironmentMismatch(problem)
     if strategy.uses_engine:
         compile_engine(strategy, on_cpu=on_cpu)
     if not on_cpu:
@@ -191,11 +190,9 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
 def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     """Refuse settings that this strategy cannot train with, on any machine. Raises EnvironmentMismatch."""
     if strategy.uses_engine:
-        require_engine(recipe, strategy, on_cpu=on_cpu)
-    if strategy.shards_modules:
-        check_sharded_quantization(recipe)
-    require_pipeline(recipe, strategy)
-    check_compiling(recipe, strategy)
+        require_engine(strategy, on_cpu=on_cpu)
+    for problem in unfit(recipe, strategy):
+        raise EnvironmentMismatch(str(problem))
     check_float8(recipe, on_cpu=on_cpu)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 

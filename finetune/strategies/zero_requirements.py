@@ -22,7 +22,6 @@ from filelock import FileLock
 from packaging.version import Version
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe.optimizers import DEFAULT
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
@@ -57,8 +56,8 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
         compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
 
 
-def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse, before anything is loaded, what this engine cannot do here or would do otherwise.
+def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
+    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs otherwise.
 
     Raises EnvironmentMismatch with the line to install, or with the setting to change.
     """
@@ -70,8 +69,11 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
             f"DeepSpeed {version('deepspeed')} lets a step that is not finite into the weights of ZeRO-3",
             f"DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST_ENGINE}'",
         )
-    for reason in unsuitable_for_engine(recipe, strategy, on_cpu):
-        raise EnvironmentMismatch(reason)
+    if on_cpu and torch.cuda.is_available():
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.name}: on a machine with GPUs DeepSpeed takes them; hide them with "
+            "CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
@@ -87,36 +89,6 @@ def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
 
 def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
     return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
-
-
-def unsuitable_for_engine(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
-    """Settings that the engine would refuse with a traceback, or compute in another number format."""
-    training, name = recipe.training, f"accelerate_config: {strategy.name}"
-    half = training.mixed_precision
-    if on_cpu and torch.cuda.is_available():
-        yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
-    if half == "fp8":
-        yield f"training.mixed_precision: fp8: {name} has one number format; set bf16, or accelerate_config: fsdp2"
-    if training.optim != DEFAULT:  # zero_state.py knows the state of no other
-        yield f"training.optim: {training.optim}: ZeRO shards state by elements, not by blocks; set {DEFAULT}"
-    if training.pure_bf16 and strategy.offloaded:
-        yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
-    if half == "no" and recipe.lora and recipe.model.dtype != "float32":
-        yield "training.mixed_precision: no: the engine has one number format; set bf16, or model.dtype: float32"
-    if recipe.quantization is not None:
-        yield from _unsuitable_quantization(recipe, strategy)
-
-
-def _unsuitable_quantization(recipe: Recipe, strategy: Strategy) -> Iterator[str]:
-    quantization, half = recipe.quantization, recipe.training.mixed_precision
-    assert quantization is not None
-    if half == "no":
-        yield "training.mixed_precision: no: the engine takes no quantised weights beside float32; set bf16"
-    if quantization.load_in_8bit and strategy.shards_parameters:
-        yield f"quantization.load_in_8bit: {strategy.name} cannot cut int8 weights; set accelerate_config=zero2"
-    compute = {"bf16": "bfloat16", "fp16": "float16"}.get(half)
-    if quantization.load_in_4bit and strategy.shards_parameters and quantization.bnb_4bit_quant_storage != compute:
-        yield f"quantization.bnb_4bit_quant_storage: weights are sharded in the dtype of the computation; set {compute}"
 
 
 def _links(program: str, library: str) -> bool:

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from numpy.lib import format as npy
 
 from finetune.data.check import SECONDS_BETWEEN_NOTES, Mistakes
 from finetune.data.readers import SourceRow
-from finetune.data.row_reader import RowReader
+from finetune.data.row_reader import ReadRow, RowReader
 from finetune.data.sources import Source
 from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder, read_sealed, remove_folder, write_sealed
@@ -123,7 +123,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
-    _check_variables(source, encoder)
+    check_set_variables(source, encoder)
     aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
     remove_folder(aside)
     aside.mkdir()
@@ -134,7 +134,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
             for place, document in zip(places, documents, strict=True):
                 if isinstance(document, RowError):
                     mistakes.add(f"{place.place}: {document}")
-                elif (fitted := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
+                elif (fitted := fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
         writer.close(reader.facts(encoder.template_reads), encoder.token_ids(writer.stops))
@@ -149,7 +149,7 @@ def _tokenised(
     source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, writer: _Writer
 ) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
     """Rows and their documents, a chunk at a time."""
-    scripts = _scripts(reader, encoder, mistakes)
+    scripts = scripts_of(reader.rows(), encoder, mistakes)
     rows, last_said = 0, time.monotonic()
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         rows += len(chunk)
@@ -162,7 +162,7 @@ def _tokenised(
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
-def _check_variables(source: Source, encoder: Encoder) -> None:
+def check_set_variables(source: Source, encoder: Encoder) -> None:
     """Raises DataError, once for the data set, where the chat template does not have its variables."""
     try:
         encoder.check_variables(source.entry.chat_template_kwargs)
@@ -170,10 +170,10 @@ def _check_variables(source: Source, encoder: Encoder) -> None:
         raise DataError([f"{source.name}: {error}"]) from None
 
 
-def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
+def scripts_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
     """Each row's scripts, all or none of them. What the template leaves out of many rows is told once."""
     left_out: list[str] = []
-    for row, read, problem in reader.rows():
+    for row, read, problem in rows:
         try:
             if read is None:
                 raise RowError(problem or "")
@@ -187,7 +187,7 @@ def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterato
     mistakes.add_alike(left_out)
 
 
-def _fit(document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
+def fit(document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
     """The document within max_length, as data.truncation says; None where none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):

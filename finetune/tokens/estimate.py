@@ -40,6 +40,7 @@ class RowCounts:
     tokens: int
     longest: int  # tokens that the longest row may have
     estimated_by: str = ""  # empty where they were counted
+    too_long: tuple[int, int, int] | None = None  # documents estimated beyond max_length, of how many, and the longest
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     around = _around(file) if file else AROUND
     lengths = [_lengths(each, file, around) for each in texts]
     trained = _weighed(recipe, lengths)
+    every = np.concatenate(lengths)
+    longer = int((every > data.max_length).sum())
     if data.truncation == "drop":
         trained = trained[trained <= data.max_length]
     trained = np.clip(trained, 1, data.max_length)
@@ -74,7 +77,9 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
         return None
     rows = len(pack(trained, data.max_length)) if data.packing else len(trained)
     by = "the model's tokenizer" if file else f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
-    return RowCounts(rows, int(trained.sum()), data.max_length if data.packing else int(trained.max()), by)
+    longest = data.max_length if data.packing else int(trained.max())
+    too_long = (longer, len(every), int(every.max())) if longer else None
+    return RowCounts(rows, int(trained.sum()), longest, by, too_long)
 
 
 def _read(source: Source, *, by_turns: bool) -> _Texts:
@@ -82,15 +87,20 @@ def _read(source: Source, *, by_turns: bool) -> _Texts:
     found = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         for example in _examples(read, by_turns=by_turns):
-            parts = (
-                list(_parts(example.messages)) if isinstance(example, Chat) else [example.prompt + example.completion]
-            )
-            text = "\n".join(parts).encode(errors="replace")  # half a letter may be in a key that is not learned
+            text = text_of(example).encode(errors="replace")  # half a letter may be in a key that is not learned
             found.nbytes.append(len(text))
-            found.messages.append(len(parts) if isinstance(example, Chat) else 0)
+            found.messages.append(len(example.messages) if isinstance(example, Chat) else 0)
             if len(found.sample) < SAMPLED:
                 found.sample.append(text.decode())
     return found
+
+
+def text_of(example: Chat | Passage) -> str:
+    """All that is encoded of a document, besides what its template writes: roles, and words around tools."""
+    if isinstance(example, Passage):
+        return example.prompt + example.completion
+    tools = [json.dumps(tool, ensure_ascii=False) for tool in example.tools or ()]
+    return "\n".join([*tools, *_parts(example.messages)])
 
 
 def _examples(read: Chat | Passage | None, *, by_turns: bool) -> Iterator[Chat | Passage]:

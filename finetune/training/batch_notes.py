@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from finetune.model.packaged import resolve_model_path
+from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.tokens.dataset import Prepared
@@ -23,9 +24,6 @@ from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
 FEW = 20  # steps; in fewer, warmup and decay leave few steps at the recipe's learning rate
-# (least, usual, most) learning rate under AdamW. LoRA's best is about ten times that of full training (Biderman et al.,
-# LoRA Learns Less and Forgets Less, 2024); the ends are where either method learns nothing or diverges in practice.
-RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3)}
 
 
 def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
@@ -47,11 +45,13 @@ def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
     ]
 
 
-def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks: int | None = None) -> dict[str, Any]:
+def notes_before_launch(
+    recipe: Recipe, prepared: Prepared | None = None, ranks: int | None = None, *, lengths_known: bool = False
+) -> dict[str, Any]:
     """What `batch_notes` says and its figures, on the ranks of the recipe's budget unless they are given.
 
-    Without `prepared` the rows are estimated; where the data are not at hand there is one line that says so, and
-    `rows` is None.
+    Without `prepared` the rows are estimated, and so is whether some are too long, unless `lengths_known`. Where the
+    data are not at hand there is one line that says so, and `rows` is None.
     """
     counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:
@@ -62,6 +62,7 @@ def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks:
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
     notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
+    notes += () if lengths_known else too_long(recipe, counts)
     return {
         "rows": counts.rows,
         "tokens": counts.tokens,
@@ -146,14 +147,16 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
         yield f"training.per_device_batch_size: {larger}; set training.per_device_batch_size={max(1, batch // ranks)}"
 
 
-def far_rate(recipe: Recipe) -> Iterator[str]:
-    """A line for a learning rate far from what the method bears."""
-    method = "full training" if recipe.lora is None else "LoRA"
-    rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
-    if not least <= rate <= most:
-        far = f"{_decimal(rate)} is far {'below' if rate < least else 'above'} what {method} takes"
-        range_of = f"{_decimal(least)} to {_decimal(most)}"
-        yield f"training.learning_rate: {far}, {range_of}; set training.learning_rate={_decimal(usual)}"
+def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
+    """A line for documents that the estimate finds longer than data.max_length, which training refuses by default."""
+    if counts.too_long is None or recipe.data.truncation != "error":
+        return
+    longer, every, longest = counts.too_long
+    are = f"about {longer:,} of {counted(every, 'document')} {'is' if longer == 1 else 'are'}"
+    yield (
+        f"data.max_length: {are} longer than {recipe.data.max_length:,} tokens by the estimate, the longest about "
+        f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
+    )
 
 
 def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:
@@ -214,11 +217,6 @@ def _rows(count: int) -> str:
 
 def _steps(count: int) -> str:
     return counted(count, "step")
-
-
-def _decimal(number: float) -> str:
-    """0.00001 rather than 1e-05, which YAML reads as text."""
-    return np.format_float_positional(number, trim="-")
 
 
 def _three_figures(count: float) -> int:

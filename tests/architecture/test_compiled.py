@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from finetune.architecture import attention
 from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.compiled import choice
-from finetune.architecture.compiled.choice import CACHE_VARIABLE, check_compiling, compile_as_asked, keep_graphs
+from finetune.architecture.compiled.choice import CACHE_VARIABLE, compile_as_asked, keep_graphs
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.own_layers.compute import compute_layers
@@ -24,6 +24,7 @@ from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy_fit import unfit
 from tests.support import varlen_stand_in
 from tests.support.compiling import Counting, broken_backward, broken_forward, nothing_compiled
 from tests.support.recipes import least_recipe
@@ -271,7 +272,8 @@ def test_the_operator_draws_no_dropout() -> None:
 
 def choose(asked: bool | str, device: torch.device = CARD, name: str = "single", **sections: Any) -> CompiledLayers:
     recipe = least_recipe(training={"compile": asked}, **sections)
-    check_compiling(recipe, read_strategy(name))
+    for problem in unfit(recipe, read_strategy(name)):
+        raise EnvironmentMismatch(str(problem))
     return compile_as_asked(recipe, read_strategy(name), built("llama", False, False)[1], device, pytest.fail)
 
 

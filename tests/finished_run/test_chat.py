@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,24 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert main(["chat", str(run), "--who", "nobody"]) == 2
     assert main(["chat", str(tmp_path), "--prompt", ASKED]) == 2
     assert "not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["chat"], ["chat", "--step", "3"], ["eval"], ["eval", "--step", "3"], ["merge"], ["merge", "--step", "3"],
+        ["export", "--step", "3"], ["export", "--plain"], ["push", "me/mine", "--step", "3"], ["push", "me/mine"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_wrong_folder_is_refused_before_torch_is_imported(words: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from finetune.cli.main import main; code = main(sys.argv[1:]); "
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    for folder in (tmp_path, tmp_path / "none"):
+        command = [sys.executable, "-c", program, words[0], str(folder), *words[1:]]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert process.returncode == 2
+        assert f"{folder}: not a run folder" in process.stderr
+        assert process.stdout == "False\n"

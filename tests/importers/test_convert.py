@@ -48,9 +48,12 @@ SO_ANYWAY: dict[str, tuple[Any, ...]] = {
     "stage": ("sft",), "finetuning_type": ("lora",), "pissa_iter": (16,), "columns": ("messages",), "weight": (1.0,),
     "max_steps": (-1,), "save_strategy": ("steps",), "dataset_train_split": ("train",), "dataset_test_split": ("test",),
     "epochs": (1,), "apply_lora_to_output": (False,), "fused": (True,), "shuffle": (True,), "seed": (0,),
-    "_component_": ("torch.optim.AdamW", "torchtune.training.FullModelHFCheckpointer"),
+    "_component_": (
+        "torch.optim.AdamW", "torchtune.training.FullModelHFCheckpointer",
+        "torchtune.training.metric_logging.DiskLogger",
+    ),
     "activation_checkpointing": (False,), "offload_params": (False,), "reshard_after_forward": (True,),
-    "sharding_strategy": ("FULL_SHARD",), "fsdp_sharding_strategy": ("FULL_SHARD",),
+    "sharding_strategy": ("FULL_SHARD",), "report_to": ("none",), "fsdp_sharding_strategy": ("FULL_SHARD",),
 }  # fmt: skip
 
 
@@ -225,6 +228,11 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
         ),
         ("4x80GB", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
         ("4x80GB", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
+        *(
+            ("4x80GB", {"fsdp_config": {key: True}}, "fsdp2_offload")
+            for key in ("cpu_offload", "fsdp_cpu_offload", "offload_params", "fsdp_offload_params")
+        ),
+        ("4x80GB", {"fsdp": "full_shard", "fsdp_config": {"cpu_offload": False}}, "fsdp2"),
         ("4x80GB", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
         ("4x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
         ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
@@ -342,6 +350,23 @@ def test_trls_text_column(tmp_path: Path) -> None:
     assert all(entry["columns"] == {"text": "body"} for entry in value(result, "data.train"))
 
 
+def test_each_tools_own_defaults_where_the_file_says_nothing(tmp_path: Path) -> None:
+    """By their sources, at the versions that the converters name; ours are others."""
+    left_out = {
+        "axolotl": (AXOLOTL_LORA_8B, ("lora_r", "lora_alpha", "lora_dropout"), (8, 8, 0.0)),
+        "LLaMA-Factory": (FACTORY_LLAMA, ("lora_rank", "lora_alpha", "lora_dropout"), (8, 16, 0.0)),
+        "TRL": (TRL_SHORT | {"use_peft": True}, ("lora_r", "lora_alpha", "lora_dropout"), (16, 32, 0.05)),
+    }
+    for tool, (values, keys, expected) in left_out.items():
+        result = imported(tmp_path, values | dict.fromkeys(keys))
+        found = [value(result, f"lora.{key}") for key in ("r", "lora_alpha", "lora_dropout")]
+        ours = [recipe_default(f"lora.{key}") for key in ("r", "lora_alpha", "lora_dropout")]
+        assert [own if each is ABSENT else each for each, own in zip(found, ours, strict=True)] == [*expected], tool
+    model = {key: each for key, each in TUNE_LORA["model"].items() if key not in ("lora_rank", "lora_alpha")}
+    result = imported(tmp_path, TUNE_LORA | {"model": model})
+    assert (value(result, "lora.r"), value(result, "lora.lora_alpha")) == (8, 16)
+
+
 @pytest.mark.parametrize(
     ("values", "more", "key", "expected"),
     [
@@ -397,13 +422,13 @@ def test_one_key_more(values: Values, more: Values, key: str, expected: Any, tmp
         (AXOLOTL_LORA_8B, {"datasets": "rows.json"}, "a list of data sets is needed"),
         (AXOLOTL_LORA_8B, {"lora_r": -3}, "lora_r: lora.r: "),
         (AXOLOTL_LORA_8B, {"learning_rate": "fast"}, "learning_rate: training.learning_rate: "),
-        (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a number above 0"),
+        (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a whole number above 0"),
         (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit does supervised fine-tuning"),
         (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "only full and lora are offered"),
         (FACTORY_LLAMA, {"quantization_bit": 3}, "quantization_bit: is 3; 4 and 8 are offered"),
         (FACTORY_LLAMA, {"lora_rank": {"a": 1}}, "lora_rank: lora.r: "),
         (TRL_SHORT, {"dataset_name": None}, "dataset_name: is None; a data set is needed"),
-        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "TRL cannot read it"),
+        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "lr_scheduler_kwargs: is half; write a section"),
         (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit does"),
         ({"model": {}, "data": {}}, {}, "is already a recipe; check it by: finetune check"),
         ({"learning_rate": 1.0}, {}, "name the tool by --tool"),
@@ -475,7 +500,8 @@ def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
     assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4x80GB"), storage) == "float16"
     assert value(imported(tmp_path, sharded), storage) is ABSENT
     result = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4x80GB")
-    assert "quantization.load_in_8bit" in {entry.key for entry in result.left_out if entry.level == "look"}
+    assert value(result, "accelerate_config") == "ddp", "int8 weights are not sharded"
+    assert "fsdp" in {entry.key for entry in result.left_out if entry.level == "look"}
 
 
 def test_the_guides_commands_run(

@@ -8,10 +8,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import get_scheduler
 
 from finetune.errors import RecipeError
 from finetune.model.optimizer import learning_rate_schedule
+from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.schema import Scheduler, Training
 
 CASES: dict[str, dict[str, Any]] = {
@@ -126,7 +128,35 @@ def test_steps_that_would_train_nothing_are_refused_with_the_numbers(training: d
         learning_rate_schedule(Training(**training), 11)
 
 
-def test_refused_arguments_are_named() -> None:
-    training = Training(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1.0})
-    with pytest.raises(RecipeError, match=r"training\.lr_scheduler_kwargs.*polynomial"):
-        learning_rate_schedule(training, 10)
+ODD: list[Any] = [
+    0, -1, -0.5, 0.5, 1, 2.5, 1e-300, 1e-9, 1e9, 1e15, 1e300, float("inf"), -float("inf"), float("nan"), 10**400,
+    -(10**400), 2**31, True, "half", None, [1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, each) for name, arguments in SCHEDULER_ARGUMENTS.items() for each in arguments]
+)
+def test_a_number_that_gives_no_schedule_is_refused_by_its_place(name: str, argument: str) -> None:
+    """What a recipe takes, training takes: each rate is from 0 to the highest, or the steps at rate 0 are named."""
+    refused = 0
+    for value in ODD:
+        arguments = {argument: value} | CASES[name] | {argument: value}
+        if argument == "min_lr":
+            del arguments["min_lr_rate"]
+        place = re.escape(f"lr_scheduler_kwargs.{argument}: ")
+        for total, warmup in ((1, 0), (20, 3), (20, 0)):
+            try:
+                given = {"lr_scheduler_type": name, "lr_scheduler_kwargs": arguments, "warmup_steps": warmup}
+                training = Training(learning_rate=3e-4, **given)
+            except ValidationError as error:
+                assert re.search(place + r".*; \w+", str(error))  # noqa: PT017  # other values are taken
+                refused += 1
+                continue
+            try:
+                rate = learning_rate_schedule(training, total)
+            except RecipeError as error:
+                assert "is 0" in str(error)  # noqa: PT017  # how many steps a run has is known only then
+                continue
+            assert all(0 <= rate(step) <= 3e-4 * (1 + 1e-12) for step in range(total)), (value, total, warmup)
+    assert refused >= 3 * 9

@@ -18,12 +18,11 @@ from finetune.cli.main import main
 from finetune.cli.recipe_list import method_of
 from finetune.data.check import check_rows
 from finetune.model.optimizer import check_optimizer
-from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.zero_requirements import unsuitable_for_engine
+from finetune.recipe.strategy_fit import unfit
 from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts
 from tests.support.model_shapes import shape_of
 
@@ -168,10 +167,7 @@ class TestRecipe:
     def test_is_a_combination_that_this_code_carries(self, file: Path) -> None:
         recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
-        if strategy.kind == "fsdp":
-            check_sharded_quantization(recipe)
-        if strategy.kind == "deepspeed":
-            assert list(unsuitable_for_engine(recipe, strategy, on_cpu=False)) == []
+        assert list(unfit(recipe, strategy)) == []
         check_optimizer(recipe.training.optim, on_cpu=not recipe.budget.gpus, sharded=strategy.kind == "fsdp")
         if (recipe.budget.gpus, recipe.budget.gpu_memory_gb) == (1, 16):  # a T4: no bfloat16, no flash attention
             assert recipe.training.mixed_precision == "fp16"

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from torch import nn
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy_fit import unfit
 from finetune.strategies import zero_requirements
 from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
 from tests.support.cells import launch
@@ -184,11 +185,11 @@ def test_buckets_see_what_is_trained() -> None:
     assert buckets(model, 2)["reduce_bucket_size"] == SMALLEST_BUCKET
 
 
-def refusals(tmp_path: Path, strategy: str, *words: str) -> Iterator[str]:
+def refusals(tmp_path: Path, strategy: str, *words: str) -> list[str]:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
     loaded = load_recipe(str(file), [*words])
-    return zero_requirements.unsuitable_for_engine(loaded.recipe, read_strategy(strategy), on_cpu=True)
+    return [str(each) for each in unfit(loaded.recipe, read_strategy(strategy))]
 
 
 CASES: Mapping[str, tuple[str, list[str], str]] = {
@@ -211,7 +212,7 @@ CASES: Mapping[str, tuple[str, list[str], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_engine_cannot_do_is_reported(case: str, tmp_path: Path) -> None:
     strategy, words, text = CASES[case]
-    lines = list(refusals(tmp_path, strategy, *words))
+    lines = refusals(tmp_path, strategy, *words)
     assert len(lines) == bool(text)
     assert all(text in line and "\n" not in line and ": " in line for line in lines)
 
@@ -225,17 +226,14 @@ def test_what_the_engine_cannot_do_is_reported(case: str, tmp_path: Path) -> Non
     ],
 )
 def test_what_is_missing_is_reported_with_the_line_to_install(
-    name: str, missing: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, missing: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
-    recipe = load_recipe(str(file), []).recipe
     find, which = importlib.util.find_spec, shutil.which
     monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == missing else find(found))
     monkeypatch.setattr(shutil, "which", lambda found: None if found == missing else which(found) or found)
     monkeypatch.setattr(zero_requirements, "_links", lambda *_: missing != "libaio")
     with pytest.raises(EnvironmentMismatch, match="install it with") as caught:
-        require_deepspeed(recipe, name)
+        require_deepspeed(name)
     assert str(caught.value).endswith(line)
     assert caught.value.exit_code == 4
     assert f"accelerate_config: {name}: " in str(caught.value)

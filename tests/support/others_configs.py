@@ -334,7 +334,7 @@ EXAMPLES: dict[str, Example] = {
     "LLaMA-Factory qwen3_full_sft": Example(
         "llamafactory", FACTORY_ZERO3, "4x80GB",
         {"accelerate_config": "zero3", "training.global_batch_size": 8, "training.pure_bf16": ABSENT},
-        look=FACTORY_LOOK | {"deepspeed"},
+        look=FACTORY_LOOK | {"deepspeed", "template"},
     ),
     "TRL zephyr qlora": Example(
         "trl", TRL_QLORA, "8x80GB",

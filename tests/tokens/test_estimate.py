@@ -147,18 +147,63 @@ def test_check_and_preview_tell_the_same_steps(
 def test_check_says_where_it_cannot_count(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = least(tiny_llama, data={"train": [{"path": "someone/chats"}]}, training={"learning_rate": 0.5})
     assert main(["check", str(write_recipe(tmp_path, content)), "--data"]) == 0
-    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()[1:3]] == [
         "data: not counted: the data are on the Hub, or large",
         "training.learning_rate: 0.5 is far above what LoRA takes, 0.00001 to 0.002",
     ]
 
 
-def test_checking_data_imports_no_torch(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
-    recipe_of(tmp_path, tiny_llama, chats)
+def test_tools_are_counted(tmp_path: Path, tiny_llama: Path) -> None:
+    """Each row's, which templates write out, and which may be most of what is trained on."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    (model / "chat_template.jinja").write_text(
+        "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "utf-8",
+    )
+    function = {"name": "look", "description": "old stone bridge " * 30, "parameters": {"type": "object"}}
+    messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+    rows = [
+        {"messages": messages * turns, "tools": [{"type": "function", "function": function}] * tools}
+        for turns in (1, 3)
+        for tools in (0, 1, 4)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 5), "utf-8")
+    for more in ({}, {"train_on": "each_turn"}):
+        recipe = recipe_of(tmp_path, model, file, packing=False, max_length=4096, **more)
+        actual, counts = prepare(recipe, load_tokenizer(recipe)), estimated(recipe)
+        assert counts.rows == len(actual.train)
+        assert counts.tokens == pytest.approx(actual.facts["tokens"], rel=0.06)
+    bare = estimated(recipe_of(tmp_path, "nobody/nothing", file, packing=False, max_length=4096))
+    assert bare.tokens > 5 * (2 * 5 * 510 // 4)  # 510 bytes of a description are in it, ten times in five rows
+
+
+def test_checking_data_without_a_tokenizer_imports_no_torch(tmp_path: Path, chats: Path) -> None:
+    recipe_of(tmp_path, "nobody/nothing", chats)
     program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print(sorted(sys.modules))"
     words = ["check", str(tmp_path / "recipe.yaml"), "--data"]
     process = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
-    assert "estimated by the model's tokenizer" in process.stdout
+    assert "estimated by 4 bytes a token" in process.stdout
+    assert "'numpy'" in process.stdout
+    assert "'torch'" not in process.stdout
+    assert "'transformers'" not in process.stdout
+
+
+def test_the_estimate_imports_no_torch(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
+    """`plan` and `check` print it before anything is loaded."""
+    recipe_of(tmp_path, tiny_llama, chats)
+    program = (
+        "import sys; from finetune.recipe.loader import load_recipe; "
+        "from finetune.tokens.estimate import estimated_rows; "
+        "print(estimated_rows(load_recipe(sys.argv[1]).recipe).estimated_by, sorted(sys.modules))"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "recipe.yaml")]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("the model's tokenizer ")
     assert "'tokenizers'" in process.stdout
     assert "'torch'" not in process.stdout
     assert "'transformers'" not in process.stdout

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_notes import (
     FEW,
     batch_notes,
-    far_rate,
     few_steps,
     idle_ranks,
     large_micro_batch,
@@ -177,6 +178,30 @@ def test_a_rate_of_another_method(tiny_llama: Path, chats: Path, lora: bool, rat
     for note in notes:
         mended = recipe_with(tiny_llama, chats, *words, *SETTING.findall(note), learning_rate=rate)
         assert list(far_rate(mended)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["lora=null"], "full training takes, 0.000001 to 0.0001"),
+        ([], "LoRA takes, 0.00001 to 0.002"),
+        (["quantization={load_in_4bit: true}"], "QLoRA takes, 0.00001 to 0.002"),
+        (["quantization={load_in_8bit: true}"], "QLoRA takes, 0.00001 to 0.002"),
+    ],
+)
+@pytest.mark.parametrize("rate", ["2", "1e-30", "1e300", "0.05"])
+def test_check_warns_of_a_rate_without_reading_rows(
+    rate: str, words: list[str], method: str, tiny_llama: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_with(tiny_llama, chats)
+    command = ["check", str(chats.parent / "recipe.yaml"), *words]
+    assert main([*command, f"training.learning_rate={rate}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("training.learning_rate: ")]
+    assert method in line
+    assert len(line) < 160
+    assert main([*command, *SETTING.findall(line)]) == 0
+    assert "training.learning_rate: " not in capsys.readouterr().out
 
 
 def test_the_line_tells_idle_ranks(tiny_llama: Path, chats: Path) -> None:

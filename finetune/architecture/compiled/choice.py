@@ -16,15 +16,10 @@ from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy_fit import not_compiled
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SWITCHED_OFF = "training.compile: false"
-
-
-def check_compiling(recipe: Recipe, strategy: Strategy) -> None:
-    """Refuse `training.compile: true` where the recipe alone shows that it cannot be. Raises EnvironmentMismatch."""
-    if recipe.training.compile is True and (reason := _not_with(recipe, strategy)):
-        raise _refused(reason)
 
 
 def compile_as_asked(
@@ -60,27 +55,13 @@ def why_left_off(recipe: Recipe, strategy: Strategy, model: PreTrainedModel) -> 
     """Why layers run as they are written on any GPU; None where nothing is known against compiling them."""
     if recipe.training.compile is False:
         return SWITCHED_OFF
-    return _not_with(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model)
+    return not_compiled(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model)
 
 
 def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
     """Have compiled graphs kept in the kit's cache folder, so that the next start of the same training finds them; in
     another folder where the user has named one."""
     return Path(environment.setdefault(CACHE_VARIABLE, str(cache_folder() / "compiled")))
-
-
-def _not_with(recipe: Recipe, strategy: Strategy) -> str | None:
-    """Why the recipe cannot be compiled, whatever its architecture."""
-    quantization = recipe.quantization
-    if recipe.training.activation_checkpointing == "selective":
-        return "activation_checkpointing: selective looks at each product, and a graph is a single operation"
-    if strategy.shards_parameters and not strategy.shards_modules:
-        return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
-    if strategy.schedule is not None:
-        return f"{strategy.name} has a stage's layers take the place of others, which is not tried with graphs"
-    if quantization is not None and quantization.load_in_8bit:
-        return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
-    return None
 
 
 def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:

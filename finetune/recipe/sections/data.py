@@ -14,7 +14,7 @@ from finetune.recipe.sections.base import Local, Section
 MOST_TOKENS = 2**20  # of a row: of all models known in 2026 few have more positions
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 RowFormat = Literal["auto", KnownFormat]
-Role = Literal["system", "user", "assistant", "tool"]
+Role = Literal["system", "user", "assistant", "tool", "function_call"]
 TrainOn = Literal["assistant", "completion", "each_turn", "all"]
 Truncation = Literal["error", "right", "drop"]
 
@@ -32,7 +32,9 @@ class DataSet(Section):
         {}, description="Our column to the data set's: {prompt: question, completion: answer}; others keep their names."
     )
     roles: dict[str, Role] = Field(
-        {}, description="The data set's role names to ours: {Human: user}; those of messages and sharegpt are known."
+        {},
+        description="The data set's role names to ours: {Human: user}; those of messages and sharegpt are known. "
+        "function_call: the assistant's, whose content is the JSON of its calls.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="Variables for the chat template: {enable_thinking: false}; a row's own column wins."

@@ -39,6 +39,12 @@ class Pipelines(NamedTuple):
         )
 
 
+def can_interleave(stages: int, micro_batches: int) -> bool:
+    """Whether interleaved_1f1b can order them: in rounds of equal size, of as many as there are stages or more."""
+    rounds = micro_batches // stages
+    return rounds > 0 and micro_batches % rounds == 0
+
+
 def pipelines_named(name: str) -> Pipelines | None:
     """What a file of this name, without its ending, asks for; None: no pipeline.
 

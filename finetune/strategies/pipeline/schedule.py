@@ -28,12 +28,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from finetune.measure.phases import Phases
 from finetune.model.build import decoder_parts
+from finetune.recipe.sections.pipelines import can_interleave
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
 from finetune.strategies.pipeline.ranks import GradientSums
 from finetune.strategies.pipeline.recorder import StageRecorder
 from finetune.strategies.pipeline.stage import Given, LayerRun
-from finetune.strategies.pipeline.timeline import can_interleave
 
 _CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from finetune.recipe.sections.pipelines import RUNS
+from finetune.recipe.sections.pipelines import RUNS, can_interleave
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -30,12 +30,6 @@ class Work(NamedTuple):
     kind: str
     micro_batch: int
     run: int = 0
-
-
-def can_interleave(stages: int, micro_batches: int) -> bool:
-    """Whether interleaved_1f1b can order them: in rounds of equal size, of as many as there are stages or more."""
-    rounds = micro_batches // stages
-    return rounds > 0 and micro_batches % rounds == 0
 
 
 def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Work]:

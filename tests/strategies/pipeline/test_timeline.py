@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
+from finetune.recipe.sections.pipelines import can_interleave
 from finetune.strategies.pipeline.timeline import (
     BACKWARD,
     FORWARD,
     alive_at_most,
     bubble,
     bubble_of_equal_stages,
-    can_interleave,
     order_of,
     planned_spans,
     steps_alike,

@@ -1,0 +1,177 @@
+"""Which settings a strategy cannot train with, on any machine. Nothing here imports torch.
+
+`check` refuses a recipe by these, training refuses a run, and `import` puts in what can run instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, for_shards
+from finetune.recipe.sections.pipelines import can_interleave
+from finetune.wording import counted
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+    from finetune.recipe.strategy import Strategy
+
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the format of weights under DeepSpeed
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A setting that the strategy cannot train with, and values by recipe key with which it can."""
+
+    key: str
+    problem: str
+    remedy: str
+    instead: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}; {self.remedy}"
+
+
+def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
+    """What this strategy cannot train with; nothing where it can train the recipe."""
+    if strategy.uses_engine:
+        yield from _under_engine(recipe, strategy)
+    else:
+        yield from _unsharded_optimizer(recipe, strategy)
+    if strategy.shards_modules:
+        yield from _sharded_quantization(recipe)
+    if strategy.schedule is not None:
+        yield from _under_pipeline(recipe, strategy)
+    if recipe.training.compile is True and (reason := not_compiled(recipe, strategy)):
+        problem, remedy = f"true: {reason}", "set training.compile: false"
+        yield Unfit("training.compile", problem, remedy, {"training.compile": False})
+
+
+def _unsharded_optimizer(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
+    name = recipe.training.optim
+    if strategy.shards_optimizer_state and not OPTIMIZERS[name].works_on_shards:
+        instead = for_shards(name)
+        remedy = f"set training.optim={instead}, whose state is sharded too, or accelerate_config=ddp"
+        problem = f"{name} updates full tensors, this strategy has shards"
+        yield Unfit("training.optim", problem, remedy, {"training.optim": instead})
+
+
+def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
+    """What DeepSpeed would refuse with a traceback, or compute in another number format."""
+    training, name = recipe.training, f"accelerate_config: {strategy.name}"
+    half, precision = training.mixed_precision, "training.mixed_precision"
+    if half == "fp8":
+        problem = f"fp8: {name} has one number format"
+        yield Unfit(precision, problem, "set bf16, or accelerate_config: fsdp2", {precision: "bf16"})
+    if training.optim != DEFAULT:  # strategies/zero_state.py knows the state of no other
+        problem = f"{training.optim}: ZeRO shards state by elements, not by blocks"
+        yield Unfit("training.optim", problem, f"set {DEFAULT}", {"training.optim": DEFAULT})
+    if training.pure_bf16 and strategy.offloaded:
+        problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
+        yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
+    if half == "no" and recipe.lora and recipe.model.dtype != "float32":
+        problem, remedy = "no: the engine has one number format", "set bf16, or model.dtype: float32"
+        yield Unfit(precision, problem, remedy, {"model.dtype": "float32"})
+    if recipe.quantization is None:
+        return
+    if half == "no":
+        problem = "no: the engine takes no quantised weights beside float32"
+        yield Unfit(precision, problem, "set bf16", {precision: "bf16"})
+    if recipe.quantization.load_in_8bit and strategy.shards_parameters:
+        problem, remedy = f"{strategy.name} cannot cut int8 weights", "set accelerate_config=zero2"
+        yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "zero2"})
+    compute, storage = _COMPUTE.get(half), "quantization.bnb_4bit_quant_storage"
+    cut = recipe.quantization.load_in_4bit and strategy.shards_parameters
+    if cut and compute and recipe.quantization.bnb_4bit_quant_storage != compute:
+        problem = "weights are sharded in the dtype of the computation"
+        yield Unfit(storage, problem, f"set {compute}", {storage: compute})
+
+
+def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
+    """Quantised weights that FSDP cannot shard over ranks.
+
+    Packed bytes travel under the name of a number format. Under mixed precision an engine converts every floating-point
+    weight that is not in the compute dtype: packed bytes it would take for numbers (seen with FSDP2 and float32).
+    """
+    quantization = recipe.quantization
+    if quantization is None:
+        return
+    if quantization.load_in_8bit:
+        problem = "int8 layers keep their weights outside of the parameters that a sharded strategy cuts"
+        remedy = "set load_in_4bit, or accelerate_config=ddp"
+        yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
+        return
+    if recipe.lora is not None and recipe.lora.use_dora:
+        problem = "DoRA reads the 4-bit weights of a layer, which a sharded strategy has only in its forward"
+        remedy = "set it to false, or accelerate_config=ddp"
+        yield Unfit("lora.use_dora", problem, remedy, {"accelerate_config": "ddp"})
+        return
+    storage, compute = quantization.bnb_4bit_quant_storage, quantization.bnb_4bit_compute_dtype
+    if storage != compute:
+        key = "quantization.bnb_4bit_quant_storage"
+        problem = f"{storage}, but a sharded strategy moves weights in the compute dtype, {compute}"
+        yield Unfit(key, problem, f"set {key}={compute}", {key: compute})
+
+
+def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
+    """What no stage of a pipeline can compute with yet."""
+    name, precision = strategy.name, "training.mixed_precision"
+    if recipe.quantization is not None and not recipe.quantization.load_in_4bit:
+        problem, remedy = f"{name} does not split int8 weights yet", "set load_in_4bit, or take ddp"
+        yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
+    if recipe.training.float8:
+        problem, remedy = f"{name} does not compute in float8 yet", "set bf16, or take fsdp2"
+        yield Unfit(precision, problem, remedy, {precision: "bf16"})
+    if recipe.training.mixed_precision == "fp16":
+        yield Unfit(
+            precision, f"the stages of {name} do not agree on fp16's loss scale", "set bf16", {precision: "bf16"}
+        )
+    if recipe.model.attention not in ("auto", "varlen"):
+        problem = f"{name} sends rows of one length between stages, flat ones"
+        yield Unfit("model.attention", problem, "set model.attention: auto", {"model.attention": "auto"})
+    if recipe.model.new_tokens:
+        problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
+        yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})
+
+
+def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
+    """Why so many ranks are not pipelines of two stages or more, or why the schedule cannot order a step's number of
+    micro-batches, with the remedy; None where they can train."""
+    pipelines = strategy.pipelines
+    if pipelines is None:
+        return None
+    if (misfit := pipelines.misfit(ranks)) is not None:
+        return f"accelerate_config: {strategy.name} {misfit}"
+    stages, training = strategy.stage_count(ranks), recipe.training
+    rows = training.per_device_batch_size * pipelines.copies
+    micro_batches = -(-training.global_batch_size // rows)
+    fitting = stages * -(-micro_batches // stages) * rows
+    each = " in each pipeline" if pipelines.copies > 1 else ""
+    if pipelines.schedule in ("1f1b", "interleaved_1f1b") and micro_batches < stages:
+        return (
+            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} a step{each} are "
+            f"fewer than the {stages} stages that {pipelines.schedule} fills; set training.global_batch_size={fitting},"
+            " lower training.per_device_batch_size, or take accelerate_config=gpipe"
+        )
+    if pipelines.runs > 1 and not can_interleave(stages, micro_batches):
+        return (
+            f"training.global_batch_size: {micro_batches} micro-batches a step{each} are no rounds of equal size, of "
+            f"{stages} or more, as {pipelines.schedule} takes them; set training.global_batch_size={fitting}, or take "
+            "accelerate_config=1f1b"
+        )
+    return None
+
+
+def not_compiled(recipe: Recipe, strategy: Strategy) -> str | None:
+    """Why the recipe's layers cannot be compiled, whatever its architecture; None where nothing is known against it."""
+    quantization = recipe.quantization
+    if recipe.training.activation_checkpointing == "selective":
+        return "activation_checkpointing: selective looks at each product, and a graph is a single operation"
+    if strategy.shards_parameters and not strategy.shards_modules:
+        return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
+    if strategy.schedule is not None:
+        return f"{strategy.name} has a stage's layers take the place of others, which is not tried with graphs"
+    if quantization is not None and quantization.load_in_8bit:
+        return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
+    return None

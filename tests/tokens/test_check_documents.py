@@ -1,0 +1,142 @@
+"""`finetune check --data` refuses the rows that training refuses, where the tokenizer is on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.errors import DataError
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.tokens import check_documents
+from finetune.tokens.dataset import prepare
+from tests.support.recipes import least, write_recipe
+
+Rows = list[dict[str, Any]]
+
+
+def chat(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    return {"messages": [{"role": "user", "content": "go"}, turn]}
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+GOOD = [chat(("user", f"what is {n}"), ("assistant", f"it is {n}")) for n in range(4)]
+LONG = [chat(("user", "why"), ("assistant", f"old stone bridge {n} " * 40)) for n in range(5)]
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATES = {
+    "no system": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    f"{TURN}{{% endfor %}}{ASKED}",
+    # Neither an object nor its JSON text can be added to a number.
+    "calls that none can write": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ 1 + c.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}" + ASKED,
+    "no calls": f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKED}",
+    "nonsense": "{% for m in %}",
+}
+# name -> rows, data settings, template, and whether training refuses
+CASES: dict[str, tuple[Rows, dict[str, Any], str | None, bool]] = {
+    "right": (GOOD, {}, None, False),
+    "all too long": (LONG, {}, None, True),
+    "one too long": ([*GOOD, LONG[0]], {}, None, True),
+    "too long, cut": (LONG, {"truncation": "right"}, None, False),
+    "all dropped": (LONG, {"truncation": "drop"}, None, True),
+    "some dropped": ([*GOOD, *LONG], {"truncation": "drop"}, None, False),
+    "texts too long": ([{"text": "old stone bridge " * 60}], {"format": "text"}, None, True),
+    "each turn too long": (LONG, {"train_on": "each_turn"}, None, True),
+    "a role that it refuses": ([chat(("system", "be kind"), ("user", "a"), ("assistant", "b"))], {}, "no system", True),
+    "calls that it cannot write": ([call({"limit": 5}), *GOOD], {}, "calls that none can write", True),
+    "calls as text that it cannot write": ([call('{"limit": 5}'), *GOOD], {}, "calls that none can write", True),
+    "calls that it leaves out": ([call({"limit": 5}), *GOOD], {}, "no calls", True),
+    "tools that it leaves out": ([{**GOOD[0], "tools": [TOOL]}], {}, "no calls", True),
+    "a template that is none": (GOOD, {}, "nonsense", True),
+    "a variable that it has not": (GOOD, {"chat_template_kwargs": {"enable_thinking": False}}, None, True),
+    "one row to hold out of": (GOOD[:1], {"eval": {"fraction": 0.5}}, None, True),
+    "nothing learned": ([chat(("user", "a"), ("assistant", ""))], {}, None, True),
+}  # fmt: skip
+
+
+def recipe_of(folder: Path, model: Path | str, rows: Rows, data: dict[str, Any]) -> Recipe:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    entry = {"path": "json", "data_files": str(file)}
+    entry |= {key: data[key] for key in ("format", "chat_template_kwargs") if key in data}
+    others = {key: value for key, value in data.items() if key not in entry}
+    content = least(model, data={"train": [entry], "max_length": 64} | others)
+    return load_recipe(write_recipe(folder, content)).recipe
+
+
+def mistakes_of(work: Callable[[], object]) -> list[str]:
+    try:
+        work()
+    except DataError as error:
+        return list(error.mistakes)
+    return []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_check_refuses_what_training_refuses(
+    name: str, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, data, template, refused = CASES[name]
+    given = {"chat_template": TEMPLATES[template]} if template else {}
+    recipe = recipe_of(tmp_path, tiny_llama, rows, data | given)
+    trained = mistakes_of(lambda: prepare(recipe, load_tokenizer(recipe)))
+    assert bool(trained) == refused
+    code = main(["check", str(tmp_path / "recipe.yaml"), "--data"])
+    output = capsys.readouterr()
+    assert code == (2 if refused else 0)
+    assert all(line in " ".join(output.err.split()) for line in (" ".join(each.split()) for each in trained))
+    assert "Traceback" not in output.err
+
+
+def test_a_long_row_is_found_among_many(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_documents, "FIRST_ROWS", 3)
+    recipe = recipe_of(tmp_path, tiny_llama, GOOD * 5, {})
+    assert check_documents.check_documents(recipe) == [
+        f"{tmp_path / 'rows.jsonl'}: 3 of 20 rows were encoded; `finetune preview` encodes all"
+    ]
+    recipe = recipe_of(tmp_path, tiny_llama, [*GOOD * 5, LONG[0]], {})
+    (line,) = mistakes_of(lambda: check_documents.check_documents(recipe))
+    assert line.startswith(f"{tmp_path / 'rows.jsonl'}:21: ")
+    assert "more than data.max_length 64" in line
+
+
+def test_without_a_tokenizer_lengths_are_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe_of(tmp_path, "nobody/nothing", [*GOOD, *LONG], {})
+    words = ["check", str(tmp_path / "recipe.yaml"), "--data"]
+    assert main(words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "data.max_length: about 5 of 9 documents are longer than 64 tokens by the estimate, the longest " in told
+    for setting in ("data.max_length=400", "data.truncation=right", "data.truncation=drop"):
+        assert main([*words, setting]) == 0
+        assert "by the estimate" not in capsys.readouterr().out
+
+
+def test_a_models_code_is_not_run(tmp_path: Path, tiny_llama: Path) -> None:
+    recipe = recipe_of(tmp_path, tiny_llama, LONG, {})
+    trusted = recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": True})})
+    assert check_documents.check_documents(trusted) is None
+
+
+def test_a_cached_part_of_a_hubs_model_refuses_nothing(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copy(tiny_llama / "tokenizer.json", part)
+    (part / "tokenizer_config.json").write_text("{")
+    monkeypatch.setattr(check_documents, "tokenizer_file", lambda *_: part / "tokenizer.json")
+    assert check_documents.check_documents(recipe_of(tmp_path, "someone/model", LONG, {})) is None
