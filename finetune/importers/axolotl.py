@@ -13,7 +13,7 @@ from finetune.importers.shared import (
     every,
     held_out,
     hub,
-    linear_layers,
+    linear_layers_alone,
     named_template,
     optimizer,
     quantised_by,
@@ -65,7 +65,7 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     for key in ("target_parameters", "rank_pattern", "alpha_pattern"):
         foreign.carry(f"lora.{key}", f"lora_{key}")
-    linear_layers(foreign)
+    linear_layers_alone(foreign)
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     foreign.carry("lora.use_rslora", "peft_use_rslora")
     foreign.carry("lora.use_dora", "peft_use_dora")

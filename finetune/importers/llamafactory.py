@@ -12,7 +12,7 @@ from finetune.importers.shared import (
     data_set,
     held_out,
     json_near,
-    linear_layers,
+    linear_layers_alone,
     named_template,
     remote_code,
     renamed,
@@ -68,7 +68,7 @@ def _method(foreign: ForeignConfig) -> None:
     foreign.carry("lora.lora_alpha", "lora_alpha", default=2 * rank if isinstance(rank, int) else 16)
     foreign.carry("lora.lora_dropout", "lora_dropout", default=0.0)
     foreign.carry("lora.target_modules", "lora_target", default="all-linear", change=_modules)
-    linear_layers(foreign)
+    linear_layers_alone(foreign)
     foreign.carry("lora.modules_to_save", "additional_target", change=_names)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")

@@ -303,7 +303,7 @@ def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *
         foreign.leave(key, "look", "the tokenizer's own template is used; compare by: finetune preview")
 
 
-def linear_layers(foreign: ForeignConfig) -> None:
+def linear_layers_alone(foreign: ForeignConfig) -> None:
     """Adapters on linear layers alone, where all-linear was carried over: ours adds those on experts' parameters."""
     layers, why = foreign.carried.get("lora.target_modules", (None, ""))
     if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:

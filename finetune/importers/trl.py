@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig
-from finetune.importers.shared import data_set, linear_layers, quantised_by, remote_code, renamed, unused
+from finetune.importers.shared import data_set, linear_layers_alone, quantised_by, remote_code, renamed, unused
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def _adapter(foreign: ForeignConfig) -> None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     foreign.carry("lora.target_parameters", "lora_target_parameters")
-    linear_layers(foreign)
+    linear_layers_alone(foreign)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     if bits:
