@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
+    OTHER_ROLES,
     ToldOnce,
     calls_in,
     check_inside,
@@ -154,7 +155,7 @@ def _sharegpt_turn(turn: Any, where: str, layout: RowLayout) -> dict[str, Any]:
     speaker, roles = turn["from"], {**SHAREGPT_ROLES, **layout.roles}
     if not isinstance(speaker, str) or speaker not in roles:
         checked_name(speaker, f"{where}: the speaker", SPEAKERS)
-        role = role_of_tools(speaker)
+        role = OTHER_ROLES.get(speaker.lower()) or role_of_tools(speaker)
         near = None if role else nearest(speaker, roles)
         known = f"did you mean {near!r}?" if near else f"known are {', '.join(SPEAKERS)};"
         line = in_yaml({printable(speaker): role or (roles[near] if near else "user")})

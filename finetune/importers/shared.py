@@ -339,15 +339,15 @@ def _save_each_evaluation(foreign: ForeignConfig) -> None:
         foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
 
 
-# The environment's name of what a tracker's own key says, by which the tracker itself reads it.
+# A tracker's own key -> the tracker, and the environment's name of the same, by which the tracker itself reads it.
 _TRACKER_VARIABLES = {
-    "wandb_project": "WANDB_PROJECT",
-    "wandb_entity": "WANDB_ENTITY",
-    "wandb_mode": "WANDB_MODE",
-    "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
-    "metric_logger.project": "WANDB_PROJECT",
-    "metric_logger.entity": "WANDB_ENTITY",
-    "metric_logger.mode": "WANDB_MODE",
+    "wandb_project": ("wandb", "WANDB_PROJECT"),
+    "wandb_entity": ("wandb", "WANDB_ENTITY"),
+    "wandb_mode": ("wandb", "WANDB_MODE"),
+    "mlflow_tracking_uri": ("mlflow", "MLFLOW_TRACKING_URI"),
+    "metric_logger.project": ("wandb", "WANDB_PROJECT"),
+    "metric_logger.entity": ("wandb", "WANDB_ENTITY"),
+    "metric_logger.mode": ("wandb", "WANDB_MODE"),
 }
 
 
@@ -360,8 +360,8 @@ def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
     for name, key in wanted.items():
         if name not in ours:
             foreign.leave(key, "look", f"not offered; {', '.join(get_args(Tracker))} are", name)
-    for key, variable in _TRACKER_VARIABLES.items():
-        value = foreign.get(key) if ours else None
+    for key, (name, variable) in _TRACKER_VARIABLES.items():
+        value = foreign.get(key) if name in ours else None
         if value is not None:
             foreign.leave(key, "look", f"set it in the environment: {variable}={shown(value)}")
 

@@ -368,3 +368,37 @@ def test_a_begin_of_text_in_the_rows_is_told(column: str, token: str, tmp_path: 
 )
 def test_texts_with_other_brackets_are_not_told(text: str, tmp_path: Path) -> None:
     assert checked(tmp_path, {"text": text}) == []
+
+
+CALLERS = ["tool_call", "tool_calls", "functioncall", "Function-Call", "tool-use", "toolUse", "action"]
+TOOLS_ROLES = [
+    "function", "ipython", "tool_response", "tool_result", "tool_call_result", "function_output", "api_response",
+    "code_interpreter", "observations", "environment",
+]  # fmt: skip
+ASSISTANTS = ["bot", "ai", "model"]
+
+
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+@pytest.mark.parametrize("name", [*CALLERS, *TOOLS_ROLES, *ASSISTANTS])
+def test_the_remedy_for_an_unknown_role_gives_it_the_right_one(name: str, layout: str, tmp_path: Path) -> None:
+    """A call is the assistant's, what answers it the tool's; neither is ever a user's turn."""
+    role, content = ("role", "content") if layout == "messages" else ("from", "value")
+    call = json.dumps({"name": "look", "arguments": {"limit": 5}})
+    turns = [("user", "go"), (name, call), ("assistant", "done")]
+    row = {layout: [{role: who, content: text} for who, text in turns]}
+    entry = write(tmp_path, row)
+    given: dict[str, str] = {}
+    if (name, layout) != ("model", "conversations"):  # which is known there
+        with pytest.raises(DataError, match="add roles: ") as caught:
+            check_rows(Data.model_validate({"train": [entry]}))
+        given = yaml.safe_load(str(caught.value).partition("add roles: ")[2])
+        assert list(given) == [name]
+    (chat,) = read(tmp_path, row, roles=given)
+    assert isinstance(chat, Chat)
+    message = chat.messages[1]
+    if name in CALLERS:
+        function = {"name": "look", "arguments": {"limit": 5}}
+        assert (message["role"], message["content"]) == ("assistant", "")
+        assert [each["function"] for each in message["tool_calls"]] == [function]
+    else:
+        assert (message["role"], message["content"]) == ("tool" if name in TOOLS_ROLES else "assistant", call)

@@ -1,0 +1,244 @@
+"""What an import carries over, replaces by name, or refuses: nothing that changes the training goes unmentioned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli.main import main
+from finetune.importers.convert import Imported, convert
+from tests.support.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
+
+BARE_AXOLOTL = {key: value for key, value in AXOLOTL_LORA_8B.items() if not key.startswith("wandb")}
+CHATS = {"datasets": [{"path": "a/b", "type": "chat_template"}]}
+LOGGERS = "torchtune.training.metric_logging."
+
+
+def imported(folder: Path, values: Values, gpus: str | None = None) -> Imported:
+    (file := folder / "theirs.yaml").write_text(yaml.safe_dump(values), "utf-8")
+    return convert(file, gpus=gpus)
+
+
+def at(result: Imported, key: str) -> Any:
+    value: Any = yaml.safe_load(result.text)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def levels(result: Imported) -> dict[str, str]:
+    return {entry.key: entry.level for entry in result.left_out}
+
+
+def entry_of(folder: Path, entry: Values, **more: Any) -> Imported:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), "utf-8")
+    return imported(folder, {k: v for k, v in FACTORY_LLAMA.items() if k != "max_samples"} | {"dataset": "mine"} | more)
+
+
+OWN_NAMES = {
+    "role_tag": "from", "content_tag": "value", "user_tag": "Human", "assistant_tag": "bot", "observation_tag": "obs",
+    "function_tag": "call", "system_tag": "sys",
+}  # fmt: skip
+OF_MESSAGES = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
+
+
+def test_every_tag_of_dataset_info_is_a_role(tmp_path: Path) -> None:
+    result = entry_of(tmp_path, {"file_name": "m.json", "formatting": "sharegpt", "tags": OWN_NAMES})
+    roles = {"Human": "user", "bot": "assistant", "obs": "tool", "call": "function_call", "sys": "system"}
+    assert at(result, "data.train")[0]["roles"] == roles
+    result = entry_of(tmp_path, {"file_name": "m.json", "formatting": "sharegpt", "tags": OF_MESSAGES})
+    assert at(result, "data.train")[0]["roles"] == {"observation": "tool", "function_call": "function_call"}
+    usual = {"file_name": "m.json", "formatting": "sharegpt", "tags": {"function_tag": "function_call"}}
+    assert "roles" not in at(entry_of(tmp_path, usual), "data.train")[0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "split"),
+    [
+        ({"num_samples": 50}, {}, "train[:50]"),
+        ({"num_samples": 50}, {"max_samples": 20}, "train[:20]"),
+        ({"num_samples": 20}, {"max_samples": 50}, "train[:20]"),
+        ({"num_samples": 50, "split": "test"}, {}, "test[:50]"),
+        ({"split": "test"}, {"max_samples": 7}, "test[:7]"),
+        ({}, {}, None),
+    ],
+)
+def test_the_number_of_samples(entry: Values, more: Values, split: str | None, tmp_path: Path) -> None:
+    result = entry_of(tmp_path, {"file_name": "m.json"} | entry, **more)
+    assert at(result, "data.train")[0].get("split", "train") == (split or "train")
+    assert ("dataset: mine: num_samples" in levels(result)) == ("num_samples" in entry)
+
+
+@pytest.mark.parametrize("key", ["ranking", "folder", "images", "made_up"])
+def test_a_key_of_dataset_info_that_is_not_read_is_named(key: str, tmp_path: Path) -> None:
+    assert levels(entry_of(tmp_path, {"file_name": "m.json", key: "x"}))[f"dataset: mine: {key}"] == "differs"
+
+
+@pytest.mark.parametrize("template", ["qwen3_nothink", "chatml", "llama3", "alpaca"])
+def test_rows_with_tools_keep_a_template_with_a_place_for_them(template: str, tmp_path: Path) -> None:
+    for entry in (
+        {"formatting": "sharegpt", "columns": {"messages": "m", "tools": "t"}},
+        {"formatting": "sharegpt", "tags": OWN_NAMES},
+    ):
+        result = entry_of(tmp_path, {"file_name": "m.json"} | entry, template=template)
+        assert at(result, "data.chat_template") is None
+        assert levels(result)["template"] == "look"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        AXOLOTL_LORA_8B | {"lora_target_linear": True, "lora_target_modules": None},
+        FACTORY_LLAMA | {"lora_target": "all"},
+        TRL_SHORT | {"use_peft": True, "lora_target_modules": "all-linear"},
+        TRL_SHORT | {"use_peft": True, "lora_target_modules": ["all-linear"]},
+    ],
+)
+def test_all_linear_layers_are_no_experts(values: Values, tmp_path: Path) -> None:
+    result = imported(tmp_path, values)
+    assert at(result, "lora.target_modules") in ("all-linear", None)
+    assert at(result, "lora.target_parameters") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "named"),
+    [
+        (BARE_AXOLOTL | {"wandb_project": "p"}, ["wandb"], ["wandb_project"]),
+        (BARE_AXOLOTL | {"use_wandb": True, "wandb_entity": "e"}, ["wandb"], ["wandb_entity"]),
+        (BARE_AXOLOTL | {"wandb_project": "p", "wandb_mode": "disabled"}, None, []),
+        (BARE_AXOLOTL | {"wandb_project": "", "use_wandb": False}, None, []),
+        (BARE_AXOLOTL | {"use_tensorboard": True}, ["tensorboard"], []),
+        (BARE_AXOLOTL | {"use_mlflow": True, "mlflow_tracking_uri": "http://a"}, ["mlflow"], ["mlflow_tracking_uri"]),
+        (BARE_AXOLOTL | {"trackio_project_name": "p"}, ["trackio"], []),
+        (BARE_AXOLOTL | {"use_comet": True}, None, ["use_comet"]),
+        (FACTORY_LLAMA | {"report_to": "wandb"}, ["wandb"], []),
+        (FACTORY_LLAMA | {"report_to": ["WandB", "tensorboard"]}, ["wandb", "tensorboard"], []),
+        (FACTORY_LLAMA | {"report_to": "all"}, None, ["report_to"]),
+        (FACTORY_LLAMA | {"report_to": "none"}, None, []),
+        (TRL_SHORT | {"report_to": ["neptune", "mlflow"]}, ["mlflow"], ["report_to"]),
+        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "WandBLogger", "project": "p"}}, ["wandb"],
+         ["metric_logger.project"]),
+        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "TensorBoardLogger", "project": "p"}},
+         ["tensorboard"], []),
+        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "CometLogger"}}, None, ["metric_logger._component_"]),
+        (TUNE_LORA, None, []),
+    ],
+)  # fmt: skip
+def test_trackers(values: Values, expected: list[str] | None, named: list[str], tmp_path: Path) -> None:
+    result = imported(tmp_path, values)
+    assert at(result, "report_to") == expected
+    words = ("wandb", "mlflow", "trackio", "comet", "tensorboard", "report_to", "metric_logger")
+    looked_at = [key for key, level in levels(result).items() if level != "same" and key.split("_")[-1] != "none"]
+    assert [key for key in looked_at if any(word in key for word in words)] == named
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "named"),
+    [
+        ({"optim": "paged_adamw_8bit", "deepspeed": "ds_z2_config.json"}, {"training.optim": "adamw"}, "optim"),
+        ({"optim": "adamw_bnb_8bit", "deepspeed": "ds_z3_config.json"}, {"training.optim": "adamw"}, "optim"),
+        ({"optim": "paged_adamw_32bit", "fsdp": "full_shard"}, {"training.optim": "adamw"}, "optim"),
+        ({"optim": "paged_adamw_8bit", "fsdp": "full_shard"}, {"training.optim": "adamw_8bit"}, "optim"),
+        ({"optim": "paged_adamw_8bit"}, {"training.optim": "paged_adamw_8bit"}, None),
+        ({"quantization_bit": 8, "fsdp": "full_shard"}, {"accelerate_config": "ddp"}, "fsdp"),
+        ({"quantization_bit": 8, "deepspeed": "ds_z3_config.json"}, {"accelerate_config": "zero2"}, "deepspeed"),
+        ({"quantization_bit": 4, "use_dora": True, "fsdp": "full_shard"}, {"accelerate_config": "ddp"}, "fsdp"),
+    ],
+)
+def test_what_the_strategy_cannot_train_is_replaced_and_named(
+    keys: Values, expected: Values, named: str | None, tmp_path: Path
+) -> None:
+    result = imported(tmp_path, FACTORY_LLAMA | keys, gpus="4x24GB")
+    for key, value in expected.items():
+        assert at(result, key) == value
+    takes_its_place = [entry.key for entry in result.left_out if "takes its place" in entry.reason]
+    assert takes_its_place == ([named] if named else [])
+    (recipe := tmp_path / "ours.yaml").write_text(result.text, "utf-8")
+    assert main(["check", str(recipe)]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.optim=paged_adamw_8bit", "accelerate_config=zero2"],
+        ["training.optim=adamw_8bit", "accelerate_config=zero3"],
+        ["training.optim=paged_adamw_32bit", "accelerate_config=fsdp2"],
+        ["quantization={load_in_8bit: true}", "accelerate_config=fsdp2"],
+        ["training.compile=true", "accelerate_config=zero3"],
+        ["training.mixed_precision=fp16", "accelerate_config=1f1b"],
+    ],
+    ids=" ".join,
+)
+def test_check_refuses_what_the_strategy_cannot_train(
+    words: list[str], tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = "data: {train: [{path: json, data_files: rows.jsonl}]}"
+    (recipe := tmp_path / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {tiny_llama}}}\n{data}\nlora: {{}}\n", "utf-8"
+    )
+    assert main(["check", str(recipe), *words]) == 2
+    line = " ".join(capsys.readouterr().err.split())
+    key = words[0].split("=")[0]
+    assert key in line
+    assert "; " in line
+
+
+@pytest.mark.parametrize(
+    ("values", "level"),
+    [
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template": "qwen3", "eot_tokens": ["<|im_end|>"]}, None),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template": "gemma3", "eot_tokens": ["<end_of_turn>"]}, None),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template": "llama3", "eot_tokens": ["<|eot_id|>"]}, None),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template": "llama3", "eot_tokens": ["<|end|>"]}, "differs"),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template_jinja": "{{ x }}<|e|>", "eot_tokens": ["<|e|>"]}, None),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template_jinja": "{{ x }}<|e|>", "eot_tokens": ["<|f|>"]}, "differs"),
+        (AXOLOTL_LORA_8B | CHATS | {"chat_template": "tokenizer_default", "eot_tokens": ["<|im_end|>"]}, "look"),
+    ],
+)
+def test_ends_of_turns_that_the_template_has_are_no_difference(
+    values: Values, level: str | None, tmp_path: Path
+) -> None:
+    assert levels(imported(tmp_path, values)).get("eot_tokens") == level
+
+
+@pytest.mark.parametrize("key", ["field_thinking", "template_thinking_key"])
+@pytest.mark.parametrize(
+    ("name", "told"), [("thinking", False), ("reasoning_content", False), ("reasoning", False), ("thoughts", True)]
+)
+def test_keys_of_reasoning(key: str, name: str, told: bool, tmp_path: Path) -> None:
+    values = AXOLOTL_LORA_8B | {"datasets": [{"path": "a/b", "type": "chat_template", key: name}]}
+    assert (f"datasets.0.{key}" in levels(imported(tmp_path, values))) == told
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        AXOLOTL_LORA_8B | {"rl": "dpo"}, AXOLOTL_LORA_8B | {"rl": "grpo"}, AXOLOTL_LORA_8B | {"reward_model": True},
+        FACTORY_LLAMA | {"stage": "dpo"}, FACTORY_LLAMA | {"stage": "kto"}, FACTORY_LLAMA | {"stage": "rm"},
+        FACTORY_LLAMA | {"pref_loss": "sigmoid"}, TRL_SHORT | {"beta": 0.1}, TRL_SHORT | {"loss_type": "sigmoid"},
+        TRL_SHORT | {"num_generations": 8}, TRL_SHORT | {"loss_type": ["ipo", "sft"]},
+        TUNE_LORA | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+    ],
+)  # fmt: skip
+def test_another_training_is_one_line_that_sends_nobody_in_a_circle(
+    values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values), "utf-8")
+    told = []
+    for verb in ("check", "import", "plan", "train"):
+        assert main([verb, str(file)]) == 2
+        told.append(" ".join(capsys.readouterr().err.split()))
+    assert len(set(told)) == 1
+    assert "this kit does supervised fine-tuning" in told[0]
+    assert "finetune import" not in told[0]
+    assert "finetune check" not in told[0]
+    for same in (AXOLOTL_LORA_8B | {"rl": None}, FACTORY_LLAMA | {"stage": "pt"}, TRL_SHORT | {"loss_type": "nll"}):
+        imported(tmp_path, same)
