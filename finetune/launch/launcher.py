@@ -43,9 +43,7 @@ class Launch:
     local_world_size: int = 1  # ranks of this machine
     nodes: int = 1
     settings: tuple[str, ...] = ()  # PET_NAME=VALUE in the launcher's environment: torchrun's options
-    shares_gpus: bool = (
-        False  # every rank of this machine sees the same GPUs; False where unknown, as under srun
-    )
+    shares_gpus: bool = False  # every rank of this machine sees the same GPUs; False where unknown, as under srun
 
     @property
     def by_accelerate(self) -> bool:
