@@ -219,8 +219,8 @@ OF_PIPELINES = (
     Fault(
         "layers that ZeRO-3 keeps gathered are not traced",
         "planner/depth/trace_to_depth.py",
-        "    if not request.strategy.layers_repeat:\n        shallow",
-        "    if False:\n        shallow",
+        "    elif not request.strategy.layers_repeat:\n        shallow",
+        "    elif False:\n        shallow",
         TO_DEPTH,
     ),
     Fault(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -42,6 +43,7 @@ class Launch:
     local_world_size: int = 1  # ranks of this machine
     nodes: int = 1
     settings: tuple[str, ...] = ()  # PET_NAME=VALUE in the launcher's environment: torchrun's options
+    shares_gpus: bool = False  # every rank of this machine sees the same GPUs; False where unknown, as under srun
 
     @property
     def by_accelerate(self) -> bool:
@@ -83,6 +85,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
         settings=tuple(f"{name}={value}" for name, value in sorted(inherited.items()) if name.startswith("PET_")),
+        shares_gpus=bool(words) and _shares_gpus(options, config, environment, inherited),
     )
 
 
@@ -125,11 +128,33 @@ def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
     """Whether the CPU was asked for. Accelerate 1.15 does not pass on `use_cpu` of a config for several processes."""
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
         return True
+    return _settings_of(config).get("use_cpu") is True
+
+
+_VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def _shares_gpus(
+    options: Sequence[str], config: str | None, environment: Mapping[str, str], inherited: Mapping[str, str]
+) -> bool:
+    """Whether a launcher's ranks all see the GPUs that this one sees.
+
+    torchrun and `finetune train` pass their own environment on, `accelerate launch` one list (`--gpu_ids`). A script
+    between launcher and trainer, or torchrun's `--virtual-local-rank`, may show each rank a GPU of its own.
+    """
+    if all(environment.get(name) == inherited.get(name) for name in _VISIBLE_GPUS):
+        return True
+    listed = _option(options, "--gpu_ids", "--gpu-ids") or _settings_of(config).get("gpu_ids")
+    return listed is not None and str(listed) == environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def _settings_of(config: str | None) -> dict[str, Any]:
+    """The launcher's config file; empty without one, and where its path is relative to another folder."""
     try:
         settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8")) if config else None
     except (OSError, ValueError, yaml.YAMLError):
-        return False  # the launcher could read it: its path is relative to another folder
-    return isinstance(settings, dict) and settings.get("use_cpu") is True
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 # What launchers leave in the environment of a rank: `finetune train` (local_ranks.py), torchrun, `accelerate launch`.

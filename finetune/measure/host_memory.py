@@ -26,6 +26,15 @@ def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     return max(0, min([int(psutil.virtual_memory().available), *(room for room in left if room is not None)]))
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Bytes of host memory that torch allocates for a pinned tensor of `nbytes`: the next power of two.
+
+    `CachingHostAllocator` rounds each request, in torch 2.11 to 2.13 (ATen/core/CachingHostAllocator.h: PowerOf2Ceil).
+    A matrix [14336, 4096] in float32 has 224 MiB and takes 256.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """Cores that this process may compute on, at least 1: the machine's physical ones, those that it is bound to
     (taskset, Slurm, cpusets), and the quota of the tightest control group above it (a container's `--cpus`)."""

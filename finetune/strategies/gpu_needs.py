@@ -15,6 +15,7 @@ from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSP
 from finetune.launch.launcher import Launch
 from finetune.model.float8.requirements import check_capability
 from finetune.recipe.schema import Recipe
+from finetune.wording import counted
 
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:
@@ -26,6 +27,7 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     EnvironmentMismatch with the settings to write.
     """
     _check_workspace(recipe)
+    _check_gpu_for_each(launch)
     own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     if recipe.training.float8:
@@ -48,6 +50,28 @@ def _check_workspace(recipe: Recipe) -> None:
             f"training.deterministic: {CUBLAS_VARIABLE}={found} is not one of its reproducible settings; unset "
             f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
         )
+
+
+def _check_gpu_for_each(launch: Launch) -> None:
+    """NCCL ends two ranks on one GPU with "Duplicate GPU detected", long after the start.
+
+    Only a launcher that shows its ranks the same GPUs is refused. Under srun each rank may see one of its own, always
+    as number 0, and nothing tells them apart before they can talk.
+    """
+    gpus, ranks = torch.cuda.device_count(), launch.local_world_size
+    if not launch.shares_gpus or ranks <= gpus:
+        return
+    if launch.by_torchrun:
+        fewer = f"--nproc_per_node {gpus}"
+    elif launch.by_accelerate:
+        fewer = f"--num_processes {gpus * launch.nodes}"
+    else:
+        fewer = f"budget.gpus={gpus}"
+    alone = " and accelerate_config=single" if gpus * launch.nodes == 1 else ""
+    raise EnvironmentMismatch(
+        f"launch: {ranks} ranks were started on this machine, and it shows them {counted(gpus, 'GPU')}; each rank "
+        f"needs one of its own. Launch with {fewer}{alone}, or list more in CUDA_VISIBLE_DEVICES"
+    )
 
 
 def go_around_peers(launch: Launch) -> None:

@@ -158,3 +158,41 @@ def test_the_command_that_continues_does_not_start_over(monkeypatch: pytest.Monk
         continue_command(read_launch(), resume="auto")
         == "python finetune/train.py r.yaml training.resume=never 'a=b c'"
     )
+
+
+GPU_LISTS = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("words", "above", "own", "shared"),
+    [
+        (TORCHRUN, {}, {}, True),
+        (TORCHRUN, {GPU_LISTS: "0,1"}, {GPU_LISTS: "0,1"}, True),
+        (TORCHRUN, {GPU_LISTS: "3"}, {GPU_LISTS: "3"}, True),
+        (TORCHRUN, {GPU_LISTS: "0,1"}, {GPU_LISTS: "1"}, False),  # --virtual-local-rank, or a script between the two
+        (TORCHRUN, {}, {GPU_LISTS: "0"}, False),
+        (TORCHRUN, {}, {"HIP_VISIBLE_DEVICES": "1"}, False),
+        (ACCELERATE, {}, {}, True),
+        ([*ACCELERATE, "--gpu_ids", "0,2"], {}, {GPU_LISTS: "0,2"}, True),
+        ([*ACCELERATE, "--gpu_ids=0"], {GPU_LISTS: "0,1"}, {GPU_LISTS: "0"}, True),
+        ([*ACCELERATE, "--config_file", "CONFIG"], {}, {GPU_LISTS: "0"}, True),
+        ([*ACCELERATE, "--config_file", "CONFIG"], {}, {GPU_LISTS: "1"}, False),
+        ([], {}, {GPU_LISTS: "0", "SLURM_PROCID": "1"}, False),  # srun gives every task a GPU, which it calls 0
+    ],
+)
+def test_whether_ranks_see_the_same_gpus(
+    words: list[str],
+    above: dict[str, str],
+    own: dict[str, str],
+    shared: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("gpu_ids: 0\nnum_processes: 2\n", "utf-8")
+    typed = [str(config) if word == "CONFIG" else word for word in words]
+    monkeypatch.setattr(
+        launcher, "_find_launcher", lambda environment: ([*typed, *SCRIPT], above) if typed else ([], own)
+    )
+    ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    assert read_launch({**ranks, **own}).shares_gpus == shared

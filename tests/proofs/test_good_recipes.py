@@ -23,7 +23,7 @@ from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
-from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts
+from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save, parts
 from tests.support.model_shapes import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +188,8 @@ class TestRecipe:
             assert sum(sizes.values()) / GB <= (1 - SPARE) * recipe.budget.gpu_memory_gb
         for what, size in {"Host": host_bytes(recipe), "disk": disk_bytes(recipe)}.items():
             assert not size or f"{what}: about {size / GB:.0f} GB" in header
+        if host_bytes_at_save(recipe) > host_bytes(recipe):
+            assert f", {host_bytes_at_save(recipe) / GB:.0f} while a checkpoint is written" in header
 
     def test_uses_its_budget(self, file: Path) -> None:
         """A budget that is half empty is that of another recipe."""

@@ -134,3 +134,37 @@ def test_gpus_without_flash_attention_take_a_document_at_a_time(
     else:  # all heads, since groups may lead to plain matrix products
         assert not flash
         assert calls == [((1, 4, length, 8), (1, 4, length, 8), True) for length in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "ranks", "nodes", "remedy"),
+    [
+        (("torchrun",), 2, 4, 1, "--nproc_per_node 2,"),
+        (("python", "-m", "torch.distributed.run"), 1, 2, 1, "--nproc_per_node 1 and accelerate_config=single,"),
+        (("accelerate", "launch"), 3, 4, 1, "--num_processes 3,"),
+        (("accelerate", "launch"), 1, 2, 2, "--num_processes 2,"),
+        (("accelerate", "launch"), 1, 8, 1, "--num_processes 1 and accelerate_config=single,"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused_where_all_see_the_same(
+    words: tuple[str, ...], seen: int, ranks: int, nodes: int, remedy: str, gpus: list[tuple[int, int]]
+) -> None:
+    gpus[:] = [(8, 0)] * seen
+    recipe = least_recipe(accelerate_config="ddp")
+    launch = replace(
+        ALONE, words=words, nodes=nodes, world_size=ranks * nodes, local_world_size=ranks, shares_gpus=True
+    )
+    for rank in range(ranks):
+        with pytest.raises(EnvironmentMismatch) as caught:
+            check_launch(recipe, replace(launch, rank=rank, local_rank=rank))
+        text = str(caught.value)
+        assert text.startswith(f"launch: {ranks} ranks were started on this machine, and it shows them {seen} GPU")
+        assert f"Launch with {remedy}" in text
+        assert "\n" not in text
+    fewer = replace(launch, world_size=seen * nodes, local_world_size=seen, rank=0)
+    if seen * nodes > 1:  # the remedy
+        assert check_launch(recipe, fewer).kind == "ddp"
+    else:
+        assert check_launch(least_recipe(accelerate_config="single"), fewer).kind == "single"
+    # srun --gpus-per-task=1, or two sockets with half of the GPUs each: not known to be the same.
+    assert check_launch(recipe, replace(launch, words=("srun", "python"), shares_gpus=False)).kind == "ddp"

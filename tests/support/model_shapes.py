@@ -94,6 +94,15 @@ class Shape:
     def total(self) -> int:
         return self.layers * self.layer + self.ends + self.hidden
 
+    @property
+    def tensors(self) -> list[int]:
+        """Elements of each weight of a dense model with equal layers, as the model lists them."""
+        assert not self.experts
+        assert not self.recurrent
+        matrices = [inputs * outputs for inputs, outputs in (*self._attention, *self._mlp)]
+        head = [] if self.tied else [self.table]
+        return [self.table, *([*matrices, self.hidden, self.hidden] * self.layers), self.hidden, *head]
+
     def adapters(self, rank: int) -> int:
         """Of all adapters on all linear layers, and on each expert."""
         return rank * sum(inputs + outputs for inputs, outputs in self.all_matrices)

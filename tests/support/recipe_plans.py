@@ -10,6 +10,7 @@ from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.errors import FinetuneError
 from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
+from finetune.planner.plan_recipe import Planned
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.cells import ROOT
@@ -21,14 +22,19 @@ HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
 GIB = 2**30
 
 
-def plan(path: Path) -> dict[str, Any]:
-    """One plan, with the recomputation that `auto` chooses; a row of the results."""
+def plan_of(path: Path) -> Planned:
+    """The plan on the recipe's own budget, with the recomputation that `auto` chooses."""
     asked = load_recipe(path).recipe
     gpus = gpus_of(asked.budget)
-    recipe = choose_recomputation(asked, gpus).recipe if gpus else asked
+    return plan_by_trace(choose_recomputation(asked, gpus).recipe if gpus else asked, gpus)
+
+
+def plan(path: Path) -> dict[str, Any]:
+    """One plan as a row of the results."""
+    gpus = gpus_of(load_recipe(path).recipe.budget)
     began = time.process_time()
     try:
-        planned = plan_by_trace(recipe, gpus)
+        planned = plan_of(path)
     except FinetuneError as error:
         return {"sha256": sha256_of(path), "fits": None, "refused": str(error)}
     row = {"sha256": sha256_of(path), "fits": planned.fits, "needed_bytes": planned.needed}

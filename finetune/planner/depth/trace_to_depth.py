@@ -71,7 +71,10 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     config = request.config
     layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
     period, shallow = period_and_depth(kinds_of_layers(config), period)
-    if not request.strategy.layers_repeat:
+    if request.strategy.uses_engine and request.strategy.offloaded:
+        # ZeRO's flat buffers in pinned memory are rounded up to a power of two, as no sum of layers is.
+        shallow = layers
+    elif not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
     elif request.strategy.uses_engine:
         # ZeRO-1 and 2 reduce by buckets whose size follows what is trained, and make the buffer of a rank's gradients

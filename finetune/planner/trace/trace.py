@@ -33,6 +33,7 @@ from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
 from finetune.planner.trace.flops import Halves, Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
+from finetune.planner.trace.pinned_memory import pinned_memory
 from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -109,7 +110,8 @@ def trace(
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         halves, around = Halves(recorder.phases), [tagging(recorder, gloo=not gpu)]
-        around += [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
+        if gpu:
+            around += [pinned_memory(recorder), workspaces(recorder, device, cublas, recipe.training.deterministic)]
         with count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.measure.host_memory import pinned_bytes
 from finetune.model.dtypes import dtype_name
 from finetune.strategies.pieces import Piece, piece_to_write
 
@@ -88,14 +89,14 @@ class HostCopies:
         self._pinned: dict[tuple[str, str], Tensor] = {}
 
     def bytes_to_allocate(self, pieces: Mapping[str, OwnPieces]) -> int:
-        """Bytes of host memory that `copied` would allocate; torch rounds pinned memory up to a power of two."""
+        """Bytes of host memory that `copied` would allocate."""
         sizes = (
             (tensor.nbytes, self._on_gpu(tensor))
             for group, own in pieces.items()
             for name, tensor in own.tensors.items()
             if name not in own.copies and self._known(group, name, tensor) is None
         )
-        return sum(1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes for nbytes, pinned in sizes)
+        return sum(pinned_bytes(nbytes) if pinned else nbytes for nbytes, pinned in sizes)
 
     def copied(self, pieces: Mapping[str, OwnPieces]) -> dict[str, OwnPieces]:
         """The pieces with tensors that no step changes; those of a GPU are complete when its kernels so far are."""
