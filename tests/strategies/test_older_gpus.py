@@ -41,7 +41,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         ({}, ["training.mixed_precision=fp16", "model.dtype=float16"]),
         ({"lora": None}, ["training.mixed_precision=fp16"]),
         ({"training": FP16}, ["model.dtype=float16"]),
-        ({"training": {"mixed_precision": "no"}}, ["model.dtype=float32"]),
+        (
+            {"model": {"name_or_path": "x", "dtype": "bfloat16"}, "training": {"mixed_precision": "no"}},
+            ["model.dtype=float32"],
+        ),
         (
             {"lora": None, "training": {"pure_bf16": True}},
             ["training.mixed_precision=fp16", "training.pure_bf16=false"],
