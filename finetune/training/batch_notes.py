@@ -39,6 +39,7 @@ def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
     return [
         data_line(recipe, counts, plan),
         *few_steps(recipe, plan),
+        *long_warmup(recipe, plan),
         *idle_ranks(plan),
         *large_micro_batch(plan),
         *far_rate(recipe),
@@ -125,6 +126,14 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
     settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
     yield f"training.num_train_epochs: {why}; for {FEW} or more add rows, or set {' '.join(settings)}"
+
+
+def long_warmup(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
+    """A line for a warmup longer than the run, which training refuses once it has counted the rows."""
+    warmup, steps = recipe.training.warmup_of(plan.total_steps), plan.total_steps
+    if warmup > steps:
+        longer = f"a warmup of {_steps(warmup)} is longer than the run of {steps:,}, which training refuses"
+        yield f"training.warmup_steps: {longer}; set training.warmup_steps={steps} or less, or train for more steps"
 
 
 def idle_ranks(plan: BatchPlan) -> Iterator[str]:

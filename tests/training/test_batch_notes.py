@@ -95,6 +95,16 @@ def test_the_settings_named_give_enough_steps(
             assert plan.global_batch_size % (ranks * plan.per_device_batch_size) == 0, "as many rows on each rank"
 
 
+def test_a_warmup_longer_than_the_run(tiny_llama: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe_with(tiny_llama, chats, global_batch_size=2, warmup_steps=50)
+    command = ["check", str(chats.parent / "recipe.yaml"), "--data"]
+    assert main(command) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("training.warmup_steps: ")]
+    assert "a warmup of 50 steps is longer than the run of 23, which" in line
+    assert main([*command, SETTING.findall(line)[0]]) == 0
+    assert "training.warmup_steps: " not in capsys.readouterr().out
+
+
 def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
     recipe = recipe_with(tiny_llama, chats, max_steps=1)
     assert list(few_steps(recipe, plan_of(recipe, 45))) == [
