@@ -96,7 +96,7 @@ def test_what_an_older_version_remembered_is_not_read(
     with monkeypatch.context() as older:
         older.setattr(remembered, "REMEMBERED_FORMAT", 1)
         probe(recipe)
-    assert remembered.REMEMBERED_FORMAT == 2
+    assert remembered.REMEMBERED_FORMAT == 3
     for file in (tmp_path / "cache" / "probes").glob("*.json"):
         known = copy.deepcopy(remembered.recall(file.stem))
         assert known is not None

@@ -137,6 +137,6 @@ def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, caps
     assert re.fullmatch(
         r"data: \d rows of up to 2,048 tokens \([\d,]+ tokens an epoch\); 1 step of 14 rows, "
         r"about [\d,]+ tokens each, 1 of them warming up",
-        lines[0],
+        lines[1],
     )
-    assert "1 step is few" in lines[1]
+    assert "1 step is few" in lines[2]

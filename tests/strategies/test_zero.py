@@ -197,7 +197,11 @@ CASES: Mapping[str, tuple[str, list[str], str]] = {
     "fp16 on a CPU": ("zero2", ["training.mixed_precision=fp16"], ""),
     "8-bit state": ("zero2", ["training.optim=adamw_8bit"], "set adamw"),
     "pure and offloaded": ("zero2_offload", ["training.pure_bf16=true"], "set training.pure_bf16=false"),
-    "float32 over a bf16 base": ("zero2", ["training.mixed_precision=no"], "model.dtype: float32"),
+    "float32 over a bf16 base": (
+        "zero2",
+        ["training.mixed_precision=no", "model.dtype=bfloat16"],
+        "model.dtype: float32",
+    ),
     "int8 cut": ("zero3", ["quantization={load_in_8bit: true}"], "accelerate_config=zero2"),
     "int8 whole": ("zero2", ["quantization={load_in_8bit: true}"], ""),
     "4 bits in bytes": ("zero3", ["quantization={load_in_4bit: true, bnb_4bit_quant_storage: uint8}"], "set bfloat16"),
