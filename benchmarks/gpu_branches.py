@@ -33,6 +33,12 @@ proofs/test_pretended_gpu.py proofs/test_recipes_on_gpu.py""".split()
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
+    "finetune/architecture/rotary.py _frequencies: device.type == 'cuda'": (
+        "asked where the positions are on another device than the CPU; stand-ins compute on the host"
+    ),
+    "finetune/planner/trace/pinned_memory.py pinned_memory.around: torch.device(to).type == 'cpu'": (
+        "asked of non-blocking copies off the pretended GPU, which the trainer makes to the host alone"
+    ),
     "finetune/launch/local_ranks.py _environments: on_cpu": (
         "a GPU's answer is given in a process whose path is the test's: launch/test_local_ranks.py, ranks_on_gpus"
     ),
