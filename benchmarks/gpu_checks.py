@@ -249,8 +249,8 @@ def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, shr
         model.load_state_dict(side.model.state_dict())
         eager = side.computed_by(model, recipe)
         _judge(found, eager, side.expected, bound, exact=side.compute is None)
-    if eager is None or side.compute is None:
-        return
+    if eager is None or side.compute is None or (recipe.lora and not recipe.training.activation_checkpointing):
+        return  # adapters without recomputation are compiled, and compared by the guard, in the recipe of 8B
     with lines.check(f"{way}, compiled") as found:
         compiled = CompiledLayers(required=False, log=lambda line: print(line, flush=True))
         if shrunken:

@@ -4,6 +4,7 @@ happens where they cannot be compiled."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,6 +195,67 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     compile_layers(base, required)
     with pytest.raises(EnvironmentMismatch, match=f"LlamaDecoderLayer cannot be compiled here: .*{reason}.*: auto"):
         learned(model, row)
+
+
+def kept_for_backward(model: nn.Module, row: dict[str, Any]) -> int:
+    """Bytes of distinct storages, without those of parameters."""
+    free = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    held: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**row)
+    loss.backward()
+    return sum(each.untyped_storage().nbytes() for at, each in held.items() if at not in free)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_compiled_layer_keeps_what_it_keeps_as_written(lora: bool) -> None:
+    """A graph of torch 2.11 kept the products of adapters, although it computes them again."""
+    row = flat_batch([100, 50])
+    model, base = built("llama", lora, True)
+    model(**row).backward()
+    expected = kept_for_backward(model, row)
+    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend="aot_eager_decomp_partition"))
+    model(**row).backward()
+    assert kept_for_backward(model, row) <= 1.1 * expected
+    assert expected < kept_for_backward(built("llama", lora, False)[0], row) / 4
+
+
+class _Hoarding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor.repeat(1, 1, 30))
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        return slopes[0]
+
+
+def hoarding(graph: Any, inputs: Any) -> Any:
+    return lambda *given: tuple(_Hoarding.apply(each) for each in graph.forward(*given))  # type: ignore[no-untyped-call]
+
+
+def test_layers_that_keep_much_more_than_as_written_are_not_compiled() -> None:
+    row, said = flat_batch([100, 50]), list[str]()
+    model, base = built("llama", False, False)
+    expected = learned(model, row)
+    compiled = CompiledLayers(required=False, log=said.append, backend=hoarding)
+    compile_layers(base, compiled)
+    found = learned(model, row)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    (line,) = said
+    assert re.search(r": compiled, LlamaDecoderLayer keeps [\d,]+ bytes for backward, as it is written [\d,]+; ", line)
+    assert compiled.facts()["left_off"] == compiled.stopped
+    required = CompiledLayers(required=True, log=said.append, backend=hoarding)
+    compile_layers(base, required)
+    learned(model, row)
+    with pytest.raises(EnvironmentMismatch, match=r"^training\.compile: true: compiled, .* bytes for backward"):
+        required.agree(lambda own: own, CPU)
 
 
 def test_a_rank_stops_where_another_has() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.architecture import attention
+from finetune.architecture.compiled import layers
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from finetune.architecture.guard import Guard, _compare_attention, compare_computations
 from finetune.architecture.loss import put_loss_into_forward
@@ -152,7 +153,7 @@ def test_a_fault_in_16_bits_alone_is_seen_there_alone() -> None:
         assert (compiled.stopped is not None) == autocast
 
 
-def test_a_fault_in_one_kind_of_layer_is_seen() -> None:
+def test_a_fault_in_one_kind_of_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recomputed one, which comes second."""
 
     class OfTheSecond(Faulty):
@@ -162,8 +163,10 @@ def test_a_fault_in_one_kind_of_layer_is_seen() -> None:
             self.graphs += 1
             return graph.forward if self.graphs == 1 else super().__call__(graph, inputs)
 
+    monkeypatch.setattr(layers, "GRAPHS_RECOMPUTE", True)  # so that each kind has a graph of its own
     model, base = built()
-    checkpoint_layers(base, 2)
+    checkpoint_layers(base, 1)
+    base.model.layers[0].gradient_checkpointing = False
     _, compiled = guarded(model, base, OfTheSecond("zero"))
     assert [each.is_fault for each in compiled.differences] == [False, True]
 

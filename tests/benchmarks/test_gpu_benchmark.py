@@ -62,10 +62,11 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
 
 def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -> None:
     every = gpu.steps()
-    assert every[:3] == ["environment", "layers", "proofs"]
-    assert every.index(EAGER) < every.index(LORA) < every.index(QLORA) < every.index(FULL)
-    assert every[3] == "llama3_1b_lora_1x8gb"
-    assert {name.removesuffix(gpu.EAGER) for name in every[3:]} == set(gpu.recipes())
+    assert every[:3] == ["environment", LORA, FULL]
+    assert set(every) - {EAGER} == {*gpu.CHECKS, *gpu.recipes()}
+    here = gpu_recipes.Machine(Path("/nowhere"), 150.0)
+    reached = gpu.CHECKS["environment"] + sum(gpu_recipes.estimate(recipe_of(name), here) for name in (LORA, FULL))
+    assert reached < 9 * 60
     assert len(set(every)) == len(every)
 
 
@@ -167,11 +168,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def test_what_does_not_fit_the_minutes_is_not_run_and_says_so(stage: Stage) -> None:
     assert stage.run("--minutes", "5") == gpu.NOT_RUN
-    # 30 + 30 + 30 s of checks, then 90 a recipe, of which 100 are expected: two fit into 300 s.
-    assert stage.began == ["environment", "layers", "proofs", "llama3_1b_lora_1x8gb", EAGER]
+    # 30 s a check, 90 a recipe, of which 100 are expected: two recipes fit into 300 s, and a check after them.
+    assert stage.began == ["environment", LORA, FULL, "layers"]
     rows = stage.written()["steps"]
-    assert rows[LORA] == {"state": "not run", "reason": "100 s needed, 30 s left"}
-    assert [row["state"] for row in rows.values()] == ["ok"] * 5 + ["not run"] * 6
+    assert rows["llama3_1b_lora_1x8gb"] == {"state": "not run", "reason": "100 s needed, 90 s left"}
+    assert [name for name, row in rows.items() if row["state"] == "ok"] == stage.began
+    assert {row["state"] for name, row in rows.items() if name not in stage.began} == {"not run"}
 
 
 def test_a_cheaper_step_still_runs_when_a_dear_one_does_not_fit(stage: Stage) -> None:
@@ -336,12 +338,12 @@ def test_at_most_six_bounded_files_come_back_however_much_fails(stage: Stage) ->
         "gpu.json",
         "gpu.md",
         "environment.log",
-        "layers.log",
-        "proofs.log",
+        f"{LORA}.log",
+        f"{FULL}.log",
         "llama3_1b_lora_1x8gb.log",
     }
     assert max(files.values()) <= gpu.MOST_LOG_BYTES == 1 << 20
-    assert files["layers.log"] == gpu.MOST_LOG_BYTES
+    assert files["environment.log"] == gpu.MOST_LOG_BYTES
 
 
 def test_names_of_files_are_plain(stage: Stage) -> None:

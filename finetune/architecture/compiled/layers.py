@@ -2,12 +2,14 @@
 
 Layers of a kind share a graph, and its sizes are symbols, so that one graph serves rows of all lengths: what depends on
 the documents reaches it as tensors and as one number that none of their lengths exceeds, rounded up to a power of two.
-A graph is one layer with its recomputation, inside of the hooks by which a strategy gathers and frees weights.
+A graph is one layer with its recomputation, inside of the hooks by which a strategy gathers and frees weights. Before
+torch 2.13 the graph is the layer alone, and torch's checkpoint runs it twice: there a graph keeps what an
+autograd.Function computes, such as the kit's adapters, although it is to be computed again.
 
 Before its first use each kind of layer is compared with the layer as it is written, output and gradients: a compiler
-may be wrong without an error. torch 2.11's gave adapters gradients that were exactly zero. The guard (guard.py) has
-that done on a few tokens before the worst step; a kind that it did not meet is compared on the row that it is first
-given.
+may be wrong without an error. torch 2.11's gave adapters gradients that were exactly zero. What it keeps for backward
+is compared too, because the plan counts on what the layer as written keeps. The guard (guard.py) has that done on a few
+tokens before the worst step; a kind that it did not meet is compared on the row that it is first given.
 
 Only layers that train run so. An evaluation, samples and rows of a single token run as the layer is written.
 """
@@ -16,14 +18,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -35,6 +39,11 @@ from finetune.wording import counted
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
 MOST_GRAPHS = 16
+# Whether a graph computes again all that its recomputation covers. Seen: torch 2.11 does not, 2.13 and 2.14 do.
+GRAPHS_RECOMPUTE = TorchVersion(torch.__version__) >= (2, 13)
+# Times the bytes that a layer as written keeps for backward, and bytes beside them. A compiler chooses for itself what
+# to keep and what to compute again, and keeps less as a rule. Beside that it keeps scalars and generators' states.
+MOST_KEPT, MOST_KEPT_BESIDES = 1.5, 1 << 16
 
 
 @dataclass
@@ -132,15 +141,26 @@ class CompiledLayers:
             # the width of the model, for the same, and compile again where they are not. torch's guide to dynamic
             # shapes has the function under this name.
             torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
-        function = self._functions.get(type(layer))
+        if not layer.gradient_checkpointing or GRAPHS_RECOMPUTE:
+            return self._function(type(layer))(layer, *args, **kwargs)
+        return layer._gradient_checkpointing_func(partial(self._kept, layer, **kwargs), *args)
+
+    def _kept(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a layer whose recomputation is outside of its graph."""
+        layer.gradient_checkpointing = False  # transformers' wrapper, which the graph includes, reads it
+        try:
+            return self._function(type(layer))(layer, *args, **kwargs)
+        finally:
+            layer.gradient_checkpointing = True
+
+    def _function(self, kind: Any) -> Callable[..., Any]:
+        function = self._functions.get(kind)
         if function is None:
             # Dropout by torch's own kernels draws what the layer as it is written draws, so the two can be compared.
             options: Any = {"fallback_random": True} if self.backend == "inductor" else None
-            function = torch.compile(
-                type(layer).forward, backend=self.backend, fullgraph=True, dynamic=True, options=options
-            )
-            self._functions[type(layer)] = function
-        return function(layer, *args, **kwargs)
+            function = torch.compile(kind.forward, backend=self.backend, fullgraph=True, dynamic=True, options=options)
+            self._functions[kind] = function
+        return function
 
     def _tried(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the compiled layer may run: its kind was compared, or is now.
@@ -153,7 +173,7 @@ class CompiledLayers:
             return self.stopped is None
         began, name = time.perf_counter(), type(layer).__name__
         try:
-            difference = self._compared(layer, reached, args, kwargs)
+            difference, too_much = self._compared(layer, reached, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler
@@ -168,10 +188,14 @@ class CompiledLayers:
         self.differences.append(difference)
         if difference.is_fault:
             self.stop(f"compiled, {name} computes something else: {difference}")
-        return not difference.is_fault
+        elif too_much is not None:
+            self.stop(f"compiled, {name} {too_much}")
+        return self.stopped is None
 
-    def _compared(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Discrepancy:
-        """The layer compiled against the layer as it is written, on this input."""
+    def _compared(
+        self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Discrepancy, str | None]:
+        """The layer compiled against the layer as it is written, on this input; and whether it keeps too much."""
         hidden, *others = nested_tensors((args, kwargs))
         inputs = [hidden.detach().requires_grad_(reached), *(each for each in others if each.requires_grad)]
         places = [id(hidden), *(id(each) for each in others if each.requires_grad)]
@@ -189,7 +213,8 @@ class CompiledLayers:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the compiler about torch's own code and ours
-            return compare_computations(compiled, as_written, inputs, dict(layer.named_parameters()))
+            difference = compare_computations(compiled, as_written, inputs, dict(layer.named_parameters()))
+            return difference, _keeps_too_much(compiled, as_written, inputs)
 
     def _without_lengths(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         lengths = kwargs.get(LENGTHS)
@@ -236,6 +261,39 @@ def _kind(layer: Any) -> str:
     """What tells layers of different graphs apart: their structure, kind of attention and recomputation."""
     attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return f"{layer!r} {attentions} {layer.gradient_checkpointing}"
+
+
+def _keeps_too_much(
+    compiled: Callable[..., Any], as_written: Callable[..., Any], inputs: Sequence[Tensor]
+) -> str | None:
+    """Why a compiled layer takes more memory until backward than the plan counts on; None where it does not."""
+    with torch.enable_grad(), torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
+        found, expected = (_kept_for_backward(partial(call, *inputs)) for call in (compiled, as_written))
+    allowed = round(MOST_KEPT * expected) + MOST_KEPT_BESIDES
+    if found <= allowed:
+        return None
+    return f"keeps {found:,} bytes for backward, as it is written {expected:,}; {allowed:,} are allowed"
+
+
+def _kept_for_backward(call: Callable[[], Any]) -> int:
+    """Bytes that a forward keeps beside its output. What a second one keeps too was there before: weights, inputs."""
+    kept: list[dict[int, int]] = []
+    held, outputs = list[Tensor](), list[Any]()  # until the end, so that no two storages have one address
+
+    def keep(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        storage = tensor.untyped_storage()
+        kept[-1][storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for _ in range(2):
+        kept.append({})
+        torch.clear_autocast_cache()  # of the copies of weights, which the first would leave to the second
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs.append(call())
+    first, second = kept
+    free = second.keys() | {each.untyped_storage().data_ptr() for each in nested_tensors(outputs)}
+    return sum(nbytes for at, nbytes in first.items() if at not in free)
 
 
 def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
