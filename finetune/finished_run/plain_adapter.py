@@ -1,12 +1,12 @@
-"""`finetune export --plain`: an adapter that began as a part of its base, as plain LoRA on the base itself.
+"""`finetune export --plain`: writes an adapter that began as a part of its base as plain LoRA on the whole base.
 
-PiSSA and OLoRA put a part of each weight W into the adapter and leave the rest: W = rest + s B0 A0, and after training
-rest + s B A. An engine that adds s B A to W has another model. On W itself the change is s (B A - B0 A0), which is LoRA
-of twice the rank, without a scale:
+PiSSA and OLoRA split each weight W into an adapter and a rest: W = rest + s B0 A0. Training changes this to
+rest + s B A. An engine that adds s B A to W has another model. Training changed W by s (B A - B0 A0). This is LoRA with
+twice the rank and no scale:
 
     A' = [A ; A0]  [2r, in]      B' = [s B , -s B0]  [out, 2r]      lora_alpha' / r' = 1
 
-A0 and B0 are made again from W, as peft makes them when it loads the adapter.
+A0 and B0 are computed again from W, as peft computes them when it loads the adapter.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ PLAIN_RECORD = "plain.json"
 
 
 def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
-    """Write the run's adapter as plain LoRA into `to`, complete or not at all; returns plain.json and the folder.
+    """Write the run's adapter as plain LoRA into `to`, completely or not at all; returns plain.json and the folder.
 
-    Exact in float32; below that the rest of each base weight was rounded in training, and the base itself is not.
-    Raises FinetuneError where the adapter is plain already, or cannot be one.
+    Exact in float32. In narrower formats training rounded the rest of each base weight; the whole base has no such
+    rounding.
+    Raises FinetuneError if the adapter is plain already, or cannot be written as plain LoRA.
     """
     run, folder = finished_run(run_dir), to or run_dir / PLAIN
     _refuse(run_dir, run.recipe)
@@ -64,7 +65,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
 
 
 def describe_plain(facts: Mapping[str, Any]) -> str:
-    """What the verb shows."""
+    """The verb's output."""
     return f"exported as plain LoRA of rank {facts['r']}, from {facts['init_lora_weights']}: {facts['folder']}"
 
 
@@ -84,7 +85,7 @@ def _refuse(run_dir: Path, recipe: Recipe) -> None:
 
 
 def _plain(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors by peft's names, and adapter_config.json."""
+    """The tensors under peft's names, and adapter_config.json."""
     adapter = merge.adapter
     with safe_open(adapter.path, framework="pt") as file:
         tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
@@ -92,7 +93,7 @@ def _plain(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, An
         weight = merge.base.read(f"{layer}.weight").to(getattr(torch, merge.recipe.model.dtype), copy=True)
         made = adapter.doubled(layer, weight)
         for part, key in parts.items():
-            # A text part's adapter has each tensor by the whole model's name too (text_part.name_for_both).
+            # A text part's adapter holds each tensor under the whole model's name too (text_part.name_for_both).
             for name in {key, PEFT_PREFIX + merge.names.of(key.removeprefix(PEFT_PREFIX))}:
                 tensors[name] = made[part].clone()
     settings = json.loads((product / ADAPTER_CONFIG).read_text("utf-8"))

@@ -70,7 +70,7 @@ class Outgoing:
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
     def text(self) -> str:
-        """The text to search: everything, a safetensors file's header, what a picture holds besides its pixels."""
+        """The text to search: all of it, or a safetensors file's header, or a picture without its pixels."""
         if self.path.endswith(".png"):
             return "\n".join(_png_texts(self.read()))
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
@@ -80,8 +80,8 @@ class Outgoing:
         return self.read().decode("utf-8", errors="replace")
 
     def readings(self) -> Iterator[str]:
-        """The text in other ways that somebody reads it: UTF-16, escapes of JSON, HTML and addresses, lines joined;
-        and the letters between a tensor's bytes."""
+        """Other readings of the text: UTF-16, unescaped JSON, HTML and addresses, and joined lines. For tensors, the
+        letters among their bytes."""
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
             yield from _long_words(self.content)
             return
@@ -91,12 +91,12 @@ class Outgoing:
         plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
         if plain != text:
             yield plain
-        if self.path not in VOCABULARIES:  # where each line is a word of its own
+        if self.path not in VOCABULARIES:  # there each line is a separate word
             yield _LINE_END.sub("", plain)
 
 
 _ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
-_LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # of a text that goes on in the next line, in quotes or not
+_LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # inside a text over several lines, quoted or not
 _PNG_HEAD = 8  # bytes
 _MOST_TEXT = 2**24  # bytes of a picture's compressed text
 _WINDOW = 2**24  # bytes of tensors searched at once
@@ -107,7 +107,7 @@ _LETTER = np.isin(np.arange(256), list(b"+-./=_" + string.ascii_letters.encode()
 
 
 def _png_texts(content: bytes) -> Iterator[str]:
-    """Every chunk of a PNG but its pixels, and what stands behind its end; compressed texts as they read."""
+    """Every chunk of a PNG except its pixels, and the bytes behind its end. Compressed texts are unpacked."""
     at = _PNG_HEAD
     while at + 8 <= len(content):
         size, kind = int.from_bytes(content[at : at + 4], "big"), content[at + 4 : at + 8]
@@ -117,7 +117,7 @@ def _png_texts(content: bytes) -> Iterator[str]:
         if kind in (b"zTXt", b"iTXt"):
             for start in (match.end() for match in re.finditer(rb"\0", chunk)):
                 with suppress(zlib.error):
-                    packed = chunk[start + (kind == b"zTXt") :]  # zTXt names its way of packing first
+                    packed = chunk[start + (kind == b"zTXt") :]  # zTXt names its compression method first
                     yield zlib.decompressobj().decompress(packed, _MOST_TEXT).decode("latin-1")
         at += size + 12
         if kind == b"IEND":
@@ -126,7 +126,7 @@ def _png_texts(content: bytes) -> Iterator[str]:
 
 
 def _long_words(file: Path) -> Iterator[str]:
-    """What stands around each run of letters in a file of numbers, which of these practically never make one."""
+    """The text around each long run of letters in a file of numbers. Numbers practically never form such a run."""
     with file.open("rb") as stream:
         before = b""
         while window := stream.read(_WINDOW):

@@ -1,8 +1,8 @@
 """A command that ends when the process that started it ends, even by SIGKILL: `with_parent.py PARENT COMMAND...`.
 
-`accelerate launch` outlives whoever started it, with all its ranks. Started through this file it gets SIGTERM from the
-kernel instead, and passes it on. Run as a file and only on the standard library, so that it starts in milliseconds and
-needs no import path.
+`accelerate launch` and its ranks outlive the process that started them. Started through this file, `accelerate launch`
+gets SIGTERM from the kernel when that process ends, and passes it on. The file runs as a script on the standard library
+alone, so it starts in milliseconds and needs no import path.
 """
 
 from __future__ import annotations

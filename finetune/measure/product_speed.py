@@ -1,4 +1,4 @@
-"""How long this CPU takes for small products in a number format: what it says it has may be emulated, or held back."""
+"""Times small products on this CPU in each number format: its flags may name a format that is emulated or disabled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ TIMES = 7
 
 
 def product_seconds(formats: Sequence[torch.dtype]) -> list[float]:
-    """For each format the seconds of the three products of a linear layer: forward, and two of backward, on one thread.
+    """Seconds in each format for a linear layer's three products, one in forward and two in backward, on one thread.
 
-    They are not alike: with AVX2 alone oneDNN takes 2, 37 and 1 ms for those in bfloat16, and each takes 0.3 ms in
-    float32. The formats take turns and the least of TIMES counts, since other processes may use the same cores. No
-    random number is drawn. Takes 10 ms where products are fast, 0.3 s
-    where one is emulated.
+    The three differ: with AVX2 alone oneDNN takes 2, 37 and 1 ms in bfloat16, and 0.3 ms for each in float32. The
+    formats take turns and the least of TIMES counts, because other processes may use the same cores. Draws no random
+    number. Takes 10 ms if products are fast, 0.3 s if one is emulated.
     """
     least = [float("inf")] * len(formats)
     before = torch.get_num_threads()

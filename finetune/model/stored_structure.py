@@ -1,11 +1,11 @@
-"""The structure that a base's files decide: whether head and embeddings are one matrix, and which tensors there are.
+"""The base's files decide the structure: whether head and embeddings are one matrix, and which tensors exist.
 
-A config.json says whether they are tied, and the files may hold two different matrices all the same. transformers then
-leaves them untied, but only where it has the values: not on a rank without weights, nor under ZeRO-3, where it compares
-two empty vectors. So the files are asked once, before any model is built, and the configuration is made to say it.
+A config.json may tie head and embeddings although the files hold two different matrices. transformers then leaves them
+untied, but only if it has the values. A rank without weights has none, and under ZeRO-3 transformers compares two empty
+vectors. So the files are read once, before any model is built, and the configuration is corrected to match them.
 
-Names are compared by transformers' own loading, onto meta: its renamings, conversions and exceptions hold. Of the data
-two matrices are read, and only where both are there and the configuration ties them.
+transformers' own loading onto meta compares the names, so its renamings, conversions and exceptions apply. At most two
+matrices are read, and only if both exist and the configuration ties them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from finetune.untrusted.safetensors_header import TensorFacts, read_header
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ROWS_READ = 4096  # of two matrices that are compared: 32 MB of each in bfloat16 at a width of 4,096
+ROWS_READ = 4096  # at a time, from each of two matrices that are compared: 32 MB in bfloat16 at a width of 4,096
 
 
 @dataclass(frozen=True)
 class StoredStructure:
-    """What the files of one folder decide, beside its config.json."""
+    """The structure in one folder's files, beside its config.json."""
 
     digest: str  # SHA-256 of names, number formats and shapes, and of `tied`
-    tied: bool | None  # one matrix for head and embeddings; None: the architecture never ties, or has no such pair
-    config_tied: bool  # as config.json says it, with the architecture's default
-    problem: str  # what the files lack or have too much, as transformers names it; empty where they are complete
+    tied: bool | None  # head and embeddings are one matrix; None: the architecture never ties, or lacks one of them
+    config_tied: bool  # the value in config.json, else the architecture's default
+    problem: str  # missing, unexpected or mis-shaped tensors, by transformers' names; empty if the files fit
 
     @property
     def is_at_odds(self) -> bool:
@@ -50,19 +50,19 @@ class StoredStructure:
         return self.config_tied and self.tied is False
 
 
-# By model.name_or_path and model.revision: what rank 0 has found, for ranks that may not see the files.
+# (model.name_or_path, model.revision) -> the ties that rank 0 found, for ranks that may not see the files.
 _AGREED: dict[tuple[str, str], bool | None] = {}
 
 
 def agree(section: ModelSection, tied: bool | None) -> None:
-    """Take another rank's word for the ties of this base, here and for the rest of this process."""
+    """Use another rank's finding about this base's ties, for the rest of this process."""
     _AGREED[section.name_or_path, section.revision] = tied
 
 
 def stored_structure(section: ModelSection, path: str | None = None) -> StoredStructure | None:
-    """What the files of the base decide, or those in the folder `path`; None where they are not on this machine.
+    """The structure in the base's files, or in the folder `path`. None if the files are not on this machine.
 
-    About a second for a model of 8B parameters, once in a process. Raises FinetuneError for a file that is not whole.
+    Takes about a second for 8B parameters, once in a process. Raises FinetuneError for an incomplete file.
     """
     folder = folder_of(path or section.name_or_path, section.revision)
     files = [] if folder is None else weight_files(folder)
@@ -75,8 +75,10 @@ def stored_structure(section: ModelSection, path: str | None = None) -> StoredSt
 
 
 def fetch_weights(section: ModelSection) -> None:
-    """Have the base's weights on this machine, from the Hub where they are there alone. What the Hub does not have, or
-    an answer that does not come, is left to the load, which says it."""
+    """Download the base's weights from the Hub if they are not on this machine.
+
+    A file that the Hub lacks, or a Hub that does not answer, is no error here: the load reports it.
+    """
     if Path(resolve_model_path(section.name_or_path)).is_dir():
         return
     with suppress(FinetuneError):
@@ -87,7 +89,7 @@ def fetch_weights(section: ModelSection) -> None:
 
 
 def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None = None) -> PreTrainedConfig:
-    """The configuration, changed in place to say of ties what the files of the base do."""
+    """The configuration, changed in place to tie head and embeddings exactly if the base's files do."""
     if path is None and (section.name_or_path, section.revision) in _AGREED:
         tied = _AGREED[section.name_or_path, section.revision]
     else:
@@ -101,8 +103,10 @@ def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None 
 
 
 def unties(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the files of a folder hold two matrices that its config.json ties. Imports no torch in most cases: only
-    where several tensors have a row for each token."""
+    """Whether a folder's files hold two matrices that its config.json ties.
+
+    Imports torch only if several tensors have a row for each token, which few models have.
+    """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     if config.get("tie_word_embeddings") is False and text.get("tie_word_embeddings") is False:
@@ -113,16 +117,16 @@ def unties(folder: Path, config: Mapping[str, Any]) -> bool:
         if sum(len(shape) == 2 and shape[0] == text.get("vocab_size", shape[0]) for shape in shapes) < 2:
             return False
         found = stored_structure(ModelSection(name_or_path=str(folder)))
-    except FinetuneError:  # damaged files, or code that is not trusted: what loads them says so
+    except FinetuneError:  # damaged files, or code that is not trusted: the load reports them
         return False
     return found is not None and found.is_at_odds
 
 
 def refuse_files(recipe: Recipe, found: StoredStructure | None) -> None:
-    """Raise FinetuneError where the files lack tensors, have others or have them in other shapes, and where an adapter
-    with new tokens would not load onto them.
+    """Raise FinetuneError if tensors are missing, unexpected or mis-shaped, or if an adapter with new tokens would not
+    load onto them.
 
-    peft 0.21 goes by config.json when it loads trained rows: a head of its own would get those of the embeddings.
+    peft 0.21 follows config.json when it loads trained rows: a separate head would get the embeddings' rows.
     """
     name = one_line(recipe.model.name_or_path)
     if found is not None and found.problem:
@@ -142,8 +146,10 @@ def _found(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted: b
 
 @contextmanager
 def _without_engine() -> Iterator[None]:
-    """Within, transformers builds and loads as if there were no ZeRO-3. Not public: its handle on the engine's config,
-    which it takes anew from an Accelerate plugin alone."""
+    """Inside this context transformers builds and loads as if there were no ZeRO-3.
+
+    Uses a private name, transformers' handle on the engine's config: only an Accelerate plugin can set it publicly.
+    """
     from transformers.integrations import deepspeed
 
     handle = deepspeed._hf_deepspeed_config_weak_ref
@@ -162,7 +168,7 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
         tensors |= {name: (file, facts) for name, facts in read_header(Path(file)).items()}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     quantised = bool(getattr(config, "quantization_config", None))
-    if quantised:  # its packed tensors are known to the library that packed them; embeddings and head are plain
+    if quantised:  # only the library that packed the tensors knows them; embeddings and head are plain
         del config.quantization_config
     structure = _on_meta(config, trusted)
     ties = dict(getattr(structure, "all_tied_weights_keys", None) or {})
@@ -174,7 +180,7 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
     tied = True if ties else None
     for target, source in ties.items():
         there = {target, source} - missing
-        if len(there) == 1:  # transformers takes the one for the other
+        if len(there) == 1:  # transformers uses the one for both
             missing -= {target, source}
         elif len(there) == 2 and not _are_equal(structure, untied, tensors, (target, source)):
             tied = False
@@ -197,7 +203,7 @@ def _on_meta(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel:
 def _loaded_onto_meta(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, TensorFacts]
 ) -> dict[str, Any]:
-    """transformers' report of a load from tensors of these names and shapes."""
+    """transformers' report of a load from tensors with these names and shapes."""
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -226,14 +232,14 @@ def _are_equal(
     tensors: Mapping[str, tuple[str, TensorFacts]],
     parameters: tuple[str, str],
 ) -> bool:
-    """Whether two parameters that the files hold have the same values there, as torch.equal has it."""
+    """Whether two parameters have equal values in the files, by torch.equal."""
     import torch
     from safetensors import safe_open
 
     shape = tuple(structure.get_parameter(parameters[0]).shape)
     places: dict[str, str] = {}
     for name, (_, facts) in tensors.items():
-        if facts.shape == shape:  # a load of this tensor alone says which parameter it becomes
+        if facts.shape == shape:  # a load of this tensor alone shows which parameter it becomes
             missing = _loaded_onto_meta(type(structure), untied, {name: facts})["missing_keys"]
             places |= {parameter: name for parameter in parameters if parameter not in missing}
     if len(places) < 2:  # one of them is made of several tensors, which a tied one never is
@@ -249,7 +255,7 @@ def _are_equal(
 
 
 def _problem(structure: PreTrainedModel, missing: set[str], info: Mapping[str, Any], *, ties: bool) -> str:
-    """One line about the first kind of tensor that does not fit; empty where all do."""
+    """One line about the first kind of tensor that does not fit; empty if all fit."""
     ends = structure.get_input_embeddings(), structure.get_output_embeddings()
     tables = {id(end.weight) for end in ends if end is not None}
     lost = sorted(name for name in missing if id(_parameter(structure, name)) in tables)

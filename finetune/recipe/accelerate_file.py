@@ -1,8 +1,8 @@
-"""What an Accelerate config file means: each key as Accelerate would take it, and whether this kit does the same.
+"""The meaning of an Accelerate config file: each key as Accelerate reads it, and whether this kit does the same.
 
-`accelerate config` writes every key that it knows, and one thing in several ways: `'no'`, `false`, `null`, or no line.
-So a file is read key by key: a value becomes what Accelerate makes of it, and a key that says what holds anyway is
-dropped. Two files that mean the same then have the same settings.
+`accelerate config` writes every key that it knows, and writes one meaning in several ways: `'no'`, `false`, `null`, or
+no line. So a file is read key by key. Each value is converted as Accelerate converts it, and a key that repeats the
+default is dropped. Two files with one meaning then have equal settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 UNREADABLE: Any = object()
 _TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # Accelerate's str_to_bool
-# Strategies by the number that torch's ShardingStrategy has for them.
+# Indexed by the strategy's number in torch's ShardingStrategy.
 _SHARDING = ("", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
@@ -55,7 +55,7 @@ def _truth(value: Any) -> Any:
 
 
 def _reshard(value: Any) -> Any:
-    """true or false under FSDP2; FSDP1 has one of five strategies there, by its name or number."""
+    """true or false under FSDP2. In FSDP1's files this is one of five strategies, by name or number."""
     name = str(value).upper()
     if not isinstance(value, bool) and name.isdecimal() and 1 < int(name) < len(_SHARDING):
         name = _SHARDING[int(name)]
@@ -79,13 +79,13 @@ class AccelerateKey:
     """One key of a section."""
 
     read: Callable[[Any], Any] = _as_it_is
-    works: tuple[Any, ...] = ()  # the values with which this kit does what the file says; empty: every one
-    same: Any = None  # the value that says what holds without the key, in Accelerate and here
-    remedy: str = ""  # for other values; empty: the values that work
-    keeps: bool = False  # also stays in the settings when it says what holds anyway
-    drops: bool = False  # never gets into the settings: this kit has one way to do it
-    owner: Callable[[Recipe], Any] | None = None  # the recipe's value, where the recipe owns it
-    owner_key: str = ""  # where a recipe writes it
+    works: tuple[Any, ...] = ()  # the values that this kit can follow; empty: all
+    same: Any = None  # the default, in Accelerate and here: this value changes nothing
+    remedy: str = ""  # for other values; empty: name the values that work
+    keeps: bool = False  # stays in the settings even at its default
+    drops: bool = False  # never enters the settings: this kit has only one way
+    owner: Callable[[Recipe], Any] | None = None  # the recipe's value, if the recipe decides it
+    owner_key: str = ""  # the recipe's key for it
 
 
 def _launcher(read: Callable[[Any], Any] = _as_it_is, **options: Any) -> AccelerateKey:
@@ -100,7 +100,7 @@ _TOP: dict[str, AccelerateKey] = {
         "enable_cpu_affinity debug distributed_type".split(),
         _launcher(),
     ),
-    "num_processes": AccelerateKey(_whole, same=-1, remedy="write a whole number"),  # -1: the launcher says it
+    "num_processes": AccelerateKey(_whole, same=-1, remedy="write a whole number"),  # -1: the launcher decides
     "num_machines": _launcher(_whole, remedy="write a whole number"),
     "use_cpu": _launcher(_truth, works=(True, False)),
     "compute_environment": _launcher(_text, works=("LOCAL_MACHINE",)),
@@ -196,7 +196,7 @@ _MESH: dict[str, AccelerateKey] = {
 }
 _DYNAMO: dict[str, AccelerateKey] = {
     "dynamo_backend": AccelerateKey(_word, works=("no",), same="no", remedy=_COMPILING),
-    # Settings of a backend: without one they say nothing.
+    # Settings of a backend: without a backend they have no effect.
     **dict.fromkeys(
         (f"dynamo_{name}" for name in "mode use_fullgraph use_dynamic use_regional_compilation".split()),
         AccelerateKey(drops=True),
@@ -213,7 +213,7 @@ _FLOAT8: dict[str, AccelerateKey] = {
 class _Table:
     keys: Mapping[str, AccelerateKey]
     prefix: str = ""  # `accelerate launch` puts it before a key that lacks it
-    read_under: str = ""  # the distributed_type under which Accelerate reads the section; empty: every one
+    read_under: str = ""  # the only distributed_type with which Accelerate reads the section; empty: every type
 
 
 SECTIONS = {
@@ -233,11 +233,11 @@ _OTHER_SHARDING = {
 
 @dataclass
 class Meaning:
-    """A file's settings by Accelerate's own names, without those that change nothing; and what is wrong in it."""
+    """A file's settings by Accelerate's names, without those that change nothing, and the file's mistakes."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    mistakes: list[tuple[str, str]] = field(default_factory=list)  # the key as the file has it, and the problem
-    notes: list[str] = field(default_factory=list)  # what the recipe says instead
+    mistakes: list[tuple[str, str]] = field(default_factory=list)  # the key as the file writes it, and the problem
+    notes: list[str] = field(default_factory=list)  # settings of the file that the recipe overrules
 
 
 def type_of(file: Mapping[str, Any]) -> str:
@@ -247,7 +247,7 @@ def type_of(file: Mapping[str, Any]) -> str:
 
 
 def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
-    """Reads a file key by key. Without a recipe a value that a recipe owns is a mistake, unless it is the default."""
+    """Reads a file key by key. Without a recipe, a value that recipes decide is a mistake unless it is the default."""
     found, kind = Meaning(), type_of(file)
     top = {name: value for name, value in file.items() if name not in SECTIONS}
     found.settings = _read_keys(found, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
@@ -265,7 +265,7 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
             found.mistakes.append((name, f"has no effect: {reason}; remove it"))
             continue
         settings = _read_keys(found, f"{name}.", section, table, recipe)
-        # An empty parallelism_config asks for HSDP; one of sizes that are all 1 asks for nothing.
+        # An empty parallelism_config asks for HSDP. If all its sizes are 1, it asks for nothing.
         if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):
             found.settings[name] = settings
     _read_together(found, file)
@@ -285,7 +285,7 @@ def _read_keys(
             found.mistakes.append((place, f"has no effect here; {remedy}"))
             continue
         if name not in ENGINE_KEYS and (raw in (None, "", [], {}) or str(raw).lower() == "none"):
-            continue  # no value: what holds without the key
+            continue  # no value: the default holds
         value = key.read(raw)
         if value is UNREADABLE or (key.works and value not in key.works):
             works = f"one of {_listed(key.works)} works here; set it"
@@ -301,7 +301,7 @@ def _read_keys(
 def _compare_with_owner(
     found: Meaning, place: str, raw: Any, key: AccelerateKey, value: Any, recipe: Recipe | None
 ) -> None:
-    """The recipe's value holds: the file may say the same, or what Accelerate takes where it says nothing."""
+    """The recipe's value wins. The file may repeat it, or write Accelerate's default."""
     assert key.owner is not None
     own = None if recipe is None else key.owner(recipe)
     if value == key.same:
@@ -323,7 +323,7 @@ def _not_in_float8(file: Mapping[str, Any], recipe: Recipe | None) -> str | None
 
 
 def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
-    """What several keys say together."""
+    """Checks keys that depend on each other."""
     settings, kind = found.settings, type_of(file)
     if kind in _REQUIRED:
         name, key = _REQUIRED[kind]

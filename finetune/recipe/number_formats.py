@@ -1,11 +1,11 @@
 """`auto` of `training.mixed_precision` and `model.dtype`: the number format that the device computes fastest.
 
-A recipe that was read holds no `auto`: it is settled by the recipe's budget and this processor's flags, without torch.
-The start of a training settles it once more, for the device that computes and by products that it times
-(measure/product_speed.py), and the run's folder keeps the result.
+Reading a recipe settles `auto`, by the recipe's budget and this processor's flags, without torch. The start of a
+training settles it again, for the device that computes and by timed products (measure/product_speed.py). The run's
+folder keeps the result.
 
-Products of [256, 256] matrices by one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN held to each
-instruction set; a backward pass makes the second product, for the gradient of a layer's input:
+Speed of [256, 256] products on one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN limited to each
+instruction set. Backward computes the second product, for the gradient of a layer's input:
 
                               x @ w.T           grad @ w
     flags                bf16   float32      bf16   float32
@@ -23,7 +23,7 @@ from typing import Any
 
 PRECISION, BASE_FORMAT = "training.mixed_precision", "model.dtype"
 KEYS = (PRECISION, BASE_FORMAT)
-# Arithmetic for bfloat16: of x86, of x86's tiles, of ARM. With AVX-512 or AVX2 alone a product is emulated.
+# Arithmetic for bfloat16 in x86, x86's tiles, and ARM. With AVX-512 or AVX2 alone a product is emulated.
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 MUCH_SLOWER = 2.0  # a timed product overrules the flags beyond this ratio: emulation takes 2.7 to 100 times as long
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
@@ -39,16 +39,16 @@ class FastestFormat:
 
 @dataclass(frozen=True)
 class ChosenFormats:
-    """What `auto` is in one recipe."""
+    """The values that replace `auto` in one recipe."""
 
-    keys: tuple[str, ...]  # those of KEYS that say auto
-    values: Mapping[str, str]  # of these keys
+    keys: tuple[str, ...]  # the KEYS that the recipe sets to auto
+    values: Mapping[str, str]  # by these keys
     why: str
-    kept: bool = False  # of the run that is there
+    kept: bool = False  # taken from the run in the folder
 
     @property
     def line(self) -> str:
-        """For the terminal; empty where the recipe says what computes."""
+        """For the terminal; empty if the recipe names the compute format."""
         if PRECISION not in self.keys:
             return ""
         chosen = ", ".join(f"{key}: {self.values[key]}" for key in self.keys)
@@ -56,12 +56,12 @@ class ChosenFormats:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the receipt and JSON; empty where nothing was chosen."""
+        """For the receipt and JSON; empty if nothing was chosen."""
         return {"chosen": dict(self.values), "why": self.why, "line": self.line} if self.keys else {}
 
 
 def processor_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """The instruction sets of this machine's first processor, as Linux names them; empty where it does not say."""
+    """The instruction sets of this machine's first processor, as Linux names them; empty if Linux lists none."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -74,7 +74,7 @@ def processor_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def fastest_by_flags(flags: Iterable[str] | None = None) -> FastestFormat:
-    """bf16 on a CPU with arithmetic for it, else float32; `flags`: None for those of this machine."""
+    """bf16 on a CPU with arithmetic for it, else float32. `flags`: None for this machine's flags."""
     found = processor_flags() if flags is None else frozenset(flags)
     for flag in FAST_BFLOAT16:
         if flag in found:
@@ -85,7 +85,7 @@ def fastest_by_flags(flags: Iterable[str] | None = None) -> FastestFormat:
 
 
 def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float) -> FastestFormat:
-    """What the flags say, unless timed products say that the other format is MUCH_SLOWER; both in seconds."""
+    """The flags' format, unless its timed products are MUCH_SLOWER than the other format's. Both times in seconds."""
     times = f"small products take {1e3 * bfloat16:.3g} ms in bfloat16 and {1e3 * float32:.3g} ms in float32"
     if by_flags.precision == "bf16" and bfloat16 > MUCH_SLOWER * float32:
         return FastestFormat("no", f"{times}, although {by_flags.why}")
@@ -95,7 +95,7 @@ def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float
 
 
 def fastest_for(gpus: int) -> FastestFormat:
-    """For a recipe that is made for so many GPUs, or for a CPU like this one."""
+    """The format for a recipe with this many GPUs, or with none for a CPU like this one."""
     return FastestFormat("bf16", "GPUs from Ampere on have bfloat16 arithmetic") if gpus else fastest_by_flags()
 
 
@@ -106,10 +106,10 @@ def settled_formats(
 
     Args:
         fastest: The device's `FastestFormat.precision`.
-        adapters: Base weights are frozen. Else `model.dtype` is the format of the export alone, and the same on every
+        adapters: Base weights are frozen. Without adapters `model.dtype` is only the export's format, equal on every
             device.
-        quantization: The section; None: base weights are not quantised. 4-bit weights have a format of their own to
-            be multiplied in, which the rest follows.
+        quantization: The section; None: base weights are not quantised. 4-bit weights have their own compute format,
+            and everything else follows it.
     """
     four_bit = None if quantization is None else quantization.get("bnb_4bit_compute_dtype", "bfloat16")
     if quantization is not None and not quantization.get("load_in_4bit"):
@@ -129,7 +129,7 @@ def settled_formats(
 
 
 def in_float32(recipe: Any) -> tuple[str, ...]:
-    """For each setting of a Recipe that computes in 16 bits, the override that computes in float32 instead."""
+    """One override for each setting of a Recipe that computes in 16 bits, so that it computes in float32."""
     training, quantization = recipe.training, recipe.quantization
     changes = []
     if training.mixed_precision != "no":

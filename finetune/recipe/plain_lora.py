@@ -1,4 +1,4 @@
-"""Adapters that began as a part of their base, which engines without peft would add to the whole of it."""
+"""Adapters that began as a part of their base. Engines without peft would add them to the whole base."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune.recipe.schema import Recipe
 
 
 def why_not_plain(recipe: Recipe) -> str:
-    """Why what the adapter changes is not a product of two matrices added to the base; empty where it is."""
+    """Why the adapter's change is not a product of two matrices added to the base; empty if it is one."""
     assert recipe.lora is not None
     if recipe.lora.use_dora:
         return "lora.use_dora: true scales each weight"
@@ -19,7 +19,7 @@ def why_not_plain(recipe: Recipe) -> str:
 
 
 def only_by_peft(recipe: Recipe, run_dir: Path | str) -> str:
-    """A line for a run whose adapter other engines would serve as another model; empty for any other run."""
+    """A line for a run with an adapter that other engines would serve as another model; empty for other runs."""
     if recipe.lora is None or not recipe.lora.takes_from_the_base:
         return ""
     command = (

@@ -1,6 +1,6 @@
-"""Which settings a strategy cannot train with, on any machine. Nothing here imports torch.
+"""Finds settings that a strategy cannot train with, on any machine. Nothing here imports torch.
 
-`check` refuses a recipe by these, training refuses a run, and `import` puts in what can run instead.
+For such a setting `check` refuses the recipe, training refuses the run, and `import` writes a value that can run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the for
 
 @dataclass(frozen=True)
 class Unfit:
-    """A setting that the strategy cannot train with, and values by recipe key with which it can."""
+    """A setting that the strategy cannot train with, and values (recipe key -> value) that it can train with."""
 
     key: str
     problem: str
@@ -34,7 +34,7 @@ class Unfit:
 
 
 def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
-    """What this strategy cannot train with; nothing where it can train the recipe."""
+    """The recipe's settings that this strategy cannot train with; none if it can train the recipe."""
     if strategy.uses_engine:
         yield from _under_engine(recipe, strategy)
     else:
@@ -58,13 +58,13 @@ def _unsharded_optimizer(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
 
 
 def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
-    """What DeepSpeed would refuse with a traceback, or compute in another number format."""
+    """Settings that DeepSpeed would refuse with a traceback, or compute in another number format."""
     training, name = recipe.training, f"accelerate_config: {strategy.name}"
     half, precision = training.mixed_precision, "training.mixed_precision"
     if half == "fp8":
         problem = f"fp8: {name} has one number format"
         yield Unfit(precision, problem, "set bf16, or accelerate_config: fsdp2", {precision: "bf16"})
-    if training.optim != DEFAULT:  # strategies/zero_state.py knows the state of no other
+    if training.optim != DEFAULT:  # strategies/zero_state.py knows only this optimizer's state
         problem = f"{training.optim}: ZeRO shards state by elements, not by blocks"
         yield Unfit("training.optim", problem, f"set {DEFAULT}", {"training.optim": DEFAULT})
     if training.pure_bf16 and strategy.offloaded:
@@ -91,8 +91,9 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
 def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
     """Quantised weights that FSDP cannot shard over ranks.
 
-    Packed bytes travel under the name of a number format. Under mixed precision an engine converts every floating-point
-    weight that is not in the compute dtype: packed bytes it would take for numbers (seen with FSDP2 and float32).
+    Packed bytes are stored in a tensor with a floating-point dtype. Under mixed precision an engine converts every
+    floating-point weight that is not in the compute dtype, so it would treat packed bytes as numbers (seen with FSDP2
+    and float32).
     """
     quantization = recipe.quantization
     if quantization is None:
@@ -115,7 +116,7 @@ def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
 
 
 def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
-    """What no stage of a pipeline can compute with yet."""
+    """Settings that no pipeline stage supports yet."""
     name, precision = strategy.name, "training.mixed_precision"
     if recipe.quantization is not None and not recipe.quantization.load_in_4bit:
         problem, remedy = f"{name} does not split int8 weights yet", "set load_in_4bit, or take ddp"
@@ -136,8 +137,10 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
 
 
 def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
-    """Why so many ranks are not pipelines of two stages or more, or why the schedule cannot order a step's number of
-    micro-batches, with the remedy; None where they can train."""
+    """The reason, with a remedy, why these ranks cannot train as pipelines; None if they can.
+
+    The ranks may not divide into pipelines of at least two stages, or the schedule may not fit a step's micro-batches.
+    """
     pipelines = strategy.pipelines
     if pipelines is None:
         return None
@@ -164,7 +167,7 @@ def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None
 
 
 def not_compiled(recipe: Recipe, strategy: Strategy) -> str | None:
-    """Why the recipe's layers cannot be compiled, whatever its architecture; None where nothing is known against it."""
+    """Why the recipe's layers cannot be compiled on any architecture; None if there is no known reason."""
     quantization = recipe.quantization
     if recipe.training.activation_checkpointing == "selective":
         return "activation_checkpointing: selective looks at each product, and a graph is a single operation"

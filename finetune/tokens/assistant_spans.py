@@ -1,28 +1,28 @@
-"""Which parts of a rendered chat are trained on, for any chat template, found by rendering.
+"""Finds the supervised parts of a rendered chat by rendering, for any chat template.
 
-Three renderings say what the model writes in turn i, because they are what happens at inference:
+Three renderings show the model's text in turn i, because inference renders in the same way:
 
-    prompt = render(messages[:i], add_generation_prompt=True)   what the model is given
-    turn   = render(messages[:i + 1])                           the same and the answer
-    whole  = render(messages)                                   what a row's tokens are made of
+    prompt = render(messages[:i], add_generation_prompt=True)   the model's input
+    turn   = render(messages[:i + 1])                           the input and the answer
+    whole  = render(messages)                                   the row: its tokens come from this text
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-    `------------------- prompt ------------------´`--- learned --´
+    `------------------- prompt ------------------´`- supervised -´
 
-The answer is the part of `turn` after `prompt`, up to and with the token on which the model stops: the last control
-token of the turn. What a template writes at the end of every document (Phi-3: another end-of-text token) is not the
-turn's. A token that also stands between two calls of one answer is not one on which the model stops.
+The answer is the part of `turn` after `prompt`. It ends with the token on which the model stops, the last control
+token of the turn. Some templates write one more token at the end of every document (Phi-3: end-of-text); that token is
+not part of the turn. The model does not stop on a token that also stands between two calls of one answer.
 
-The last message's answer always follows its very prompt. Where the template begins a finished turn in another way than
-its prompt ends (DeepSeek-R1's prompt opens a thinking block), the answer is put after the prompt, or the row is
+The last message's answer always follows its exact prompt. Some templates begin a finished turn in another way than
+their prompt ends (DeepSeek-R1's prompt opens a thinking block). Then the answer is put after the prompt, or the row is
 refused.
 
-An earlier answer lies in `whole`. If `whole` begins with its turn, its place is known. Otherwise the template writes
-history in another way (Qwen3 drops reasoning): then marks, private characters around each message's texts, show where
-the turn is (marks.py), and its closing text is compared with that of `turn`.
+An earlier answer lies in `whole`. If `whole` begins with that answer's turn, its place is known. Otherwise the template
+writes history in another way (Qwen3 drops reasoning). Then marks, private characters around each message's texts, show
+where the turn is (marks.py), and the turn's closing text is compared with the one in `turn`.
 
-Marks also show what a template leaves out, and which control tokens are only spelt in the texts. Nothing is remembered
-from one row for another: a row's tokens and mask depend on that row alone.
+Marks also show the texts that a template leaves out, and control tokens that are only spelt in the texts. No row uses
+anything remembered from another row: a row's tokens and mask depend on that row alone.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from finetune.tokens.marks import (
     texts_of,
 )
 
-# What a generation prompt may end with and a finished turn not have: a thinking block, opened, or empty and closed.
+# A thinking block, opened, or empty and closed. A generation prompt may end with it although a finished turn lacks it.
 _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _OWN_BLOCK = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
-_PROBE = "\U000f0000"  # a text that stands nowhere else
+_PROBE = "\U000f0000"  # a text that no template contains
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
@@ -66,12 +66,12 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered chat: its text, what each assistant turn wrote, and texts that only look like control tokens."""
+    """A rendered chat: its text, the part that each assistant turn wrote, and texts that look like control tokens."""
 
     text: str
     turns: dict[int, Span]  # index of the assistant's message -> characters that the model writes
     literals: list[Span]
-    otherwise: Collection[int] = ()  # turns that are written otherwise when they are the last, or prompted otherwise
+    otherwise: Collection[int] = ()  # turns with another text or prompt when they are the last
     stops: Collection[str] = ()  # the control tokens that end these turns
 
 
@@ -87,23 +87,23 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The last turn of a chat after the prompt for it."""
+    """A chat's last turn, after its prompt."""
 
     text: str
-    begin: int  # end of the texts of the message before it
-    prompt: int  # characters of the prompt
+    begin: int  # where the texts of the message before it end
+    prompt: int  # the prompt's length in characters
     stop: int  # end of the token on which the model stops
-    token: str  # which one
+    token: str  # that token
     literals: list[Span]
     is_plain: bool  # whether the template itself writes this text
 
 
 @dataclass(frozen=True, slots=True)
 class _Habits:
-    """What a template always does; found by rendering chats of its own, not the rows'."""
+    """Habits of a template in every chat. They are found by rendering probe chats, never from rows."""
 
     stop: str | None  # the token on which an answer in words ends
-    closing: str  # what is written after the last turn of a document
+    closing: str  # text after a document's last turn
     between: frozenset[str]  # tokens between the calls of one answer
 
 
@@ -116,7 +116,7 @@ class SpanFinder:
         self._habits_of: dict[bool, _Habits] = {}  # by whether there are tools
 
     def find(self, messages: Messages, tools: Tools, wanted: Collection[int]) -> Rendered:
-        """Render a chat and find what its assistant wrote in the messages `wanted`, by index.
+        """Render a chat and find the assistant's text in the messages with the indices `wanted`.
 
         Raises BadRow when the template cannot be followed.
         """
@@ -136,8 +136,8 @@ class SpanFinder:
         answer = self._answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
         text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
         if turns and not text.startswith(whole.text[: turns[max(turns)][1]]):
-            # The prompt for the last answer writes earlier turns in another way than the finished chat, in which they
-            # are learned. Keep the finished chat's history, and put what the prompt adds to it before the answer.
+            # The prompt for the last answer writes earlier turns in another way than the finished chat, and the
+            # finished chat's form is supervised. Keep that history, and put only the prompt's end before the answer.
             begin = self._begin(whole, last)
             shift = begin - answer.begin
             text = whole.text[:begin] + text[answer.begin :]
@@ -159,7 +159,7 @@ class SpanFinder:
     # -- rendering ---------------------------------------------------------------------------------------------------
 
     def _chat(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = "") -> _Chat:
-        """The chat plain (`text`, if that is known already) and with marks."""
+        """The chat rendered plain and with marks. Pass `text` if the plain text is already known."""
         text = text or self._render(messages, tools, generation_prompt=generation_prompt)
         marked = self._mark_and_render(messages, tools, generation_prompt=generation_prompt)
         if marked is None or marked.text != text:
@@ -172,7 +172,7 @@ class SpanFinder:
         with_marks, marked_tools = marks.around_messages(), marks.around_tools(tools)
         try:
             rendered = self._render(with_marks, marked_tools, generation_prompt=generation_prompt)
-        except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
+        except BadRow:  # the plain texts rendered, so the template refuses the marks
             return None
         return marks.take_out(rendered)
 
@@ -189,7 +189,7 @@ class SpanFinder:
     # -- the last turn -----------------------------------------------------------------------------------------------
 
     def _answer(self, chat: _Chat, tools: Tools, prompt: str) -> _Answer:
-        """The chat's last turn after the prompt for it. Raises BadRow."""
+        """The chat's last turn, after its prompt. Raises BadRow."""
         index = len(chat.messages) - 1
         if chat.text.startswith(prompt):
             begin, own = (chat.marked.last.get(at, 0) if chat.marked else 0 for at in (index - 1, index))
@@ -226,8 +226,10 @@ class SpanFinder:
         )
 
     def _after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
-        """The last turn after a prompt with which its finished form does not begin: (text, literals, end of its own
-        texts). Raises BadRow."""
+        """The last turn after a prompt that its finished form does not begin with.
+
+        Returns the text, the literals, and the end of the turn's own texts. Raises BadRow.
+        """
         index, message = len(chat.messages) - 1, chat.messages[-1]
         prompt, tail, begin = before.text, before.text[self._begin(before, index) :], self._begin(chat, index)
         assert chat.marked is not None
@@ -268,7 +270,7 @@ class SpanFinder:
         return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
 
     def _as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
-        """The turn with an empty thought, where the prompt ends as the template begins a thought."""
+        """The turn with an empty thought, if the prompt ends in the way that the template begins a thought."""
         index, message = len(chat.messages) - 1, chat.messages[-1]
         if reasoning_of(message).strip():
             return None
@@ -285,7 +287,7 @@ class SpanFinder:
         return None
 
     def _header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
-        """Where the header of a turn ends: as before an answer in words, if the prompt has all of its text."""
+        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header."""
         follows = [{"role": "user", "content": "a"}] if index + 1 < len(chat.messages) else []
         words = self._chat([*chat.messages[:index], {"role": "assistant", "content": "a"}, *follows], tools)
         if words.marked is None or index not in words.marked.first:
@@ -313,13 +315,16 @@ class SpanFinder:
     # -- earlier turns -----------------------------------------------------------------------------------------------
 
     def _earlier(self, whole: _Chat, tools: Tools, index: int) -> tuple[Span, bool, str]:
-        """A turn that others follow: its characters in the whole chat, whether the template writes and asks for it in
-        the same way when it is the last, and the token on which it ends. Raises BadRow."""
+        """A turn that others follow. Raises BadRow.
+
+        Returns its characters in the whole chat, whether it has the same text and prompt when it is the last turn, and
+        the token on which it ends.
+        """
         beginning = whole.messages[: index + 1]
         prompt = self._render(beginning[:-1], tools, generation_prompt=True)
         try:
             text = self._render(beginning, tools)
-        except BadRow:  # a template that wants something after it
+        except BadRow:  # a template that needs another message after it
             return self._unended(whole, tools, index, prompt)
         own = whole.marked.last.get(index, 0) if whole.marked else 0
         if text.startswith(prompt) and own <= len(text) and whole.text.startswith(text[:own]):
@@ -333,7 +338,7 @@ class SpanFinder:
         return self._in_history(whole, alone, answer, tools, index), False, answer.token
 
     def _in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
-        """Where the whole chat has a turn that the template writes in another way when it is the last."""
+        """The place in the whole chat of a turn that the template writes in another way when it is the last."""
         begin = self._begin(whole, index)
         self._begin(alone, index)
         assert whole.marked is not None
@@ -346,7 +351,7 @@ class SpanFinder:
         start, block = begin + matched, _BLOCK.search(tail)
         if matched == len(tail):
             pass
-        elif block and matched >= block.start():  # history has no block, or closes it otherwise than the prompt
+        elif block and matched >= block.start():  # history has no block, or closes it in another way than the prompt
             if not whole.text.startswith("<think>", begin + block.start()):
                 start = begin + block.start()
         elif index in whole.marked.opened and not whole.text[start:own].strip():
@@ -358,13 +363,13 @@ class SpanFinder:
         closing = answer.text[alone.marked.last[index] + shift : answer.stop]
         last = whole.marked.last[index]
         stop = last + len(closing)
-        if not whole.text.startswith(closing, last):  # the template ends it by a token that the model does not write
+        if not whole.text.startswith(closing, last):  # the template ends it with a token that the model does not write
             stop = last + self._common_pieces(closing, whole.text[last:])
         self._check_alone(whole, index, (start, stop))
         return start, stop
 
     def _common_pieces(self, closing: str, text: str) -> int:
-        """Characters in which two texts agree, in whole control tokens."""
+        """How many characters two texts share at their start, without a part of a control token."""
         length = 0
         for token in re.split(f"({self.special.pattern})", closing):
             if not text.startswith(token, length):
@@ -373,7 +378,7 @@ class SpanFinder:
         return length
 
     def _agreement(self, tail: str, text: str, begin: int) -> int:
-        """Length of the common prefix of `tail` and text[begin:], which ends inside no control token."""
+        """Length of the common prefix of `tail` and text[begin:]. It never ends inside a control token."""
         length = _common(tail, text, begin)
         for written, start in ((tail, 0), (text, begin)):
             for token in self.special.finditer(written, start, start + length + 40):
@@ -382,7 +387,7 @@ class SpanFinder:
         return length
 
     def _unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
-        """A turn without which the template writes no chat: it ends with the token that ends an answer in words."""
+        """A turn at which the template cannot end a chat. It ends with the token that ends an answer in words."""
         stop = self._habits(tools).stop
         if whole.marked is None or not whole.text.startswith(prompt) or stop is None:
             raise self._no_header(whole, len(prompt), index)
@@ -397,7 +402,7 @@ class SpanFinder:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _check_alone(self, whole: _Chat, index: int, span: Span) -> None:
-        """Raises where a span holds other messages' texts, or not all of its own."""
+        """Raises if a span holds another message's text, or lacks a part of its own."""
         start, stop = span
         for position, message in whole.marked.places if whole.marked else ():
             if message == index and not start <= position <= stop:
@@ -406,7 +411,7 @@ class SpanFinder:
                 raise OmittedFromHistory("writes other messages inside", index)
 
     def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
-        """Raises where the template leaves out a message's text or call."""
+        """Raises if the template leaves out a message's text or call."""
         if whole.marked is None:
             written = "".join(whole.text.split()).casefold()
             for index in wanted:
@@ -442,7 +447,7 @@ class SpanFinder:
                 "the chat template does not write the row's tools; remove them, or give data.chat_template one"
             )
 
-    # -- what the template always does -------------------------------------------------------------------------------
+    # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
         has_tools = bool(tools)
@@ -460,9 +465,9 @@ class SpanFinder:
             stop = tokens[-1] if tokens else None
             followed = self._render([question, answer, question], tools).rpartition(_PROBE)[2]
             turn = ended[: self._common_pieces(ended, followed)]
-            if own := [*self.special.finditer(turn)]:  # else the model ends the last turn by a token of its own
+            if own := [*self.special.finditer(turn)]:  # else a token of its own ends the last turn
                 stop, closing = own[-1].group(), ended[own[-1].end() :]
-        except BadRow:  # a template that wants another chat
+        except BadRow:  # a template that needs another kind of chat
             pass
         try:
             calls = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}]

@@ -1,7 +1,8 @@
-"""What training would refuse of the rows, asked of the same encoder, with the tokenizer that is on this machine.
+"""Finds rows that training would refuse, by training's encoder with the tokenizer that is on this machine.
 
-Nothing is downloaded or written, and no code of a model's folder runs. Each data set's first rows are encoded, and all
-that may be longer than data.max_length where that is refused; `finetune preview` encodes every row.
+Nothing is downloaded or written, and no code from a model's folder runs. Each data set's first rows are encoded. If
+rows longer than data.max_length are refused, every row that may be too long is encoded as well. `finetune preview`
+encodes every row.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from finetune.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FIRST_ROWS = 1000  # of each data set, about two seconds
-MOST_ENCODED_BYTES = 16 * 2**20  # of texts that are encoded of each data set: some ten seconds
-LEAST_BYTES_A_TOKEN = 2  # of a text that may be too long; English has 4, Chinese 3, digits in a row 1 to 3
+FIRST_ROWS = 1000  # in each data set; about two seconds
+MOST_ENCODED_BYTES = 16 * 2**20  # of text encoded in each data set; about ten seconds
+LEAST_BYTES_A_TOKEN = 2  # assumed for a text that may be too long; English has 4, Chinese 3, digits 1 to 3
 
 
 @dataclass
@@ -47,9 +48,9 @@ class _Seen:
 
 
 def check_documents(recipe: Recipe) -> list[str] | None:
-    """Encode rows of local data sets; returns a line for each of which not all were, None where no tokenizer is here.
+    """Encode rows of local data sets. Raises DataError with every mistake.
 
-    Raises DataError with every mistake.
+    Returns one line for each data set that was not encoded completely, or None if no tokenizer is on this machine.
     """
     data, file = recipe.data, tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
     sources = [resolve(entry) for entry in data.sets]
@@ -60,7 +61,7 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     except FinetuneError:
         if Path(recipe.model.name_or_path).is_dir():
             raise
-        return None  # the Hub's cache may hold a part of the files, and training fetches the others
+        return None  # the Hub's cache may hold only some files, and training fetches the others
     mistakes, notes, train = Mistakes(), [], []
     for index, source in enumerate(sources):
         seen = _Seen()
@@ -88,7 +89,7 @@ def check_documents(recipe: Recipe) -> list[str] | None:
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; transformers, which takes two seconds to import, is imported here alone."""
+    """A folder's tokenizer. Only this function imports transformers, because that takes two seconds."""
     from finetune.model.new_tokens import add_to_tokenizer, read_tokenizer
 
     here = recipe.model.model_copy(update={"name_or_path": str(folder)})
@@ -115,7 +116,7 @@ def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes,
 
 
 def _chosen(reader: RowReader, data: Data, seen: _Seen) -> Iterator[ReadRow]:
-    """The rows to encode; those with a mistake of their own are named already."""
+    """The rows to encode. Rows with a mistake were reported before."""
     for each in reader.rows():
         seen.rows += 1
         if each.read is None:

@@ -1,4 +1,4 @@
-"""The number formats of a run: those it began with, or at its first start those that its device computes fastest."""
+"""A run's number formats: the first start chooses those that the device computes fastest, later starts keep them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BASE_FORMATS = ("bfloat16", "float16", "float32")
 
 
 def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, ChosenFormats]:
-    """Settle `auto` for this rank's device, before anything is built. A run that is there keeps its own formats.
+    """Settle `auto` for this rank's device, before anything is built. An existing run keeps its formats.
 
-    Raises FinetuneError where the run's state cannot be read.
+    Raises FinetuneError if the run's state cannot be read.
     """
     if not loaded.auto_formats:
         return loaded.formats_for(FastestFormat("bf16", ""))
@@ -54,7 +54,7 @@ def _fastest_on(device: torch.device) -> FastestFormat:
 
 
 def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
-    """The formats of the run in the folder; None where there is no run that says them."""
+    """The formats of the run in the folder; None if there is no run, or it records no formats."""
     identity = (read_state(run_dir) or {"identity": {}})["identity"]
     precision, base = identity.get(PRECISION), identity.get(BASE_FORMAT)
     if precision in COMPUTE and base in BASE_FORMATS:
@@ -63,7 +63,7 @@ def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
 
 
 def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
-    """A line where this CPU emulates the format that the recipe computes in; empty where it does not, and on a GPU."""
+    """A line if this CPU emulates the recipe's compute format; empty if it does not, and on a GPU."""
     if device.type != "cpu":
         return ""
     formats: set[torch.dtype | None] = {COMPUTE[recipe.training.mixed_precision]}
@@ -86,9 +86,9 @@ def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
 
 
 def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenFormats) -> None:
-    """Every rank computes in the same format. Raises EnvironmentMismatch where `auto` chose differently on two.
+    """Every rank computes in the same format. Raises EnvironmentMismatch if `auto` chose differently on two ranks.
 
-    A collective where there are several ranks; they read the same recipe, so all take part or none.
+    With several ranks this is a collective. They read the same recipe, so all take part or none.
     """
     if accelerator.num_processes == 1 or not chosen.keys:
         return
@@ -97,7 +97,7 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
     found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
     for rank, other in enumerate(found):
         if other != found[0]:
-            # A run that has begun has its formats in its identity; a new one takes what no processor emulates.
+            # A run that has begun keeps its formats in its identity. A new one takes a format that no CPU emulates.
             precision, base = names[found[0]].split() if chosen.kept else ("no", "float32")
             raise EnvironmentMismatch(
                 f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "

@@ -1,8 +1,8 @@
-"""The guard before the worst step: what a run chose for speed computes what it stands for, or all ranks leave it off.
+"""The guard before the worst step: each part chosen for speed matches the library's module, or all ranks leave it off.
 
-One forward of a few tokens of the longest rows, without gradients, in which architecture/guard.py and compiled layers
-compare each kind of module. It comes before the optimizer's state is allocated and holds one layer's activations and
-gradients at a time, so its peak stays below a step's.
+The guard runs one forward of a few tokens from the longest rows, without gradients. In it architecture/guard.py and
+compiled layers compare each kind of module. The optimizer's state is not allocated yet, and the guard holds one layer's
+activations and gradients at a time. So its peak stays below a step's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ INSTEAD = {
 
 
 def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
-    """Compare until nothing more is left off; every rank calls it, and all end with the same paths.
+    """Compare until no further path is left off. Every rank calls this, and all ranks end with the same paths.
 
-    Raises EnvironmentMismatch where the recipe asks for compiled layers and they differ.
+    Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
     """
     left_off: dict[str, str] = {}
     while True:
@@ -55,11 +55,11 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
             else:
                 leave_to_library(unwrapped, path)
         left_off |= found
-        compiled.forget()  # its graphs hold what was left off
+        compiled.forget()  # its graphs contain the path that was left off
 
 
 def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
-    """One forward in which every kind of module is compared."""
+    """One forward that compares every kind of module."""
     decoder, device = decoder_parts(unwrapped), run.accelerator.device
     rows = FirstTokens(run.train_rows, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
     batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
@@ -80,7 +80,7 @@ def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLay
 
 
 def _agreed(run: Run, guard: Guard) -> dict[str, str]:
-    """What any rank has to leave off, and why: the same on all ranks."""
+    """The paths that any rank has to leave off, with reasons; equal on all ranks."""
     paths = list(INSTEAD)
     flags = torch.tensor([path in guard.left_off for path in paths], dtype=torch.int32, device=run.accelerator.device)
     if not run.accelerator.reduce(flags, reduction="sum").any():
@@ -93,14 +93,14 @@ def _agreed(run: Run, guard: Guard) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Rows cut to so many tokens, the first ones of their documents, of which at least two remain apart."""
+    """Rows cut to `most` tokens, the first tokens of their documents. At least two documents remain."""
 
     rows: Rows
     most: int
-    split: bool  # a single document becomes two: what keeps them apart is compared too
+    split: bool  # a single document becomes two, so that the separation is compared too
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """As of `Rows`, with every token supervised."""
+        """Like `Rows.documents`, with every token supervised."""
         given, kept, left = self.rows.documents(row), list[np.ndarray](), max(2, self.most)
         for ids, _ in given:
             first = ids[: max(1, left if len(given) == 1 else -(-left * 2 // 3))]

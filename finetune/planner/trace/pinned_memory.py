@@ -1,12 +1,12 @@
-"""Pinned host memory, as torch's host allocator hands it out to a GPU's process.
+"""Pinned host memory, as torch's host allocator gives it to a GPU's process.
 
-`CachingHostAllocator` rounds each request up to a power of two. It keeps a freed block and gives it to a later request
-that rounds to the same size, but never back to the system. So gradients that FSDP2's offload receives in pinned memory
-still take their room after the update has freed them. With float32 weights of Llama-3.1-8B on one GPU:
+`CachingHostAllocator` rounds each request up to a power of two. It reuses a freed block for a later request that rounds
+to the same size, but never returns it to the system. So the pinned gradients of FSDP2's offload still occupy memory
+after the update has freed them. With float32 weights of Llama-3.1-8B on one GPU:
 
-    each layer     3 x 224 MiB -> 3 x 256, 2 x 64 and 2 x 16 as they are     928 MiB instead of 832
+    each layer     3 x 224 MiB -> 3 x 256, 2 x 64 and 2 x 16 unrounded       928 MiB instead of 832
     embeddings     2 x 1.96 GiB -> 2 x 2
-    in all         33.0 GiB for weights, and 33.0 again for gradients; they have 29.9 GiB
+    in all         33.0 GiB for weights, and 33.0 for gradients; the values of each are 29.9 GiB
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from finetune.planner.trace.recorder import AroundOperation, Recorder
 
 
 def pinned_memory(recorder: Recorder) -> AroundOperation:
-    """Gives the result of each operation that pins a storage of the size that torch's allocator takes for it.
+    """Gives each operation that pins memory a result as large as the block that torch's allocator takes.
 
     Three operations pin: `pin_memory()`, a factory with `pin_memory=True`, and a copy from the GPU to the host with
     `non_blocking=True` (ATen/native/TensorConversions.cpp: `pin_out`).
     """
     pinned: set[int] = set()  # ids of live storages
-    ended: deque[tuple[int, int]] = deque()  # id and bytes of those that have ended, in any thread, and are not booked
-    cached: dict[int, list[torch.Tensor]] = {}  # blocks that the allocator keeps, by their bytes
+    ended: deque[tuple[int, int]] = deque()  # id and bytes of storages that ended in any thread, not booked yet
+    cached: dict[int, list[torch.Tensor]] = {}  # bytes -> freed blocks that the allocator keeps
 
     def book_ends() -> None:
         while ended:
@@ -42,7 +42,7 @@ def pinned_memory(recorder: Recorder) -> AroundOperation:
             cached.setdefault(nbytes, []).append(block)
 
     def allocate(like: torch.Tensor) -> torch.Tensor:
-        """A pinned tensor of the shape, strides and format of `like`, which is on meta."""
+        """A pinned tensor with the shape, strides and dtype of `like`, a meta tensor."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         nbytes = pinned_bytes(extent * like.itemsize if like.numel() else 0)
         if cached.get(nbytes):
