@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -57,6 +59,9 @@ def test_golden_masks_are_those_that_there_are() -> None:
     assert MASKS.keys() <= ARCHITECTURES.keys()
 
 
+RECORDED_WITH = Version("5.24")  # of transformers
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)]
 )
@@ -71,7 +76,10 @@ def test_right_or_refused_in_a_line(name: str, tmp_path: Path) -> None:
             packing = way.packing and "data.packing: false" not in proposed[1]
             assert actual[Way(attention[1] if attention else way.attention, packing)].word == "right", outcome
     entry, way_taken = recorded()["architectures"][name], right_way(actual)
-    assert words_of(entry_of(actual, {})) == words_of(entry)
+    found, record = words_of(entry_of(actual, {})), words_of(entry)
+    if Version(transformers.__version__) < RECORDED_WITH:  # it may give another reason, and the same answer
+        found, record = ({way: word for way, (word, *_) in each.items()} for each in (found, record))
+    assert found == record
     untraced = [column for column in COLUMNS if column != "plan"]  # a trace needs a process of its own: tests/planner/
     cells = {} if way_taken is None else {column: cell(column, name, tmp_path, way_taken) for column in untraced}
     assert all("\n" not in each.why for each in cells.values())
