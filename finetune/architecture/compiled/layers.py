@@ -40,7 +40,7 @@ from finetune.wording import counted
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
 MOST_GRAPHS = 16
 # Whether a graph computes again all that its recomputation covers. Seen: torch 2.11 does not, 2.13 and 2.14 do.
-GRAPHS_RECOMPUTE = TorchVersion(torch.__version__) >= (2, 13)
+GRAPHS_RECOMPUTE: bool = TorchVersion(torch.__version__) >= "2.13"
 # Times the bytes that a layer as written keeps for backward, and bytes beside them. A compiler chooses for itself what
 # to keep and what to compute again, and keeps less as a rule. Beside that it keeps scalars and generators' states.
 MOST_KEPT, MOST_KEPT_BESIDES = 1.5, 1 << 16
