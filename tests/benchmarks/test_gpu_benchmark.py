@@ -439,8 +439,8 @@ def test_an_estimate_knows_what_takes_time(tmp_path: Path) -> None:
     eager = load_recipe(str(gpu.recipes()[LORA]), ["training.compile=false"]).recipe
     small, lora, full = (recipe_of(name) for name in ("llama3_1b_lora_1x8gb", LORA, FULL))
     taken = [gpu_recipes.estimate(recipe, here) for recipe in (small, eager, lora, full)]
-    assert taken == sorted(taken)
-    assert taken[0] > 30
+    assert taken[1:] == sorted(taken[1:])
+    assert 30 < taken[0] < taken[2]  # of 1B, whose layers are recomputed and compiled
     assert taken[-1] < 400
 
 
