@@ -1,8 +1,8 @@
 """Every n-th decoder layer of a model, recomputed in backward.
 
 What is recomputed is the layer's forward alone. The hooks that a strategy puts around a layer run once, so no weight is
-gathered twice, and a compiled layer is one graph with its recomputation. transformers does so since 5.24. Before, it
-recomputes the whole call, hooks included; `checkpoint_layers` brings the later way to those releases.
+gathered twice. From torch 2.13 on, a compiled layer is one graph with its recomputation. transformers does so since
+5.24. Before, it recomputes the whole call, hooks included; `checkpoint_layers` brings the later way to those releases.
 """
 
 from __future__ import annotations
