@@ -3,10 +3,10 @@
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
 reach this function, under activation checkpointing too. On CUDA it calls torch's variable-length flash attention, or
-the kernel that replaces it (flash_kernels.py). Flash attention needs 16-bit numbers, heads of at most 256, and Ampere or
-newer. In float32, for wider heads, on older GPUs and with dropout it makes one scaled-dot-product call a document. A CPU
-does this too, always in float32. Neither kernel caps scores (Gemma 2), so capped scores are computed a block of queries
-at a time.
+the kernel that replaces it (flash_kernels.py). Flash attention needs 16-bit numbers, heads of at most 256, and an
+Ampere GPU or a newer one. In float32, for wider heads, on older GPUs and with dropout, it makes one
+scaled-dot-product call a document. A CPU does this too, always in float32. Neither kernel caps scores (Gemma 2), so
+capped scores are computed a block of queries at a time.
 """
 
 from __future__ import annotations

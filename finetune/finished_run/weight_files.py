@@ -68,8 +68,8 @@ class AdapterFile:
     def doubled(self, layer: str, weight: Tensor) -> dict[str, Tensor]:
         """A and B with twice the rank, under peft's names in the layer: the change to the weight, without a scale.
 
-        `weight` is the base's weight in the number format of the training. Raises FinetuneError if adapter and weight do
-        not fit.
+        `weight` is the base's weight in the training's number format. Raises FinetuneError if adapter and weight do not
+        fit.
         """
         trained = {name: self.read(key).float() for name, key in self.layers[layer].items()}
         settings = self.settings_of(layer)
