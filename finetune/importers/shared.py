@@ -211,7 +211,7 @@ def _section_of(foreign: ForeignConfig, settings: Mapping[str, Any], name: str) 
 
 
 def json_near(folder: Path, *names: str) -> Mapping[str, Any] | None:
-    """The JSON object in the first of these files that exists in `folder` or in the working folder; None if none exists.
+    """The JSON object in the first of these files that exists in `folder` or in the working folder; None without one.
     Raises RecipeError for a file that holds no JSON object."""
     for path in (place for name in names if name for place in (folder / name, Path(name))):
         if os.path.exists(path):  # some of pathlib's checks raise on a name that is too long
@@ -352,8 +352,8 @@ _TRACKER_VARIABLES = {
 
 
 def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
-    """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that come from the
-    environment here are named."""
+    """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that this kit
+    leaves to the environment are named."""
     ours = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
     if ours:
         foreign.write("report_to", list(ours), ", ".join(dict.fromkeys(ours.values())))

@@ -192,8 +192,10 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
 
 
 def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
-    """The base's configuration from its files, or from those in `path`, after checks. If the weights are on this machine,
-    they decide the ties (stored_structure.py). Raises transformers' errors."""
+    """The base's configuration from its files, or from those in `path`, after checks.
+
+    If the weights are on this machine, they decide the ties (stored_structure.py). Raises transformers' errors.
+    """
     section = recipe.model
     if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
         look_at_config(files)

@@ -144,7 +144,7 @@ def tokenizer_file(name: str, revision: str) -> Path | None:
 
 
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
-    """origin.json of a folder made here; None for any other model. Raises FinetuneError if the folder was changed."""
+    """origin.json of a folder made here; None for any other model. Raises FinetuneError if it is damaged."""
     file = Path(model_path, "origin.json")
     if not file.exists():
         return None
