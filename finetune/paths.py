@@ -9,8 +9,8 @@ from io import BufferedReader
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = PACKAGE.parent  # what PYTHONPATH needs for `import finetune`; in a checkout docs/ is here too
-# recipes/, accelerate_configs/ and data/: a wheel carries them (setup.py), in a checkout they stand at its top.
+CHECKOUT = PACKAGE.parent  # PYTHONPATH needs it for `import finetune`; a checkout has docs/ here too
+# recipes/, accelerate_configs/ and data/: a wheel contains them (setup.py), a checkout has them at its top.
 SHIPPED = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else CHECKOUT
 RECIPES = SHIPPED / "recipes"
 TRAIN_SCRIPT = PACKAGE / "train.py"  # what `accelerate launch` is given
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def kind_of_file(mode: int) -> str:
-    """What a path is that is neither file nor folder: `is a pipe, not a file`."""
+    """The kind of a path that is neither file nor folder, as text: `is a pipe, not a file`."""
     return _KINDS.get(stat.S_IFMT(mode), "is not a file")
 
 
@@ -34,7 +34,7 @@ def in_home(text: str) -> str:
 
 
 def from_here(path: Path) -> str:
-    """Relative to the current folder where it is inside, so that a script works in another machine's copy too."""
+    """The path, relative if it is inside the current folder, so that a script also works in another machine's copy."""
     absolute, folder = path.absolute(), Path.cwd()
     return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def announce(recipe: Recipe) -> None:
-    """The first line, before the seconds to minutes that importing torch takes; of the first rank alone."""
+    """Print the first line on the first rank. Importing torch comes later and takes seconds to minutes."""
     from finetune.launch.launcher import speaks_for_ranks
 
     if not speaks_for_ranks():
@@ -81,7 +81,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.launch.signals import StopRequest, die_with_launcher
 
     announce(loaded.recipe)
-    die_with_launcher()  # before torch is imported: a hundred ranks need minutes for that
+    die_with_launcher()  # before importing torch, because that takes minutes for a hundred ranks
     for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
     from finetune.launch.cpu_memory import bound_libraries

@@ -2,11 +2,11 @@
 
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
-reach this function, under activation checkpointing too. On CUDA it is torch's variable-length flash attention, or what
-takes its place (flash_kernels.py), which takes 16-bit numbers and heads of up to 256 only and begins with Ampere; in
-float32, for wider heads, on older GPUs and with dropout, one scaled-dot-product call a document; on a CPU that too,
-always in float32. Where scores are capped
-(Gemma 2), which neither kernel does, they are computed a block of queries at a time.
+reach this function, under activation checkpointing too. On CUDA it calls torch's variable-length flash attention, or
+the kernel that replaces it (flash_kernels.py). Flash attention needs 16-bit numbers, heads of at most 256, and an
+Ampere GPU or a newer one. In float32, for wider heads, on older GPUs and with dropout, it makes one
+scaled-dot-product call a document. A CPU does this too, always in float32. Neither kernel caps scores (Gemma 2), so
+capped scores are computed a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Attended:
 
 
 class _Kernel:
-    """Whether a GPU's kernel is used, and who looks on; of this process."""
+    """Whether this process uses a GPU's kernel, and who observes it."""
 
     left_off = False
     observer: Callable[[Mapping[str, Any], Callable[..., Tensor]], None] | None = None
@@ -64,7 +64,7 @@ def register() -> None:
 
 @contextmanager
 def kernel_left_off() -> Iterator[None]:
-    """Within, attention runs document by document where a GPU's kernel would compute it."""
+    """Inside this context attention runs document by document instead of in a GPU's kernel."""
     before, _Kernel.left_off = _Kernel.left_off, True
     try:
         yield
@@ -74,9 +74,11 @@ def kernel_left_off() -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Callable[[Mapping[str, Any], Callable[..., Tensor]], None]) -> Iterator[None]:
-    """Within, `observer` is called before each attention that a GPU's kernel computes outside of compiled layers, with
-    the arguments of `attend_on_cuda`, and with what computes the same document by document from queries, keys, values
-    and sinks."""
+    """Inside this context `observer` is called before each attention in a GPU's kernel, except in compiled layers.
+
+    It gets the arguments of `attend_on_cuda`, and a function that computes the same attention document by document from
+    queries, keys, values and sinks.
+    """
     before, _Kernel.observer = _Kernel.observer, observer
     try:
         yield
@@ -237,11 +239,11 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> 
     attend = _capped if asked.cap else _with_sinks if asked.sinks is not None else _plain
     width = value.shape[-1]
     if query.device.type != "cpu" and not asked.cap:
-        # The memory-efficient kernel takes rows of 16 bytes; for others torch makes [heads, tokens, tokens].
+        # The memory-efficient kernel needs rows in multiples of 16 bytes; else torch allocates [heads, tokens, tokens].
         query, key, value = (widened(x, x.shape[-1] + -x.shape[-1] % HEAD_MULTIPLE) for x in (query, key, value))
     documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
-    joined = torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
+    joined = torch.cat(outputs, dim=1)  # contiguous, as in the library: some models take a view
     return joined if joined.shape[-1] == width else joined[..., :width].contiguous()
 
 

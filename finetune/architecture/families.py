@@ -49,7 +49,7 @@ class Computed:
     router: RouterLoss | None = None
 
     def taught_to(self, model: PreTrainedModel) -> None:
-        """Put the summed loss into the model's forward, and have its mixers and rotations respect documents."""
+        """Put the summed loss into the model's forward, and make its mixers and rotations respect documents."""
         put_loss_into_forward(model, self.logits, self.router)
         run_by_document(model, self.mixers)
         rotate_by_document(model)

@@ -43,7 +43,7 @@ LARGEST_DIFFERENCE = 0.02
 TRIAL_ENDS = 0, 300, 301, 512
 TRIAL_LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
 TRIAL_WINDOW = 64
-# Four heads of queries on two of keys, plain and with the two extras that layers ask for.
+# Four query heads share two key heads: plain, and with the two extras that layers ask for.
 SHARING = tuple(AttentionShape(4, 2, 64, 64, window, sinks, 0.0) for window, sinks in ((None, False), (1024, True)))
 
 
@@ -71,11 +71,11 @@ class FlashKernel:
     taken: Implementation | None = None  # None: torch's own
     difference: float = 0.0  # relative, of its results from those of torch's own
     left_off: str | None = None  # why one that is installed is not taken
-    expands_keys: str | None = None  # why torch's own gets a copy of the keys for each head of queries that shares them
-    by_document: bool = False  # no kernel at all, because the guard found torch's or another one wrong
+    expands_keys: str | None = None  # why torch's kernel gets a copy of the keys for each query head
+    by_document: bool = False  # no kernel at all, because the guard found a wrong result
 
     def leave_off(self, reason: str) -> None:
-        """Have attention computed document by document, by `scaled_dot_product_attention`."""
+        """Compute attention document by document, with `scaled_dot_product_attention`."""
         self.taken, self.by_document, self.left_off = None, True, reason
 
     @contextmanager
@@ -149,9 +149,11 @@ def choose_flash_kernel(
 
 
 def try_shared_keys(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Have torch's own kernel take keys and values that heads of queries share as they are, where its results are those
-    of a copy for each head; else what is wrong. Once a process: 8B in a row of 4,096 tokens keeps 50 MB a layer more
-    for its backward with copies. Nothing to try from torch 2.13 on, whose function has a parameter for it."""
+    """Let query heads share keys and values in torch's kernel, if its results match those with a copy for each head.
+
+    Returns the problem if they differ. Runs once a process. With copies, 8B keeps 50 MB more a layer for backward in a
+    row of 4,096 tokens. From torch 2.13 on the function has a parameter for this, so nothing is tried.
+    """
     if shares_by_parameter() or not has_flash(device):
         return None
     largest: float | str = 0.0
@@ -221,8 +223,10 @@ def _difference(
     expected_within: AbstractContextManager[Any],
     tried_within: AbstractContextManager[Any],
 ) -> float | str:
-    """The largest relative difference of outputs and gradients between two ways to compute attention, or what is wrong
-    with the second."""
+    """The largest relative difference between two ways to compute attention, in outputs and gradients.
+
+    Returns a problem instead if the second way fails.
+    """
     largest, shapes = 0.0, list(shapes)
     try:
         with expected_within:

@@ -222,7 +222,7 @@ def _leave_first(module: nn.Module, layers: int) -> None:
 
 
 class _CountsOnMeta(TorchFunctionMode):
-    """transformers 5.17 counts the tokens of each expert by torch.bincount, which torch 2.11 does not have on meta."""
+    """transformers 5.17 counts each expert's tokens with torch.bincount, which torch 2.11 lacks on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.bincount and args[0].is_meta:

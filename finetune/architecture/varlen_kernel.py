@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from finetune.errors import EnvironmentMismatch
 
 FLASH_HEAD = 256  # the widest head that flash attention takes, forward and backward; the planner reads it too
-HEAD_MULTIPLE = 8  # elements: rows of 16 bytes, which memory-efficient attention wants as well
+HEAD_MULTIPLE = 8  # elements: rows of 16 bytes, which memory-efficient attention needs too
 # On GPUs with little shared memory (sm86, sm89, sm120) the backward for heads of 193 to 224 does not fit; the next
 # kernel, for heads up to 256, does (check_requires_grad_and_head_dim_gt192 of torch's sdp_utils.cpp).
 UNFIT_ABOVE, FIT_AGAIN = 192, 224
-# By type of device: whether the kernel takes keys of fewer heads than queries where torch's function has no parameter
-# for that (2.11). flash_kernels.py tries it on a GPU; until then each head of queries gets keys of its own. No kernel
-# runs on the planner's device, which counts what a GPU is expected to do.
+# Device type -> whether the kernel takes fewer key heads than query heads, although torch's function has no parameter
+# for it (2.11). flash_kernels.py tries it on a GPU. Until then each query head gets its own copy of the keys. The
+# planner's device runs no kernel; it counts the memory that a GPU is expected to use.
 SHARED_KEYS: dict[str, bool] = {"cuda": False}
 
 
@@ -45,18 +45,18 @@ class AttentionShape:
 
 
 def fits_flash(head_dim: int, value_dim: int) -> bool:
-    """Whether flash attention takes heads of this width. Gemma 4's global layers have 512."""
+    """Whether flash attention takes heads of this width. In Gemma 4's global layers it is 512."""
     return max(head_dim, value_dim) <= FLASH_HEAD
 
 
 def kernel_width(head_dim: int) -> int:
-    """The width of the kernel's heads for heads of this one: 12 are computed as 16, and 200 as 232."""
+    """The kernel's head width for heads of this width: 12 becomes 16, and 200 becomes 232."""
     width = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
     return FIT_AGAIN + HEAD_MULTIPLE if UNFIT_ABOVE < width <= FIT_AGAIN else width
 
 
 def widened(heads: Tensor, width: int) -> Tensor:
-    """Heads with zeros at their end, [..., width]."""
+    """Heads padded with zeros at the end, [..., width]."""
     return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] != width else heads
 
 
@@ -76,7 +76,7 @@ def attend_on_cuda(
     if not shares_by_parameter() and k.shape[1] != q.shape[1] and not SHARED_KEYS.get(q.device.type, True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     value_width = v.shape[-1]
-    # The kernel wants one width; latent attention has two. Zeros add nothing to scores, and the scale is given.
+    # The kernel needs one width, and latent attention has two. Zeros do not change scores; the scale is an argument.
     width = kernel_width(max(q.shape[-1], value_width))
     q, k, v = (widened(x, width) for x in (q, k, v))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
@@ -165,7 +165,7 @@ def _varlen() -> Any:
 
 
 def shares_by_parameter() -> bool:
-    """Whether torch's function has a parameter by which heads of queries share keys."""
+    """Whether torch's function has a parameter that lets query heads share keys."""
     return "enable_gqa" in _varlen_parameters()
 
 

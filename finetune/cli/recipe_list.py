@@ -1,4 +1,4 @@
-"""The recipes that come with the package, and which of them fit the GPUs one has."""
+"""Lists the recipes that come with the package, and those that fit given GPUs."""
 
 from __future__ import annotations
 

@@ -113,10 +113,10 @@ _OF_RESULTS = re.compile(r"result|response|output|return|repl[yi]|observ", re.IG
 
 
 def role_of_tools(name: str) -> str | None:
-    """function_call for a name that calls of tools go by, tool for one of their results; None for any other.
+    """function_call for a role name of tool calls, tool for a role name of tool results; None for any other name.
 
-    Results are looked for first: tool_call_result is one, and a result that is learned as an answer is worse than one
-    that is not read.
+    Results are tried first, because tool_call_result names a result. Training on a result as an answer is worse than
+    not reading it.
     """
     is_result = _OF_RESULTS.search(name) and (_RESULTS.search(name) or _CALLS.search(name))
     if is_result or (_RESULTS.search(name) and not _CALLS.search(name)):
@@ -125,7 +125,7 @@ def role_of_tools(name: str) -> str | None:
 
 
 def calls_in(text: Any, where: str) -> dict[str, Any]:
-    """An assistant's turn whose content is the JSON of its calls: {"name": ..., "arguments": {...}}, or a list of such.
+    """An assistant's turn with its calls as JSON in the content: {"name": ..., "arguments": {...}}, or a list of these.
     Raises BadRow."""
     calls = json_text(checked_text(text, where), where)
     return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -140,7 +140,7 @@ def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
 
 
 def with_our_role(message: Any, roles: Mapping[str, str], where: str) -> Any:
-    """The message with the role that the recipe's `roles` give it. Raises BadRow for a call that cannot be read."""
+    """The message with its role from the recipe's `roles`. Raises BadRow for a call that cannot be read."""
     role = message.get("role") if isinstance(message, dict) and roles else None
     if not isinstance(role, str) or role not in roles:
         return message

@@ -13,7 +13,7 @@ from finetune.wording import counted
 
 
 def repetitions(rows: int, file: Path) -> str:
-    """What is wrong with a small file of very many rows: only equal rows take less than a byte each, compressed."""
+    """The problem of a small file with very many rows: only equal rows compress to less than a byte each."""
     size = counted(file.stat().st_size, "byte")
     return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
 
@@ -21,13 +21,13 @@ def repetitions(rows: int, file: Path) -> str:
 def parquet_rows(
     file: Path, most_depth: int, most_repetitions: int
 ) -> Iterator[tuple[int, dict[str, Any] | None, str | None]]:
-    """(number, values, None) of each row from 1, or (number, None, what is wrong), with which the file ends.
+    """(number, values, None) for each row from 1. A fault gives (number, None, problem) and ends the file.
 
-    Raises OSError where the file cannot be read.
+    Raises OSError if the file cannot be read.
 
     Args:
         most_depth: Levels of values within values.
-        most_repetitions: Rows that a file of fewer bytes may have.
+        most_repetitions: The most rows that a file with fewer bytes than rows may have.
     """
     import pyarrow.parquet  # type: ignore[import-untyped]
 

@@ -28,7 +28,7 @@ from finetune.wording import counted
 LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
-MOST_REPETITIONS = 1_000_000  # rows of a file that has fewer bytes: read in seconds
+MOST_REPETITIONS = 1_000_000  # most rows in a file with fewer bytes than rows; read in seconds
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

@@ -20,8 +20,8 @@ from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
 MOST_NAMES = 1000  # columns, and keys of messages, that are noted by name; an identifier may be the key of each row
 HEAD = 50  # rows from which the layout is found; a column that is mapped must be in one of them
-# How tokenizers spell the tokens that chat templates write, and those that begin a text. A row's own texts are read as
-# characters, so a chat that is rendered already would be split into them.
+# Spellings of the tokens that chat templates write, and of begin-of-text tokens. A row's texts are read as characters,
+# so the control tokens of an already rendered chat would be split into characters.
 _WRITTEN_TOKEN = re.compile(
     r"<[|｜][^\s<>]{1,40}[|｜]>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<(?:start|end)_of_(?:turn|utterance)>"
     r"|\[/?INST\]|\[/?TOOL_\w+\]|<</?SYS>>"
@@ -52,8 +52,8 @@ class RowReader:
         self._told: set[str] = set()  # unknown roles, and what holds images
         self._unanswered = 0
         self._run_together = 0
-        self._written: list[Any] = [0, ""]  # rows whose texts write the tokens of a chat template; the first of these
-        self._begun: list[Any] = [0, ""]  # the same of rows that begin with a begin-of-text token
+        self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first one
+        self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first one
 
     def rows(self) -> Iterator[ReadRow]:
         """Every row; a data set whose columns are not known ends with that one mistake."""
@@ -138,8 +138,8 @@ class RowReader:
 
 
 def _written_token(text: str) -> str | None:
-    """A token of chat templates that a text writes itself. One alone at the very end is an end of text, which people
-    add by hand."""
+    """A chat template's token that a text spells. A single one at the very end does not count: people add an end of
+    text by hand."""
     if "<" not in text and "[" not in text:
         return None
     found = _WRITTEN_TOKEN.search(text)

@@ -6,9 +6,9 @@
         metrics.jsonl  samples.jsonl   up to that step
         export.json          the run, the step, and the checkpoint's hash
 
-So chat, eval, merge and push read it as they read any finished run. One process on a CPU does it, whatever the
-strategy and the number of ranks of the training: a checkpoint's pieces are ranges of whole tensors, and of the base
-model only its configuration is read, and whether its files tie head and embeddings.
+So chat, eval, merge and push read it like any finished run. One process on a CPU exports a step from any strategy and
+any number of ranks, because a checkpoint's pieces are ranges of whole tensors. The export reads only the base's
+configuration, and whether the base's files tie head and embeddings.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ class Merge:
     embedding: str  # the embeddings' tensor
     head: str
     tied: bool  # the base's head is its embeddings
-    two_in_files: bool  # they are two matrices there, although its config.json ties them
+    two_in_files: bool  # the files hold two matrices, although config.json ties them
     device: torch.device
     deltas: ParameterDeltas  # of parameters that are not a layer's weight
-    names: WholeNames  # of the trained model in the whole one
+    names: WholeNames  # the trained model's names in the whole model
 
     @property
     def changed(self) -> set[str]:
@@ -64,7 +64,7 @@ class Merge:
 
     @property
     def unties(self) -> bool:
-        """Whether head and embeddings are two now, where the base's config.json says that they are one."""
+        """Whether head and embeddings are two matrices now, although the base's config.json ties them."""
         alike = self.adapter.new_rows.keys()  # of tied ones both have them
         return self.two_in_files or (self.tied and bool((self.changed - alike) & {self.embedding, self.head}))
 
@@ -139,7 +139,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: adapter/ is not there; resume it first")
-    base = open_base(recipe.model)  # which fetches the files that decide the structure
+    base = open_base(recipe.model)  # this fetches the files that decide the structure
     found, structure = stored_structure(recipe.model), structure_alone(recipe)
     whole = names_in_whole(structure) or WholeNames({}, structure)
     adapter = open_adapter(run_dir / "adapter", whole)
@@ -152,7 +152,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     # Only the structure says what ties a model: configurations state it also for models without such weights.
     tied = bool(getattr(structure.config, "tie_word_embeddings", False))
     two_in_files = found is not None and found.is_at_odds
-    if tied and embedding not in base.files and head in base.files:  # transformers takes the one for the other
+    if tied and embedding not in base.files and head in base.files:  # transformers uses the one for both
         base = base.renamed(head, embedding)
     parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
     deltas = ParameterDeltas(

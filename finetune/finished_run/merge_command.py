@@ -60,7 +60,7 @@ def merge_run(
     check_output(run_dir / "merged", "merge", folder=True)
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
-    chosen: BaseDtype = dtype or run.recipe.model.dtype  # which a recipe that was read names
+    chosen: BaseDtype = dtype or run.recipe.model.dtype  # reading a recipe replaces `auto`
     merged: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):

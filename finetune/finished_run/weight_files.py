@@ -66,16 +66,16 @@ class AdapterFile:
         return remainder.detach()
 
     def doubled(self, layer: str, weight: Tensor) -> dict[str, Tensor]:
-        """A and B of twice the rank by peft's names in the layer: the change of the weight itself, unscaled.
+        """A and B with twice the rank, under peft's names in the layer: the change to the weight, without a scale.
 
-        `weight` is the base's, in the number format that it was trained in. Raises FinetuneError when adapter and
-        weight do not fit.
+        `weight` is the base's weight in the training's number format. Raises FinetuneError if adapter and weight do not
+        fit.
         """
         trained = {name: self.read(key).float() for name, key in self.layers[layer].items()}
         settings = self.settings_of(layer)
         rank, alpha = settings["r"], settings["lora_alpha"]
         scale = alpha / rank**0.5 if settings["use_rslora"] else alpha / rank
-        if self._is_embedding(layer):  # peft begins these at zero, whatever the initialisation of the others
+        if self._is_embedding(layer):  # peft begins these at zero under every initialisation
             a, b = trained["embedding_A"], trained["embedding_B"]
             made = {"embedding_A": torch.cat([a, torch.zeros_like(a)]), "embedding_B": scale * torch.cat([b, 0 * b], 1)}
         else:
@@ -93,7 +93,7 @@ class AdapterFile:
         return any(name.startswith("embedding") for name in self.layers[layer])
 
     def _begun(self, layer: str, weight: Tensor) -> Any:
-        """peft's layer on this weight as training began, with the base's remainder in it."""
+        """peft's layer on this weight at the start of training. It holds the rest of the base weight."""
         return (
             _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
             .get_base_model()
@@ -183,10 +183,10 @@ class BaseWeights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
-    stored_as: Mapping[str, str] = field(default_factory=dict)  # of tensors that have another name in their file
+    stored_as: Mapping[str, str] = field(default_factory=dict)  # for tensors with another name in their file
 
     def renamed(self, old: str, new: str) -> BaseWeights:
-        """The same with one tensor under another name."""
+        """A copy with one tensor under another name."""
         names = {name: new if name == old else name for name in self.files}
         files = {names[name]: path for name, path in self.files.items()}
         shapes = {names[name]: shape for name, shape in self.shapes.items()}

@@ -132,7 +132,7 @@ def _intervals(foreign: ForeignConfig) -> None:
 
 
 def _trackers(foreign: ForeignConfig) -> dict[str, str]:
-    """The trackers that are on, each by the key that says so: its own switch, or the name of a project."""
+    """The trackers that are on, each with the key that turns it on: its own switch, or a project's name."""
     found: dict[str, str] = {}
     for name, named_by in _TRACKERS.items():
         key = next((key for key in (f"use_{name}", *named_by) if foreign.get(key) not in (None, False)), None)
@@ -143,7 +143,7 @@ def _trackers(foreign: ForeignConfig) -> dict[str, str]:
     return found
 
 
-# A tracker -> the keys that turn it on besides its switch, as axolotl reads them.
+# Tracker -> other keys that turn it on in axolotl, besides its switch.
 _TRACKERS = {
     "wandb": ("wandb_project",),
     "mlflow": ("mlflow_experiment_name", "mlflow_tracking_uri"),
@@ -194,8 +194,8 @@ _NAMES = {"llama3": "llama3", "chatml": "chatml"}
 # A row's type in their words -> ours; alpaca is a text with headings there, not a chat.
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "messages"}
 _COLUMNS = {"messages": "messages", "conversations": "sharegpt"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys of a message that are read as its reasoning
-# The end of turn in templates that axolotl names and that are the tokenizer's own here.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys that hold reasoning
+# The end-of-turn tokens in templates that axolotl names. Here the tokenizer's own template replaces them.
 _TURN_ENDS = {
     "qwen": "<|im_end|>", "chatml": "<|im_end|>", "llama3": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>",
     "phi_3": "<|end|>", "phi_4": "<|im_end|>", "mistral": "</s>", "deepseek": "<｜end▁of▁sentence｜>",
@@ -277,14 +277,14 @@ def _entry(foreign: ForeignConfig, at: str) -> dict[str, Any]:
 
 
 def _mapped(name: str, theirs: Any) -> Level | None:
-    """What becomes of a message's key under another name; None where it is read all the same."""
+    """The effect of another name for a message's key; None if the key is read under that name too."""
     if theirs in (name, *_USUAL.get(f"message_property_mappings.{name}", ())):
         return None
     return None if {name, theirs} <= {*_REASONING} else "differs"
 
 
 def _own_template(foreign: ForeignConfig, at: str) -> None:
-    """A data set's own template: all data sets have one here, that of the whole configuration or the tokenizer's."""
+    """A data set's own template. Here all data sets share one: the configuration's or the tokenizer's."""
     own, whole = foreign.get(f"{at}.chat_template"), foreign.peek("chat_template") or "tokenizer_default"
     if own not in (None, whole):
         foreign.leave(f"{at}.chat_template", "differs", "all data sets have one template here: data.chat_template")
@@ -352,7 +352,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
 
 
 def _turn_ends(foreign: ForeignConfig) -> None:
-    """eot_tokens: nothing to do where they are the template's own end of turn."""
+    """eot_tokens: nothing to do if the template ends a turn with these tokens anyway."""
     tokens = foreign.names("eot_tokens")
     text = str(foreign.carried.get("data.chat_template", ("", ""))[0] or "")
     if "{" in text:

@@ -63,7 +63,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
     parsed = _read(file)
     values: dict[str, Any] = parsed.value
     tool = tool or _tool_of(file, values)
-    if tool == "torchtune":  # no other tool puts values in for ${...}
+    if tool == "torchtune":  # no other tool replaces ${...} by values
         values = interpolated(file, parsed)
     refuse_other_training(file, tool, values)
     budget = Budget(gpus=1) if gpus is None else budget_of(parse_gpus(gpus))
@@ -76,7 +76,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        # A section in place of a word, or a word in place of a number, where no converter expects it.
+        # A section instead of a word, or a word instead of a number, in a place where no converter expects it.
         place = f"{file}: {foreign.last_read}: is {shown(foreign.peek(foreign.last_read))}"
         text = f"{place}; {TOOL_TITLES[tool]} cannot read it ({one_line(error, 100)}); correct it, or name its tool by"
         raise RecipeError([f"{text} --tool"]) from error

@@ -45,7 +45,7 @@ class ForeignConfig:
     folder: Path  # of the configuration file, which may name files in it
     carried: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
-    last_read: str = ""  # the key to name where what follows cannot be computed
+    last_read: str = ""  # the last key read; a message names it if a later computation fails
     _read: set[str] = field(default_factory=set)
 
     def peek(self, key: str) -> Any:
@@ -68,7 +68,7 @@ class ForeignConfig:
         return default if value is None else value
 
     def count(self, key: str, default: Any = None) -> Any:
-        """A whole number above 0, or the default where the key has no value. Raises RecipeError for anything else."""
+        """A whole number above 0, or the default if the key has no value. Raises RecipeError for anything else."""
         value = as_count(self.get(key))
         if value is None:
             return default
@@ -77,7 +77,7 @@ class ForeignConfig:
         return value
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A number above 0, or the default where the key has no value. Raises RecipeError for anything else."""
+        """A number above 0, or the default if the key has no value. Raises RecipeError for anything else."""
         value = self.get(key)
         if value is None:
             return default
@@ -86,14 +86,14 @@ class ForeignConfig:
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """A section, empty where the key has no value. Raises RecipeError for anything else."""
+        """A section, empty if the key has no value. Raises RecipeError for anything else."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             self.refuse(key, "write a section of key: value")
         return dict(value)
 
     def names(self, key: str) -> list[str]:
-        """A list of texts, or one text; empty where the key has no value. Raises RecipeError for anything else."""
+        """A list of texts, or one text; empty if the key has no value. Raises RecipeError for anything else."""
         value = self.get(key, [])
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
@@ -129,7 +129,7 @@ class ForeignConfig:
         return change(value)
 
     def leave(self, key: str, level: Level, reason: str, value: Any = NOT_GIVEN) -> None:
-        """A line of the list of what was left out, or is carried over in another form."""
+        """Add a line to the list of settings that are left out or carried over in another form."""
         self._read.add(key)
         value = self.peek(key) if value is NOT_GIVEN else value
         printed = "[hidden]" if _SECRET.search(key) else value

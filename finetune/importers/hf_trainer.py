@@ -67,7 +67,7 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
 
 
 def _reported(foreign: ForeignConfig) -> list[str]:
-    """The trackers that report_to names; `all` are those that are installed there."""
+    """The trackers in report_to. There `all` means every tracker that is installed."""
     named = [name.lower() for name in foreign.names("report_to")]
     if "all" in named:
         foreign.leave("report_to", "look", "names no tracker; write report_to: [wandb], or those that you use")

@@ -11,16 +11,16 @@ from finetune.errors import RecipeError
 from finetune.recipe.yaml_text import MAX_BYTES, Parsed, dotted, shown
 
 _REFERENCE = re.compile(r"\$\{([^${}]{0,200})\}")
-_MOST_STEPS = 8  # from a reference to a value that has none; with at most 20 levels a step nothing here recurses deeper
+_MOST_STEPS = 8  # references in a row; each value has at most 20 levels, so recursion stays shallow
 _WEIGHT_OF_A_VALUE = 8  # characters that a number or a bracket counts as
 
 
 def interpolated(file: Path, parsed: Parsed) -> dict[str, Any]:
-    """The values of a file with every ${key} replaced. Each value is built once, and all of them have at most as many
-    characters as a file may have.
+    """A file's values with every ${key} replaced. Each value is built once. Together they may have as many characters
+    as a file may have.
 
-    Raises RecipeError, with line and column, for a key that is not there, keys that name each other, and text that
-    grows beyond that.
+    Raises RecipeError, with line and column, for a missing key, for keys that name each other, and for text that grows
+    beyond this limit.
     """
     return _Interpolation(file, parsed).all()
 
@@ -29,7 +29,7 @@ class _Interpolation:
     def __init__(self, file: Path, parsed: Parsed) -> None:
         self._file, self._parsed = file, parsed
         self._top: Mapping[str, Any] = parsed.value
-        self._done: dict[str, tuple[Any, int]] = {}  # key of the top -> value, and its weight in characters
+        self._done: dict[str, tuple[Any, int]] = {}  # top-level key -> value, and its weight in characters
         self._open: list[str] = []
 
     def all(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class _Interpolation:
         return values
 
     def _of(self, key: str, path: tuple[str | int, ...]) -> tuple[Any, int]:
-        """The value of a key of the top, and its weight."""
+        """A top-level key's value, and its weight."""
         if key in self._open:
             raise self._refused(path, f"${{{key}}} leads back to itself; write the value out")
         if len(self._open) > _MOST_STEPS:
@@ -77,7 +77,7 @@ class _Interpolation:
         return "".join([*parts, text[end:]]), total + len(text) - end
 
     def _named(self, name: str, path: tuple[str | int, ...]) -> tuple[Any, int]:
-        """The value at a dotted name. The weight of a part of a section is that of the whole: an upper bound."""
+        """The value at a dotted name. A part of a section gets the whole section's weight, an upper bound."""
         first, *rest = name.strip().split(".")
         if first not in self._top:
             what = "no value of this file" if ":" in name else "no key of this file"

@@ -49,9 +49,9 @@ def known_keys() -> tuple[KnownKey, ...]:
 
 
 def reason_for(key: str, value: object) -> tuple[Level, str]:
-    """Why this key is left out; an unknown one counts as changing the training, unless its value is false.
+    """Why this key is left out. An unknown key counts as a change to the training, unless its value is false.
 
-    A switch that is off changes nothing where the key would change the training. Below a section false is a value.
+    A switch that is off changes nothing, even if the key would change the training. Inside a section false is a value.
     """
     for known in known_keys():
         if known.matches(key):

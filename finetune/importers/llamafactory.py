@@ -163,7 +163,7 @@ def _sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict[str,
 
 
 def _entry(known: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
-    """A data set's entry in dataset_info.json; None where the file or the entry is missing. Raises RecipeError."""
+    """A data set's entry in dataset_info.json; None if the file or the entry is missing. Raises RecipeError."""
     entry = (known or {}).get(name)
     if entry is None:
         return None
@@ -181,7 +181,7 @@ def _entry(known: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | No
 
 
 def _has_tools(entry: Mapping[str, Any]) -> bool:
-    """Whether a data set says that its rows may have tools: by a column, or by a name for turns that call them."""
+    """Whether a data set declares tools in its rows, by a column or by a role name for turns with calls."""
     return "tools" in entry.get("columns", {}) or "function_call" in entry.get("roles", {}).values()
 
 
@@ -195,7 +195,7 @@ def _as_text(row: dict[str, Any]) -> dict[str, Any]:
 def _set(
     foreign: ForeignConfig, key: str, name: str, known: Mapping[str, Any] | None, folder: str, most: int | None
 ) -> dict[str, Any]:
-    """An entry of data.train; what it cannot say of LLaMA-Factory's entry is listed as left out."""
+    """An entry for data.train. Settings in LLaMA-Factory's entry that it cannot express are listed as left out."""
     if known is None:
         return data_set(f"{folder}/{name}.json", split=f"train[:{most}]" if most else None)
     tags, columns = known.get("tags") or {}, known.get("columns") or {}
@@ -223,11 +223,11 @@ def _set(
 
 _READ = {"hf_hub_url", "file_name", "formatting", "columns", "tags", "subset", "split", "revision", "num_samples"}
 _READ_COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools"}
-_OTHER_PLACES = {"ms_hub_url", "om_hub_url", "cloud_file_name"}  # of the same rows
+_OTHER_PLACES = {"ms_hub_url", "om_hub_url", "cloud_file_name"}  # other places with the same rows
 
 
 def _leave_strange_keys(foreign: ForeignConfig, at: str, known: Mapping[str, Any]) -> None:
-    """List the keys of an entry of dataset_info.json that nothing here reads."""
+    """List the keys in an entry of dataset_info.json that nothing here reads."""
     here = "hf_hub_url" in known or "file_name" in known
     for key, value in known.items():
         if key not in _READ and value not in (None, False, "") and not (here and key in _OTHER_PLACES):
@@ -241,7 +241,7 @@ def _leave_strange_keys(foreign: ForeignConfig, at: str, known: Mapping[str, Any
 
 
 def _first_rows(foreign: ForeignConfig, at: str, known: Mapping[str, Any], most: int | None) -> str:
-    """The split: of num_samples and max_samples as many first rows as the smaller says."""
+    """The split: the first rows, as many as the smaller number in num_samples and max_samples."""
     drawn = as_count(known.get("num_samples"))
     if drawn is not None and (isinstance(drawn, bool) or not isinstance(drawn, int) or not 0 < drawn <= MOST):
         raise RecipeError([f"dataset_info.json: {at}: num_samples is {shown(drawn)}; write a whole number above 0"])
@@ -264,7 +264,7 @@ _TAGS = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
-# Names of roles that a layout of ours knows, and takes for what the tag says.
+# Role names that one of our layouts knows with the same meaning as the tag.
 _KNOWN_ROLES = {
     "messages": {role: role for role in ("user", "assistant", "tool", "system")},
     "sharegpt": {

@@ -142,7 +142,7 @@ def strategy(foreign: ForeignConfig) -> str:
 
 
 def fit_strategy(foreign: ForeignConfig) -> None:
-    """Replace what the strategy cannot train with, and name the replacement; after all else that is carried."""
+    """Replace settings that the strategy cannot train with, and name each replacement. Call this last."""
     for _ in range(_MOST_REPLACEMENTS):
         found = _first_unfit(foreign)
         if found is None:
@@ -151,19 +151,19 @@ def fit_strategy(foreign: ForeignConfig) -> None:
             before, why = foreign.carried.get(key, (recipe_default(key), ""))
             strategy = foreign.carried["accelerate_config"][0]
             foreign.write(key, value, f"{written(before)} does not go with {strategy}")
-            if key != "quantization.bnb_4bit_quant_storage":  # a container; the same numbers are in it
+            if key != "quantization.bnb_4bit_quant_storage":  # only the container changes, not the numbers
                 level: Level = "look" if key == "accelerate_config" else "differs"
                 theirs = re.split(r": | with \d", why)[0] if why else key
                 reason = f"{found.problem}; {key}: {written(value)} takes its place"
                 foreign.leave(theirs, level, reason, before)
 
 
-_MOST_REPLACEMENTS = 10  # each takes one of the settings that a strategy may refuse
+_MOST_REPLACEMENTS = 10  # each replaces one setting that a strategy may refuse
 
 
 def _first_unfit(foreign: ForeignConfig) -> Unfit | None:
-    """What the recipe's strategy cannot train with, the first of it; None also for a recipe that is not valid, of which
-    a later check tells."""
+    """The first setting that the recipe's strategy cannot train with. None if there is none, or if the recipe is not
+    valid; a later check reports an invalid recipe."""
     nested: dict[str, Any] = {}
     for key, (value, _) in foreign.carried.items():
         section, _, name = key.rpartition(".")
@@ -203,7 +203,7 @@ def zero_name(foreign: ForeignConfig) -> str:
 
 
 def _section_of(foreign: ForeignConfig, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of a DeepSpeed file, empty where it is missing. Raises RecipeError for anything else."""
+    """A section in a DeepSpeed file, empty if it is missing. Raises RecipeError for anything else."""
     section = settings.get(name) or {}
     if not isinstance(section, Mapping):
         raise RecipeError([f"deepspeed: {name} is {shown(section)}; write a section of key: value"])
@@ -211,10 +211,10 @@ def _section_of(foreign: ForeignConfig, settings: Mapping[str, Any], name: str) 
 
 
 def json_near(folder: Path, *names: str) -> Mapping[str, Any] | None:
-    """The JSON object in the first of these files that is there, in `folder` or in the working folder; None where none
-    is. Raises RecipeError for a file that cannot be read as one."""
+    """The JSON object in the first of these files that exists in `folder` or in the working folder; None without one.
+    Raises RecipeError for a file that holds no JSON object."""
     for path in (place for name in names if name for place in (folder / name, Path(name))):
-        if os.path.exists(path):  # of pathlib's, some raise on a name that is too long
+        if os.path.exists(path):  # some of pathlib's checks raise on a name that is too long
             try:
                 return read_object(path)
             except FinetuneError as error:
@@ -242,7 +242,7 @@ def _fsdp_name(foreign: ForeignConfig) -> str:
 
 
 def _read_fsdp_file(foreign: ForeignConfig) -> None:
-    """Put the file that transformers takes as fsdp_config in its place; named where it is not here."""
+    """Replace the file name in fsdp_config by the file's content; a missing file is listed as left out."""
     name = foreign.peek("fsdp_config")
     settings = json_near(foreign.folder, name)
     if settings is None:
@@ -291,8 +291,8 @@ def held_out(foreign: ForeignConfig, key: str) -> None:
 
 
 def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *, tools: bool = False) -> None:
-    """data.chat_template from a template's name: written out where it is one of ours, else the tokenizer's own, which
-    rows with tools need: ours have no place for them."""
+    """data.chat_template from a template's name: the text of one of ours, else the tokenizer's own template. Rows with
+    tools need the tokenizer's template, because ours cannot write tools."""
     name = str(foreign.get(key))
     if name in names and tools:
         reason = "the tokenizer's own template is used, for rows with tools; compare by: finetune preview"
@@ -304,7 +304,7 @@ def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *
 
 
 def only_linear_layers(foreign: ForeignConfig) -> None:
-    """Adapters on linear layers alone, where all-linear was carried over: ours adds those on experts' parameters."""
+    """Keep adapters on linear layers alone if all-linear was carried over: ours also adapts experts' parameters."""
     layers, why = foreign.carried.get("lora.target_modules", (None, ""))
     if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:
         foreign.write("lora.target_parameters", [], f"{why}: linear layers, no experts' parameters")
@@ -339,7 +339,7 @@ def _save_each_evaluation(foreign: ForeignConfig) -> None:
         foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
 
 
-# A tracker's own key -> the tracker, and the environment's name of the same, by which the tracker itself reads it.
+# A tracker's own key -> the tracker, and the environment variable from which the tracker reads the same setting.
 _TRACKER_VARIABLES = {
     "wandb_project": ("wandb", "WANDB_PROJECT"),
     "wandb_entity": ("wandb", "WANDB_ENTITY"),
@@ -352,8 +352,8 @@ _TRACKER_VARIABLES = {
 
 
 def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
-    """report_to, of trackers by the tool's names, each with the key that asks for it; what is set in the environment
-    here is named."""
+    """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that this kit
+    leaves to the environment are named."""
     ours = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
     if ours:
         foreign.write("report_to", list(ours), ", ".join(dict.fromkeys(ours.values())))

@@ -26,7 +26,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
-    if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # the cross-entropy of the next token, by two names
+    if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # two names for the next token's cross-entropy
         foreign.get("loss_type")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 # torch reads one of these; which of several that are set, differs between its releases.
-# The first is the name from torch 2.11 on; newer ones warn of the others.
+# The first is the name since torch 2.11; newer versions warn about the others.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses matrix products in deterministic mode
@@ -34,10 +34,10 @@ def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def gpu_of_rank(local_rank: int) -> int:
-    """The number of this rank's GPU, among those that its process sees.
+    """The number of this rank's GPU, among the GPUs that its process sees.
 
-    A launcher shows every rank all GPUs of the machine. `srun --gpus-per-task=1`, and a container for each rank, show
-    one, which is number 0 to each of them; with half of four GPUs, ranks 2 and 3 see 0 and 1.
+    A launcher shows every rank all the machine's GPUs. `srun --gpus-per-task=1`, or one container a rank, shows each
+    rank one GPU as number 0. If ranks 2 and 3 see only two of four GPUs, these are numbers 0 and 1.
     """
     import torch
 
@@ -46,9 +46,9 @@ def gpu_of_rank(local_rank: int) -> int:
 
 @contextmanager
 def libraries_on_gpu(index: int, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Have libraries use this GPU from here on: DeepSpeed and torch's device meshes take LOCAL_RANK for its number.
+    """Make libraries use this GPU from now on: DeepSpeed and torch's device meshes read its number from LOCAL_RANK.
 
-    Where the block raises, LOCAL_RANK is as before: it says which rank of the machine speaks for all.
+    If the block raises, LOCAL_RANK is restored, because it decides which rank of the machine prints for all.
     """
     before = environment.get("LOCAL_RANK")
     if before is not None:

@@ -137,10 +137,10 @@ _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 def _shares_gpus(
     options: Sequence[str], config: str | None, environment: Mapping[str, str], inherited: Mapping[str, str]
 ) -> bool:
-    """Whether a launcher's ranks all see the GPUs that this one sees.
+    """Whether all of a launcher's ranks see the GPUs that this rank sees.
 
-    torchrun and `finetune train` pass their own environment on, `accelerate launch` one list (`--gpu_ids`). A script
-    between launcher and trainer, or torchrun's `--virtual-local-rank`, may show each rank a GPU of its own.
+    torchrun and `finetune train` pass on their own environment, `accelerate launch` passes one list (`--gpu_ids`). A
+    script between launcher and trainer, or torchrun's `--virtual-local-rank`, may show each rank a different GPU.
     """
     if all(environment.get(name) == inherited.get(name) for name in _VISIBLE_GPUS):
         return True
@@ -149,7 +149,7 @@ def _shares_gpus(
 
 
 def _settings_of(config: str | None) -> dict[str, Any]:
-    """The launcher's config file; empty without one, and where its path is relative to another folder."""
+    """The launcher's config file; empty without one, or if its path is relative to another folder."""
     try:
         settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8")) if config else None
     except (OSError, ValueError, yaml.YAMLError):

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank f
 KILL_AFTER_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
 _POLL_SECONDS = 0.05
 MOST_CPU_RANKS = 64  # gloo connects every pair of ranks
-RANK_BYTES = 500 * 10**6  # torch, transformers and accelerate as imported
+RANK_BYTES = 500 * 10**6  # after the import of torch, transformers and accelerate
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -78,7 +78,7 @@ def count_gpus() -> int:
 
 
 def check_rank_count(count: int, *, gpus: int) -> None:
-    """Refuse more ranks than this machine holds. `gpus`: how many it has; 0 runs on the CPU. Raises FinetuneError."""
+    """Refuse more ranks than this machine can run. `gpus`: its GPUs; 0 runs on the CPU. Raises FinetuneError."""
     if gpus:
         most, why = gpus, f"this machine has {counted(gpus, 'GPU', 'GPUs')}"
     else:

@@ -1,4 +1,4 @@
-"""What a process may take of its machine, memory and cores: what the kernel has, and what its control group leaves."""
+"""The memory and cores that a process may use: the machine's, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Bytes of host memory that torch allocates for a pinned tensor of `nbytes`: the next power of two.
+    """Host memory in bytes that torch allocates for a pinned tensor with `nbytes`: the next power of two.
 
     `CachingHostAllocator` rounds each request, in torch 2.11 to 2.13 (ATen/core/CachingHostAllocator.h: PowerOf2Ceil).
-    A matrix [14336, 4096] in float32 has 224 MiB and takes 256.
+    A matrix [14336, 4096] in float32 has 224 MiB and occupies 256.
     """
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
-    """Cores that this process may compute on, at least 1: the machine's physical ones, those that it is bound to
-    (taskset, Slurm, cpusets), and the quota of the tightest control group above it (a container's `--cpus`)."""
+    """How many cores this process may use, at least 1. The least of three numbers counts: the machine's physical cores,
+    the cores that the process is bound to (taskset, Slurm, cpusets), and the tightest quota among the control groups
+    above it (a container's `--cpus`)."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [_quota(folder) for folder in _own_groups(groups, own, "cpu")]
     physical = psutil.cpu_count(logical=False) or bound
@@ -55,8 +56,9 @@ def bytes_below_peak(status: Path = OWN_STATUS) -> int:
 
 
 def _own_groups(groups: Path, own: Path, controller: str) -> list[Path]:
-    """The folders of this process's groups for memory or cpu, and of all above them; in a container its own is often
-    the root. Version 1 has a folder for each set of controllers, as `cpu,cpuacct`, and a link for each of them."""
+    """Folders of this process's memory or cpu groups, and of all groups above them. In a container its own group is
+    often the root. Version 1 has a folder for each set of controllers, such as `cpu,cpuacct`, and a link for each
+    controller."""
     found = [groups, groups / controller]
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -80,7 +82,7 @@ def _left(group: Path) -> int | None:
 
 
 def _quota(group: Path) -> int | None:
-    """Whole cores of a group's quota, rounded up: microseconds of each period. None where it has none."""
+    """A group's quota in whole cores, rounded up: its microseconds in each period. None without a quota."""
     quota, _, period = _text(group / "cpu.max").strip().partition(" ")  # version 2
     if not quota:
         quota, period = (_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))

@@ -126,8 +126,8 @@ class Terminal:
         self._losses: deque[float] = deque(maxlen=120)
         self._clock = clock
         self._began: tuple[float, int] | None = None
-        self._drawn = False  # the line of a step is redrawn next, or kept above what is written next
-        self._passing = False  # a line of `progress` is to be overwritten
+        self._drawn = False  # a step's line is drawn: the next output redraws it, or goes below it
+        self._passing = False  # the next output overwrites a line of `progress`
         self.memory_of = "process"  # what `peak_memory_gib` is the peak of; on a GPU its tensors
 
     def log(self, text: str) -> None:
@@ -139,7 +139,7 @@ class Terminal:
         self._stream.flush()
 
     def progress(self, text: str) -> None:
-        """On a tty, a line that the next output takes the place of: for what takes seconds and is not a step."""
+        """On a tty, show a line that the next output overwrites, during work of some seconds that is not a step."""
         if self._silent or not self._live:
             return
         self._erase()

@@ -79,7 +79,7 @@ class Phases:
         self.device = device
         self.enabled = enabled
         self.current = ""  # the phase that runs, or in which an error was raised
-        self.entered: Callable[[str], None] = lambda name: None  # told of each measured phase as it begins
+        self.entered: Callable[[str], None] = lambda name: None  # called as each measured phase begins
         self._watch = watch
         self._seen: dict[str, Phase] = {}
         self._storages = ledger or LiveTensors(existing if enabled else ())

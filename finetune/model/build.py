@@ -150,7 +150,7 @@ def load_base(
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
     if path is None and folder_of(folder, section.revision) is not None:
-        fetch_weights(section)  # they are asked for ties before the model is built
+        fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
     with in_one_line(partial(_weights_not_loaded, recipe, name)):
@@ -192,8 +192,10 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
 
 
 def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
-    """The base's configuration by its files, or by those in `path`, once looked at. Of ties it says what the weights
-    there do, wherever they are on this machine (stored_structure.py). Raises what transformers raises."""
+    """The base's configuration from its files, or from those in `path`, after checks.
+
+    If the weights are on this machine, they decide the ties (stored_structure.py). Raises transformers' errors.
+    """
     section = recipe.model
     if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
         look_at_config(files)

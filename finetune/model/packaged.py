@@ -31,7 +31,7 @@ from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import not_loaded
 
 PREFIX = "package:"
-CONVERSION = 2  # part of the cache key: raise it when the folder's content would change
+CONVERSION = 2  # part of the cache key: raise it when a change here changes the folder's content
 
 # float16, not bfloat16, for the converted weights. A 4-bit GGUF holds d * q + m with d and m in float16, of which
 # only float32 keeps every bit. Measured on SmolLM2-135M Q4_1: float16 is off by 1.9e-4 (relative RMS; KL of the next
@@ -106,7 +106,7 @@ def folder_of(name_or_path: str, revision: str) -> Path | None:
 
 
 def base_file(section: ModelSection, name: str) -> Path | None:
-    """A file of the base on this machine, fetched where need be; None where the base has none of that name."""
+    """A file of the base on this machine, downloaded if needed; None if the base has no file with that name."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
@@ -116,7 +116,7 @@ def base_file(section: ModelSection, name: str) -> Path | None:
     cached = in_hub_cache(section.name_or_path, name, section.revision)
     try:
         return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
-    except EntryNotFoundError:  # also offline, where the file was never fetched
+    except EntryNotFoundError:  # also offline if the file was never downloaded
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise not_loaded(name, section.name_or_path, error) from error
@@ -144,7 +144,7 @@ def tokenizer_file(name: str, revision: str) -> Path | None:
 
 
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
-    """origin.json of a folder made here; None for any other model. Raises FinetuneError where it was changed."""
+    """origin.json of a folder made here; None for any other model. Raises FinetuneError if it is damaged."""
     file = Path(model_path, "origin.json")
     if not file.exists():
         return None
@@ -202,7 +202,7 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
         raise EnvironmentMismatch(f"{place}: {gguf_path} is not the file that was installed; {remedy}")
     print(f"converting {origin.file} once into {folder}", file=sys.stderr, flush=True)
     aside = folder.with_name(f".tmp-{folder.name}")
-    remove_folder(aside)  # left by a process that was killed
+    remove_folder(aside)  # a killed process may have left it
     aside.mkdir()
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bars: 300 lines where there is no terminal
         _save_model(gguf_path, aside)
@@ -242,7 +242,7 @@ def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, local_files_only=True)
     fields = GGUFReader(gguf_path)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        # transformers 5.17 reads none of them: its end of a text was SmolLM2's beginning of a turn.
+        # transformers 5.17 reads none of them: it took SmolLM2's begin-of-turn token as end-of-text.
         field = fields.get_field(f"tokenizer.ggml.{key}_token_id")
         if field is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))

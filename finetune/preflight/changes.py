@@ -72,7 +72,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
 
 
 def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
-    """What `auto` is on the GPUs that the recipe is made for; on this CPU it may be another format."""
+    """The format that `auto` means on the recipe's GPUs; on this CPU it may be another format."""
     if not page.recipe.budget.gpus or not page.auto_formats:
         return []
     values = {"training.mixed_precision": page.recipe.training.mixed_precision, "model.dtype": page.recipe.model.dtype}

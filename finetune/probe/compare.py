@@ -38,7 +38,7 @@ EXACT = 1e-5  # relative, in float32
 # that each has, kernels add up in another order, and a few of a tensor's elements decide: twice, and half as much
 # again. A document that sees another is off by a tenth and more.
 TIMES_THE_LIBRARYS = 3.0
-FAR = 1e9  # of what is not finite; a number, because what was found is kept as JSON
+FAR = 1e9  # distance if a value is not finite; a number, because results are kept as JSON
 SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -69,12 +69,12 @@ class Difference:
 
 
 def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
-    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference; what is not
-    finite is FAR away.
+    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference. Values that are
+    not finite are FAR away.
 
     Args:
-        exact: Take the gradient that differs most; else all of them as one vector, for the worst of many tensors is
-            mostly a matter of rounding in 16 bits.
+        exact: Take the gradient that differs most. Else compare all gradients as one vector, because the worst of many
+            tensors mostly shows rounding in 16 bits.
     """
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
     worst, at, squares = 0.0, "", 0.0
@@ -97,7 +97,7 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
 
 
 def _number(off: float) -> float:
-    """FAR for NaN, which every comparison and so every maximum passes over, and for infinity."""
+    """FAR for infinity and for NaN. A maximum would ignore NaN, because every comparison with it is false."""
     return off if math.isfinite(off) else FAR
 
 

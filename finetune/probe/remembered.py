@@ -1,7 +1,6 @@
-"""What the probe found, kept in the cache folder under all that it follows from.
+"""Keeps the probe's results in the cache folder, under a key made from everything that they depend on.
 
-A file that is not what was written is told in a line and made again. A folder that cannot be written costs the next
-start the same seconds again.
+A damaged file is reported in a line and made again. If the folder cannot be written, the next start probes again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 
-REMEMBERED_FORMAT = 3  # 1 says nothing of padding, 2 has no digest
+REMEMBERED_FORMAT = 3  # 1 lacks padding, 2 lacks a digest
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = (
@@ -95,7 +94,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """What was found; None where nothing is kept that is as it was written."""
+    """The kept result; None if there is none, or its file was changed."""
     content: dict[str, Any] | None = read_sealed(_file(key))
     return content if content is not None and content.get("key") == key else None
 

@@ -43,7 +43,7 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 LONGEST_PATH = 300  # characters of a path that a message shows whole
-_MOST_CYCLES = 1000  # of a schedule, and its greatest power: 0.5 ** 1000 is 1e-301, near a float's least
+_MOST_CYCLES = 1000  # limit for a schedule's cycles and for its power: 0.5 ** 1000 is 1e-301, near a float's smallest
 CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
 
 # The columns that each layout of a row has by our names, and those that it may have besides.
@@ -177,8 +177,8 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
 
 
 def _out_of_range(name: str, value: float, training: Training) -> str:
-    """What to write instead of a schedule's number with which the rate is negative, rises, or cannot be computed;
-    empty for any other. The ends are far beyond what a schedule is given."""
+    """The remedy for a schedule's number that makes the rate negative, rising or impossible to compute; empty for other
+    numbers. The limits are far beyond any useful value."""
     rate = training.learning_rate
     match name:
         case "num_cycles" | "power" if not 0 < value <= _MOST_CYCLES:

@@ -226,7 +226,7 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
     return "trl" if {"model_name_or_path", "per_device_train_batch_size"} & set(values) else None
 
 
-# What a tool does when one of these keys has a value. No tool's supervised fine-tuning has them.
+# Key -> the training that a tool does if the key has a value. No tool's supervised fine-tuning uses these keys.
 _PREFERENCES, _REWARDS = "preference training", "training by rewards"
 _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
     "axolotl": {
@@ -260,12 +260,12 @@ _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
         "enable_kv_cache": "generating text",
     },
 }
-# A key with one of these values asks for supervised fine-tuning, or for nothing.
+# With one of these values a key asks for supervised fine-tuning, or for nothing.
 _NO_TRAINING = (None, False, "", "sft", "pt")
 
 
 def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key by which a configuration asks for another training than ours, and that training; None for ours."""
+    """The key that asks for another kind of training, and that kind; None for supervised fine-tuning."""
     for key, training in _OTHER_TRAINING[tool].items():
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
@@ -282,7 +282,7 @@ def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | N
     return None
 
 
-# TRL's names of losses that compare two answers, or judge one.
+# TRL's names for losses that compare two answers, or judge one.
 _PREFERENCE_LOSSES = frozenset(
     "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired discopop apo_zero "
     "apo_down sigmoid_norm kto apo_zero_unpaired simpo alphapo grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split()
@@ -290,7 +290,7 @@ _PREFERENCE_LOSSES = frozenset(
 
 
 def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, Any]) -> None:
-    """Raise RecipeError where a configuration asks for a training that no recipe can do."""
+    """Raise RecipeError if a configuration asks for a kind of training that no recipe offers."""
     found = other_training(tool, values)
     if found is None:
         return

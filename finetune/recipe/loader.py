@@ -99,10 +99,10 @@ class _Source:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
-    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: it is to be trained as it is, so
-    folders that it names are here, and its strategy can train it.
+    """Read a recipe; `overrides` are `dotted.key=value` and win over the file.
 
-    `path` may also be the name of a recipe that comes with the package; files that such a recipe names come with it.
+    `here`: the recipe is to be trained on this machine as it is. So its folders must exist here, and its strategy must
+    be able to train it. `path` may also be the name of a recipe in the package, which then has that recipe's files too.
     Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
     a caret; those of overrides as `command line: key: ...`.
     """
@@ -136,10 +136,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 
 def find_recipe(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The file of that path; of a bare name that is no file, the recipe of that name that comes with the package."""
+    """The file at that path. A bare name that is no file selects the package's recipe with that name."""
     file = pathlib.Path(path).expanduser()
     shipped = RECIPES / f"{file.name}.yaml"
-    is_name = file.parts == (file.name,) and len(file.name) < 200  # a longer one is no file's
+    is_name = file.parts == (file.name,) and len(file.name) < 200  # no file has a longer name
     is_file = os.path.exists(file) and not os.path.isdir(file)
     return shipped if is_name and not is_file and shipped.is_file() else file
 
@@ -149,9 +149,9 @@ def _is_shipped(file: pathlib.Path) -> bool:
 
 
 def _with_shipped_files(value: Any, key: Path, overridden: set[Path]) -> Any:
-    """A section of a recipe that comes with the package: a file that the package has is named by its whole path.
+    """A section from a recipe in the package: paths to the package's files become absolute.
 
-    What was overridden is as the user typed it. In a checkout's own folder the path stays as the recipe has it.
+    Overridden values stay as the user typed them. In a checkout's own folder the path stays as the recipe writes it.
     """
     if any(key[: len(over)] == over for over in overridden):
         return value
@@ -314,20 +314,20 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
 def _refused_by_strategy(recipe: Recipe) -> Iterator[Mistake]:
     if not recipe.model.new_tokens:
         return
-    with suppress(RecipeError):  # a wrong file is told when it is used
+    with suppress(RecipeError):  # a wrong file is reported when it is used
         if reason := refuses_new_rows(recipe, read_strategy(recipe.accelerate_config, strict=False)):
             key = "add_tokens" if recipe.model.add_tokens else "add_special_tokens"
             yield Mistake(("model", key), reason, at_key=True)
 
 
 def _auto_formats(value: dict[str, Any]) -> tuple[str, ...]:
-    """The keys of number formats that a valid recipe leaves to the device."""
+    """The number-format keys that a valid recipe leaves to the device."""
     paths = (key.split(".") for key in KEYS)
     return tuple(f"{section}.{name}" for section, name in paths if value.get(section, {}).get(name, "auto") == "auto")
 
 
 def _unfit_for_strategy(recipe: Recipe) -> list[Unfit]:
-    with suppress(RecipeError):  # a wrong file is told when it is used
+    with suppress(RecipeError):  # a wrong file is reported when it is used
         return list(unfit(recipe, read_strategy(recipe.accelerate_config, strict=False)))
     return []
 

@@ -79,14 +79,14 @@ def for_shards(name: Optimizer) -> Optimizer:
     return name if spec.works_on_shards else spec.unpaged or DEFAULT
 
 
-# (least, usual, most) learning rate under AdamW. LoRA's best is about ten times that of full training (Biderman et al.,
-# LoRA Learns Less and Forgets Less, 2024); the ends are where either method learns nothing or diverges in practice.
-# Adapters over a quantised base take the rates of those over any other (Dettmers et al., QLoRA, 2023: 1e-4 to 2e-4).
+# (least, usual, most) learning rate under AdamW. LoRA's best rate is about ten times the best rate for full training
+# (Biderman et al., LoRA Learns Less and Forgets Less, 2024). Beyond the limits a method learns nothing, or it diverges.
+# Adapters on a quantised base use the same rates as on any other base (Dettmers et al., QLoRA, 2023: 1e-4 to 2e-4).
 RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA": (1e-5, 2e-4, 2e-3)}
 
 
 def far_rate(recipe: Recipe) -> Iterator[str]:
-    """A line for a learning rate far from what the method bears."""
+    """A line for a learning rate far outside the method's usual range."""
     method = "full training" if recipe.lora is None else "LoRA" if recipe.quantization is None else "QLoRA"
     rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
     if not least <= rate <= most:
@@ -96,6 +96,6 @@ def far_rate(recipe: Recipe) -> Iterator[str]:
 
 
 def decimal(number: float) -> str:
-    """0.00001 rather than 1e-05, which YAML reads as text; 1e+300 as it is."""
+    """0.00001 instead of 1e-05, because YAML reads 1e-05 as text; 1e+300 unchanged."""
     text = format(Decimal(repr(number)), "f").removesuffix(".0")
     return text if len(text) <= 20 else repr(number)

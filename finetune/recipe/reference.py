@@ -98,7 +98,7 @@ def _written(value: Any) -> str:
 
 
 def write_generated() -> list[Path]:
-    """Write both files again; returns their paths. Raises EnvironmentMismatch where the package is installed alone."""
+    """Write both files again; returns their paths. Raises EnvironmentMismatch outside a checkout."""
     if not REFERENCE_FILE.parent.is_dir():
         raise EnvironmentMismatch(f"--schema: {REFERENCE_FILE.parent} is not there; run it in a checkout")
     for path, text in ((SCHEMA_FILE, json_schema()), (REFERENCE_FILE, reference_page())):

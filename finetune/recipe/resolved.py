@@ -25,10 +25,10 @@ class LoadedRecipe:
     recipe: Recipe
     origins: dict[str, str]  # dotted key -> default | recipe | command line
     path: pathlib.Path
-    auto_formats: tuple[str, ...] = ()  # keys of number formats that say auto; the recipe has what it stands for
+    auto_formats: tuple[str, ...] = ()  # number-format keys set to auto; the recipe holds the values that replace it
 
     def formats_for(self, fastest: FastestFormat) -> tuple[LoadedRecipe, ChosenFormats]:
-        """The recipe with `auto` settled for a device, and what was chosen."""
+        """The recipe with `auto` settled for a device, and the choice."""
         recipe = self.recipe
         if not self.auto_formats:
             return self, ChosenFormats((), {}, "")
@@ -50,7 +50,7 @@ class LoadedRecipe:
     def with_formats(
         self, values: Mapping[str, str], why: str, *, kept: bool = False
     ) -> tuple[LoadedRecipe, ChosenFormats]:
-        """The recipe with these formats where it says `auto`, and what was chosen."""
+        """The recipe with these formats instead of `auto`, and the choice."""
         recipe, chosen = self.recipe, {key: values[key] for key in self.auto_formats}
         if PRECISION in chosen:
             training = recipe.training.model_copy(update={"mixed_precision": chosen[PRECISION]})

@@ -73,7 +73,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def formats_settled(cls, values: Any) -> Any:
-        """Put the formats that `auto` stands for in its place, so that no Recipe holds `auto`."""
+        """Replace `auto` by the formats that it stands for, so that no Recipe holds `auto`."""
         return _with_formats(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class Recipe(Section):
 
 
 def _with_formats(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sections may be mappings or read already; what is not as the schema says stays, for its own mistake."""
+    """Sections may be mappings or parsed. A value that does not fit the schema stays, to be reported on its own."""
     sections: dict[str, Any] = {
         name: section.model_dump() if isinstance(section, Section) else section
         for name in ("budget", "model", "quantization", "training")

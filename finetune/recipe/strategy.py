@@ -1,7 +1,7 @@
-"""A strategy as an Accelerate config file states it, read strictly: a misspelt key is an error.
+"""A strategy, read strictly from an Accelerate config file: a misspelt key is an error.
 
-Accelerate itself ignores unknown keys inside `fsdp_config` and `deepspeed_config`, and several that it knows have no
-effect under FSDP2. So a key that has no effect here is refused, unless it says what holds anyway.
+Accelerate itself ignores unknown keys inside `fsdp_config` and `deepspeed_config`, and several keys that it knows have
+no effect under FSDP2. So a key without effect here is refused, unless it repeats the default.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Strategy:
     kind: Kind
     only_where: bool  # says where to run (two CPU ranks), not how: agrees with any strategy
     num_processes: int | None
-    settings: dict[str, Any]  # what is decisive, by Accelerate's names: recipe/accelerate_file.py
-    notes: tuple[str, ...] = ()  # what the file says although the recipe owns it
+    settings: dict[str, Any]  # the decisive settings, by Accelerate's names: recipe/accelerate_file.py
+    notes: tuple[str, ...] = ()  # settings in the file that the recipe overrules
 
     @property
     def pipelines(self) -> Pipelines | None:
@@ -149,7 +149,7 @@ class Strategy:
 
     @property
     def unit_class(self) -> str | None:
-        """FSDP2: the class of decoder layers that the file names as units; None: the model's own, whatever it is."""
+        """FSDP2: the decoder layer class that the file names as unit; None: the class that the model has."""
         named = self.section("fsdp_config").get("fsdp_transformer_layer_cls_to_wrap")
         return None if named is None else str(named)
 
@@ -210,8 +210,8 @@ class Strategy:
 def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bool = True) -> Strategy:
     """Read a file of accelerate_configs/ by name, or any Accelerate config by path.
 
-    With a recipe the file may also say what the recipe says where the recipe owns it. Raises RecipeError naming the
-    file and, when strict, every key that is unknown, has no effect here or contradicts the recipe.
+    With a recipe the file may repeat settings that the recipe decides. Raises RecipeError naming the file and, when
+    strict, every key that is unknown, has no effect here or contradicts the recipe.
     """
     path = CONFIG_FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -241,7 +241,7 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         name=path.stem,
         path=path,
         kind=kind,
-        # Sharded and offloaded training is told how, not only where.
+        # The settings describe how training is sharded and offloaded, not only where.
         only_where=bool(meaning.settings.get("use_cpu")) and kind in ("single", "ddp"),
         num_processes=meaning.settings.get("num_processes"),
         settings=meaning.settings,

@@ -227,10 +227,10 @@ def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
 
 
 def unfinished(store: StoredDocuments, stops: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents whose last learned stretch does not end in a token with which the model stops: truncated ones, and all
-    others. Other control tokens, as those around a call, end no turn.
+    """Documents with a last supervised stretch that does not end with the model's stop token: truncated ones, and all
+    others. Other control tokens, such as those around a call, end no turn.
 
-    An earlier one may end without: the template ends it there by a token that the model does not write.
+    An earlier stretch may lack it, because the template ends that turn with a token that the model does not write.
     """
     learned = np.asarray(store.learned)
     ends = learned.copy()

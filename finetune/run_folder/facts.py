@@ -22,7 +22,7 @@ MOST_RECORD_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each 
 
 
 def require_run_folder(run_dir: Path) -> Path:
-    """The recipe's file in it. Raises FinetuneError for any other folder; verbs ask before they import torch."""
+    """The recipe's file in a run folder. Raises FinetuneError for other folders; verbs ask before they import torch."""
     resolved = run_dir / "recipe.yaml"
     if not resolved.is_file():
         raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")

@@ -64,7 +64,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
 
 
 def launch_notes(launch: Launch, strategy: Strategy | None = None) -> list[str]:
-    """Notes about settings that affect this launch although the command line does not name them, or that do not."""
+    """Notes about settings that affect this launch although the command line lacks them, and about idle settings."""
     path = None if launch.config_file else _default_config(launch)
     notes = [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
     if strategy is not None and strategy.num_processes not in (None, launch.world_size):
@@ -82,9 +82,9 @@ def _default_config(launch: Launch) -> Path | None:
 
 
 def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Strategy, launch: Launch) -> None:
-    """The recipe names the strategy; a file given to the launcher may say the same or only where to run.
+    """The recipe names the strategy. A file given to the launcher may repeat it, or only say where to run.
 
-    Raises EnvironmentMismatch where it says something else, RecipeError with each key that contradicts the recipe.
+    Raises EnvironmentMismatch for a file with another strategy, RecipeError with each key that contradicts the recipe.
     """
     path, stray = launch_side.path, launch.config_file is None
     of_launcher = f"{path}{', a default config in the cache' if stray else ''}"
@@ -113,7 +113,7 @@ def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Str
 
 
 def _options_for(recipe: Recipe, strategy: Strategy, launch: Launch) -> str:
-    """Options of `accelerate launch` with which it starts the recipe's strategy on this machine."""
+    """Options for `accelerate launch` to start the recipe's strategy on this machine."""
     if _computes_on_cpu(launch) and strategy.needs_ranks:
         return f"--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}"
     if strategy.num_processes is not None:
@@ -331,7 +331,7 @@ def cores_for(launch: Launch, working: int) -> Iterator[None]:
 
 
 def _cores_each(launch: Launch, ranks: int) -> int:
-    """An equal share of the cores that this process may use. srun binds each task to cores of its own."""
+    """An equal share of the cores that this process may use. srun binds each task to its own cores."""
     cores, of_task = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
     if launch.words[:1] == ("srun",) and of_task.isdigit() and cores <= int(of_task):
         return cores

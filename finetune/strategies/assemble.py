@@ -123,9 +123,9 @@ def assemble(
 
 
 def agree_on_structure(recipe: Recipe) -> None:
-    """Have every rank build what rank 0's files decide (model/stored_structure.py), whether it sees files or not.
+    """Make every rank build the structure in rank 0's files (model/stored_structure.py), even if it sees no files.
 
-    Raises FinetuneError, on all ranks, where files are not whole, or those of two machines differ.
+    Raises FinetuneError on all ranks if files are incomplete, or if two machines have different files.
     """
     section, group = recipe.model, dist.new_group(backend="gloo", timeout=WAITING)  # rank 0 may have to download them
     try:
@@ -153,7 +153,7 @@ def agree_on_structure(recipe: Recipe) -> None:
 
 
 def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
-    """What this rank's files decide, or why they decide nothing."""
+    """The structure in this rank's files, or why they give none."""
     try:
         found = stored_structure(recipe.model)
         refuse_files(recipe, found)

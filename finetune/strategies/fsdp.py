@@ -148,7 +148,7 @@ def reduced_in(model: nn.Module) -> set[torch.dtype]:
 
 
 def check_units(decoder: nn.Module, strategy: Strategy) -> None:
-    """Raises EnvironmentMismatch where the strategy's file names units that are not the model's decoder layers."""
+    """Raises EnvironmentMismatch if the strategy's file names units that are not the model's decoder layers."""
     layers = {type(module).__name__ for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)}
     if strategy.unit_class is not None and strategy.unit_class not in layers:
         raise EnvironmentMismatch(

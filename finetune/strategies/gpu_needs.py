@@ -53,10 +53,10 @@ def _check_workspace(recipe: Recipe) -> None:
 
 
 def _check_gpu_for_each(launch: Launch) -> None:
-    """NCCL ends two ranks on one GPU with "Duplicate GPU detected", long after the start.
+    """Refuses two ranks on one GPU. NCCL ends them too, with "Duplicate GPU detected", but long after the start.
 
-    Only a launcher that shows its ranks the same GPUs is refused. Under srun each rank may see one of its own, always
-    as number 0, and nothing tells them apart before they can talk.
+    Only a launcher that shows its ranks the same GPUs is refused. Under srun each rank may see its own GPU, always as
+    number 0, and before the ranks can communicate nothing tells these GPUs apart.
     """
     gpus, ranks = torch.cuda.device_count(), launch.local_world_size
     if not launch.shares_gpus or ranks <= gpus:

@@ -93,7 +93,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
 
 
 def computed_layers(accelerator: Accelerator, parts: Assembled) -> dict[str, Any]:
-    """By what adapters are computed, and how many norms and gates by the kit's own autograd."""
+    """The library that computes adapters, and how many norms and gates the kit's own autograd computes."""
     model, cast = parts.unwrapped_model, _compute_dtype(accelerator, parts) is not None
     return {
         "adapters_computed": dict(Counter(computed_by(model, cast=cast))),

@@ -25,7 +25,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
-OLDEST_ENGINE = Version("0.19.8")  # 0.19.0 looks for infinite gradients under fp16 alone
+OLDEST_ENGINE = Version("0.19.8")  # 0.19.0 looks for infinite gradients only under fp16
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
 
 
@@ -57,7 +57,7 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
 
 
 def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs otherwise.
+    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs in another way.
 
     Raises EnvironmentMismatch with the line to install, or with the setting to change.
     """

@@ -248,7 +248,7 @@ class _Writer:
 
     def close(self, of_rows: dict[str, Any], stops: list[int]) -> None:
         """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts; `stops`: the
-        tokens with which a model ends what is learned here."""
+        tokens on which the model ends a supervised stretch."""
         digests = {name: array.close() for name, array in self._arrays.items()}
         facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows, "stops": stops}}
         write_sealed(self._folder / "facts.json", facts)
@@ -276,7 +276,7 @@ class ArrayWriter:
         self._length += len(piece)
 
     def close(self) -> str:
-        """Finish the file; returns the digest that `read_array` asks for: of the values, then of the header."""
+        """Finish the file. Returns the digest that `read_array` needs, over the values and then the header."""
         self._stream.seek(0)
         described = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
         npy.write_array_header_1_0(self._stream, described)

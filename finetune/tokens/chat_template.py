@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_TEMPLATE_BYTES = 2**20  # of a template; the longest that is known has 20 kB
-MOST_FORMS = 64  # remembered; rows may each have variables of their own
+MOST_FORMS = 64  # remembered at once; each row may have its own variables
 _HALF = re.compile("[\ud800-\udfff]")
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
 
 
-# What the probes of `forms` say: words that a template writes as they are, and that no template has itself.
+# Words in the probes of `forms`: a template writes them unchanged, and no template contains them itself.
 _ASKED, _SAID, _NAME, _VALUE = "xqasked", "xqsaid", "xqlook", "xqvalue"
 _PROBE_TOOL = {
     "type": "function",
@@ -37,10 +37,10 @@ _PROBE_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a template takes what messages hold."""
+    """The form in which a template takes messages."""
 
-    parts: bool = False  # contents are lists of parts, as templates with images want them
-    text_arguments: bool = False  # arguments of calls are JSON text, as in OpenAI's responses
+    parts: bool = False  # contents are lists of parts, as templates with images need them
+    text_arguments: bool = False  # call arguments are JSON text, as in OpenAI's responses
     null_content: bool = False  # the content beside calls is None, not ""
 
     def of(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,8 +116,8 @@ class ChatTemplate:
         return any(re.search(pattern, self.source(tools=tools)) for tools in (False, True))
 
     def forms(self, variables: Mapping[str, Any], *, tools: bool) -> list[Form]:
-        """The form in which the template takes messages, found by rendering a chat of this program's own; all that
-        there are, for a chat with calls to be tried in, where the template does not render that one."""
+        """The form in which the template takes messages, found by rendering a probe chat. If no form renders the probe,
+        returns all forms, so that a chat with calls can be tried in each."""
         key = (json.dumps(variables, sort_keys=True, default=str), tools)
         if key not in self._forms:
             if len(self._forms) >= MOST_FORMS:
@@ -146,7 +146,7 @@ class ChatTemplate:
         ]
         for form in forms:
             text = written(form, {"content": "", "tool_calls": [call]})
-            # A template that joins arguments to text by `~` writes an object as Python does, which is no JSON.
+            # A template that joins arguments to text with `~` writes an object in Python's form, not as JSON.
             if _NAME in text and text.count(_VALUE) >= 2 and str(arguments) not in text:
                 return [form]
         return forms
@@ -160,9 +160,9 @@ class ChatTemplate:
         generation_prompt: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a chat; `variables` are the template's own. Raises BadRow with the template's own words.
+        """A chat's text; `variables` are the template's own. Raises BadRow with the template's own words.
 
-        `form`: what the template takes; the messages are in the default one.
+        `form`: the form that the template takes. `messages` are given in the default form.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
 

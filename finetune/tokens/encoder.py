@@ -40,7 +40,7 @@ _SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think,
 
 
 class ReasoningLeftOut(RowError):
-    """A learned turn without the reasoning that its row has."""
+    """A supervised turn that lacks the reasoning in its row."""
 
     def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
         self.index = index
@@ -122,7 +122,7 @@ class Encoder:
         return SamplePrompt(prompt, self.texts.decode(prompt), reference)
 
     def token_ids(self, tokens: Iterable[str]) -> list[int]:
-        """The numbers of some control tokens, in order."""
+        """The ids of some control tokens, in order."""
         ids = self._tokenizer.convert_tokens_to_ids([*tokens])
         return sorted(ids) if isinstance(ids, list) else [ids]
 
@@ -151,7 +151,7 @@ class Encoder:
         return Script(text, learned, literals, affixes=True, stops=(end,))
 
     def _chat(self, chat: Chat) -> Script:
-        """Raises RowError with a remedy that was tried."""
+        """Raises RowError with a remedy that has been tried."""
         try:
             return self._scripted(chat)
         except ReasoningAfterClosedBlock as error:
@@ -168,7 +168,7 @@ class Encoder:
             return Script("", [], [])
         if (
             self._data.train_on == "completion"
-        ):  # what follows the answer teaches nothing, and may change how it is written
+        ):  # text after the answer is unsupervised, and may change how the answer is written
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
         wanted = answers if self._data.train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
@@ -181,7 +181,7 @@ class Encoder:
         return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks, stops=stops)
 
     def _rendered(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
-        """The chat in the form in which the template takes it. Raises RowError."""
+        """The chat in the form that the template takes. Raises RowError."""
         refused: RowError | None = None
         has_calls = any(message.get("tool_calls") for message in messages)
         forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
@@ -194,17 +194,17 @@ class Encoder:
         raise refused
 
     def _check_reasoning(self, chat: Chat, index: int, rendered: Rendered) -> None:
-        """Raises RowError where a turn is learned without the reasoning that its row has."""
+        """Raises RowError if a supervised turn lacks the reasoning in its row."""
         if _has_thought(chat.messages[index], rendered, index):
             return
-        if index + 1 < len(chat.messages):  # templates write the last turn's alone, as at inference
+        if index + 1 < len(chat.messages):  # as at inference, templates write only the last turn's reasoning
             alone = replace(chat, messages=chat.messages[: index + 1], learned=[*chat.learned[:index], True])
             if self._works(alone, index):
                 raise OmittedFromHistory("leaves out the reasoning of", index)
         raise ReasoningLeftOut(index)
 
     def _remedy(self, chat: Chat, index: int) -> str:
-        """What to do with a turn whose reasoning cannot be learned: the first change with which it can."""
+        """The remedy for a turn with reasoning that cannot be supervised: the first change that makes it possible."""
         message = chat.messages[index]
         others = {key: value for key, value in message.items() if key not in REASONING}
         thought, answer = reasoning_of(message), message["content"]
@@ -225,7 +225,7 @@ class Encoder:
         return "remove the row"
 
     def _works(self, chat: Chat, index: int) -> bool:
-        """Whether a turn of this chat can be learned, with all that is in it."""
+        """Whether a turn in this chat can be supervised completely."""
         try:
             self._scripted(replace(chat, learned=[at == index for at in range(len(chat.messages))]))
         except RowError:
@@ -356,6 +356,6 @@ def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]
 
 
 def _has_thought(message: dict[str, Any], rendered: Rendered, index: int) -> bool:
-    """Whether the reasoning of a turn is in what is learned of it."""
+    """Whether a turn's reasoning is in its supervised text."""
     start, end = rendered.turns[index]
     return "".join(reasoning_of(message).split()) in "".join(rendered.text[start:end].split())

@@ -40,7 +40,7 @@ class RowCounts:
     tokens: int
     longest: int  # tokens that the longest row may have
     estimated_by: str = ""  # empty where they were counted
-    too_long: tuple[int, int, int] | None = None  # documents estimated beyond max_length, of how many, and the longest
+    too_long: tuple[int, int, int] | None = None  # documents beyond max_length, all documents, the longest
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _read(source: Source, *, by_turns: bool) -> _Texts:
     found = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         for example in _examples(read, by_turns=by_turns):
-            text = text_of(example).encode(errors="replace")  # half a letter may be in a key that is not learned
+            text = text_of(example).encode(errors="replace")  # an unsupervised key may contain half a letter
             found.nbytes.append(len(text))
             found.messages.append(len(example.messages) if isinstance(example, Chat) else 0)
             if len(found.sample) < SAMPLED:
@@ -96,7 +96,7 @@ def _read(source: Source, *, by_turns: bool) -> _Texts:
 
 
 def text_of(example: Chat | Passage) -> str:
-    """All that is encoded of a document, besides what its template writes: roles, and words around tools."""
+    """All encoded text of a document, except the template's own: roles, and words around tools."""
     if isinstance(example, Passage):
         return example.prompt + example.completion
     tools = [json.dumps(tool, ensure_ascii=False) for tool in example.tools or ()]

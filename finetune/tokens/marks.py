@@ -18,7 +18,7 @@ from finetune.data.readers import BadRow
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-FENCES = 3  # codes around a text that spells a control token, and one for tools; those of messages follow
+FENCES = 3  # codes around a text that spells a control token, and one for tools; message codes follow
 ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; CALLS and up are those of its calls
 Span = tuple[int, int]
 Part = tuple[int, int]  # message, and which of its texts
@@ -27,7 +27,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class OmittedFromHistory(BadRow):
-    """A learned turn that the template does not write completely because others follow: told once for each data set."""
+    """A supervised turn that the template writes incompletely because others follow. Told once for each data set."""
 
     def __init__(self, does: str, index: int) -> None:
         """`does`: what the template does to the turn, as in "leaves out the text of"."""
@@ -38,7 +38,7 @@ class OmittedFromHistory(BadRow):
 
 
 class ReasoningAfterClosedBlock(BadRow):
-    """A turn that thinks after a prompt that says not to."""
+    """A turn with reasoning after a prompt that forbids it."""
 
     def __init__(self, index: int, remedy: str = "remove the reasoning") -> None:
         self.index = index
@@ -56,8 +56,8 @@ class Marked:
     first: dict[int, int] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # messages whose text is there from its beginning
     last: dict[int, int] = field(default_factory=dict)
-    begun: set[Part] = field(default_factory=set)  # parts of which the beginning is there
-    ended: set[Part] = field(default_factory=set)  # parts of which the end is there
+    begun: set[Part] = field(default_factory=set)  # parts with their beginning in the text
+    ended: set[Part] = field(default_factory=set)  # parts with their end in the text
     has_tools: bool = False
     literals: list[Span] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)  # (position, message) of each mark, in order
@@ -87,7 +87,7 @@ class Marks:
         ]
 
     def around_tools(self, tools: Tools) -> Tools:
-        """The tools with a mark after each one's name, and fences around what spells a control token."""
+        """The tools with a mark after each name, and fences around text that spells a control token."""
         if not tools:
             return tools
         fenced: list[dict[str, Any]] = map_texts(tools, self._fenced)
@@ -142,7 +142,7 @@ def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> 
     """The first message of which a text or a call is not there (of those not `wanted`: nothing of it), and which."""
     for index, message in enumerate(messages):
         is_kept = index in marked.last
-        if index in wanted:  # all of it; a thought at its beginning may be written elsewhere
+        if index in wanted:  # it must be complete; a thought at its beginning may be written elsewhere
             content = (index, CONTENT)
             is_kept = content in marked.ended and (content in marked.begun or "</think>" in message["content"])
         if message["content"].strip() and not is_kept:

@@ -38,7 +38,7 @@ class Script:
     learned: list[Span]
     literals: list[Span]  # look like control tokens, are text
     affixes: bool = False  # the tokenizer's own beginning and a learned end of text belong around it
-    stops: tuple[str, ...] = ()  # the control tokens on which the model ends what is learned
+    stops: tuple[str, ...] = ()  # the control tokens on which the model ends a supervised stretch
     remarks: tuple[str, ...] = ()  # of what the owner of the data should know, counted for each data set
 
 

@@ -49,10 +49,10 @@ def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
 def notes_before_launch(
     recipe: Recipe, prepared: Prepared | None = None, ranks: int | None = None, *, lengths_known: bool = False
 ) -> dict[str, Any]:
-    """What `batch_notes` says and its figures, on the ranks of the recipe's budget unless they are given.
+    """The lines of `batch_notes` and their figures. `ranks` default to the recipe's budget.
 
-    Without `prepared` the rows are estimated, and so is whether some are too long, unless `lengths_known`. Where the
-    data are not at hand there is one line that says so, and `rows` is None.
+    Without `prepared` the rows are estimated. The estimate also covers rows that may be too long, unless
+    `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
     """
     counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:
@@ -129,7 +129,7 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
 
 
 def long_warmup(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
-    """A line for a warmup longer than the run, which training refuses once it has counted the rows."""
+    """A line for a warmup longer than the run. Training refuses it after counting the rows."""
     warmup, steps = recipe.training.warmup_of(plan.total_steps), plan.total_steps
     if warmup > steps:
         longer = f"a warmup of {_steps(warmup)} is longer than the run of {steps:,}, which training refuses"
@@ -157,7 +157,7 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
 
 
 def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
-    """A line for documents that the estimate finds longer than data.max_length, which training refuses by default."""
+    """A line for documents longer than data.max_length by estimate. Training refuses these by default."""
     if counts.too_long is None or recipe.data.truncation != "error":
         return
     longer, every, longest = counts.too_long

@@ -288,7 +288,7 @@ def _phases_of_loading(run: Run, step: int) -> dict[str, Phase]:
 def _compare_fast_paths(
     start: Start, parts: Assembled, run: Run, compiled: CompiledLayers, kernel: FlashKernel, receipt: Receipt
 ) -> dict[str, Phase]:
-    """The phase in which compiled layers, own layers and kernels are compared, and the receipt's lines about it."""
+    """The phase that compares compiled layers, own layers and kernels, and its lines in the receipt."""
     deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device)
     with deterministic, measured_phases(run.phases) as measured:
         guard = compare_fast_paths(run, parts.unwrapped_model, compiled, kernel)

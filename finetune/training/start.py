@@ -33,8 +33,8 @@ class Start:
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
     probed: dict[str, Any]  # what the probe found of the model
-    recomputation: dict[str, Any]  # that `auto` chose, with its reason; empty where the recipe says it
-    formats: ChosenFormats  # that `auto` chose
+    recomputation: dict[str, Any]  # the choice of `auto`, with its reason; empty if the recipe names it
+    formats: ChosenFormats  # the choice of `auto`
 
     @property
     def run_dir(self) -> Path:

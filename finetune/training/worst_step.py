@@ -102,7 +102,7 @@ def measured_phases(phases: Phases) -> Iterator[dict[str, Phase]]:
 
 @contextmanager
 def _phases_shown(run: Run) -> Iterator[None]:
-    """Within, the terminal says which part of the worst step runs: on a slow device each takes many seconds."""
+    """Inside this context the terminal names the running part of the worst step: a part may take many seconds."""
     times, begun = micro_steps_to_try(run.plan), Counter[str]()
     words = {"state": "allocating the optimizer's state", "step": "updating the weights"}
 

@@ -38,7 +38,7 @@ def in_one_line(line: Callable[[Exception], FinetuneError]) -> Iterator[None]:
 
 @contextmanager
 def segments_explained() -> Iterator[None]:
-    """Around all that may be the first to allocate on a GPU: raises EnvironmentMismatch as `refused_segments`."""
+    """Wrap this around code that may allocate first on a GPU. Raises EnvironmentMismatch as `refused_segments`."""
     try:
         yield
     except RuntimeError as error:
@@ -48,8 +48,8 @@ def segments_explained() -> Iterator[None]:
 
 
 def refused_segments(error: Exception) -> EnvironmentMismatch | None:
-    """The one-line error where a driver without virtual memory management, as of some virtual GPUs and of WSL 2,
-    refuses the first allocation in an expandable segment; None for every other error."""
+    """A one-line error if a driver without virtual memory management refuses the first allocation in an expandable
+    segment; None for other errors. Some virtual GPUs and WSL 2 have such drivers."""
     text = str(error)
     if not isinstance(error, RuntimeError) or "CUDA" not in text or "operation not supported" not in text:
         return None

@@ -1,4 +1,4 @@
-"""The one call that has a model's adapters, norms and gates computed here; and what they stand for."""
+"""One call replaces the forward of a model's adapters, norms and gates; each keeps a link to the library's forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | 
 
 @dataclass(frozen=True)
 class FastModule:
-    """A module that is computed here, and how its library computes it."""
+    """A module that is computed here, and the library's way to compute it."""
 
     path: str  # ADAPTERS, NORMS or GATES
     module: Any
@@ -38,19 +38,19 @@ class FastModule:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What is alike computes alike."""
+        """Equal for modules that compute in the same way."""
         module = self.module
         weights = [(name, each.shape, each.dtype, each.requires_grad) for name, each in module.named_parameters()]
         scaling = str(getattr(module, "scaling", None))
         return self.path, type(module), repr(module), scaling, tuple(weights)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Those that both use, by name."""
+        """The parameters that both ways use, by name."""
         return {} if self.path == GATES else dict(self.module.named_parameters())
 
 
 def fast_modules(model: nn.Module) -> Iterator[FastModule]:
-    """All modules of `model` that are computed here."""
+    """All modules in `model` that are computed here."""
     for module in own_adapters(model):
         yield FastModule(ADAPTERS, module, "forward", partial(type(module).forward, module), 1)
     for module in own_norms(model):
@@ -60,7 +60,7 @@ def fast_modules(model: nn.Module) -> Iterator[FastModule]:
 
 
 def leave_to_library(model: nn.Module, path: str) -> None:
-    """Have peft, or transformers, compute all modules of this path from here on."""
+    """From now on peft or transformers computes all modules of this path."""
     match path:
         case "own adapters":
             leave_to_peft(model, "differs from peft's")

@@ -42,12 +42,12 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
 
 
 def own_adapters(model: nn.Module) -> list[Any]:
-    """The layers whose adapters are computed here."""
+    """The layers with adapters that are computed here."""
     return [layer for layer in _adapted(model) if getattr(layer, "finetune_computed_by", None) == OWN]
 
 
 def leave_to_peft(model: nn.Module, reason: str) -> None:
-    """Have peft compute all adapters from here on."""
+    """From now on peft computes all adapters."""
     for layer in own_adapters(model):
         layer.finetune_computed_by, layer.finetune_adapter = reason, None
 
@@ -234,19 +234,19 @@ class _Product(torch.autograd.Function):
         return slope, None, None, None, None, None, None
 
 
-# torch 2.11's compiler gives no gradient at all to a Function whose forward changes its result in place, and says
-# nothing. A compiled layer needs no in-place operation: the compiler decides where results are written.
+# torch 2.11's compiler silently gives no gradient to a Function that changes its result in place in forward. A compiled
+# layer needs no in-place operation: the compiler decides where results are written.
 
 
 def _plus_product(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """result + left @ right, written over `result` where nothing is compiled."""
+    """result + left @ right, in place in `result` unless it is compiled."""
     if torch.compiler.is_compiling():
         return torch.addmm(result, left, right)
     return result.addmm_(left, right)
 
 
 def _plus(result: Tensor, bias: Tensor) -> Tensor:
-    """result + bias, written over `result` where nothing is compiled."""
+    """result + bias, in place in `result` unless it is compiled."""
     return result + bias if torch.compiler.is_compiling() else result.add_(bias)
 
 

@@ -89,12 +89,12 @@ def own_norms(model: nn.Module) -> list[Any]:
 
 
 def own_gates(model: nn.Module) -> list[Any]:
-    """The gated MLPs that are computed here; `finetune_gate` of each makes its two factors one."""
+    """The gated MLPs that are computed here. In each one `finetune_gate` joins the two factors."""
     return [module for module in model.modules() if getattr(module, "finetune_gate", None) is not None]
 
 
 def librarys_gate(module: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """What `finetune_gate` stands for, as LlamaMLP writes it."""
+    """The library's form of `finetune_gate`, as in LlamaMLP."""
     product: Tensor = module.act_fn(gate) * up
     return product
 

@@ -72,7 +72,7 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
     period, shallow = period_and_depth(kinds_of_layers(config), period)
     if request.strategy.uses_engine and request.strategy.offloaded:
-        # ZeRO's flat buffers in pinned memory are rounded up to a power of two, as no sum of layers is.
+        # ZeRO's pinned flat buffers are rounded up to a power of two, so they do not grow linearly with layers.
         shallow = layers
     elif not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))

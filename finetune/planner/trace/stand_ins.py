@@ -78,7 +78,7 @@ def _computing_on(device: torch.device) -> Any:
             return True
 
         def pin_memory(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return tensor.pin_memory()  # as on CUDA; the CPU's own does nothing
+            return tensor.pin_memory()  # as on CUDA; without CUDA it does nothing
 
     return Pretended()
 

@@ -36,7 +36,7 @@ def without_adapters(lora: Lora) -> Iterator[tuple[str, str]]:
 
 
 def takes_from_the_base(init: str) -> bool:
-    """Whether peft's initialisation of that name subtracts from the base what it puts into the adapter."""
+    """Whether peft's initialisation with that name moves a part of the base into the adapter."""
     return init.startswith(("pissa", "olora"))
 
 

@@ -40,7 +40,7 @@ class Pipelines(NamedTuple):
 
 
 def can_interleave(stages: int, micro_batches: int) -> bool:
-    """Whether interleaved_1f1b can order them: in rounds of equal size, of as many as there are stages or more."""
+    """Whether interleaved_1f1b can order them: it needs rounds of equal size, with at least one micro-batch a stage."""
     rounds = micro_batches // stages
     return rounds > 0 and micro_batches % rounds == 0
 

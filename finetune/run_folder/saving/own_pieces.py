@@ -89,7 +89,7 @@ class HostCopies:
         self._pinned: dict[tuple[str, str], Tensor] = {}
 
     def bytes_to_allocate(self, pieces: Mapping[str, OwnPieces]) -> int:
-        """Bytes of host memory that `copied` would allocate."""
+        """Host memory in bytes that `copied` would allocate."""
         sizes = (
             (tensor.nbytes, self._on_gpu(tensor))
             for group, own in pieces.items()
