@@ -225,6 +225,7 @@ class Training:
                 if time.monotonic() > ends:
                     return OUT_OF_TIME
                 time.sleep(POLL_SECONDS)
+        ended()  # it may have been quicker than the last look
         if process.returncode:
             return failure_reason(self.run_dir, self.log.read_text("utf-8", errors="replace"))
         return None

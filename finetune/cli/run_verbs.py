@@ -216,11 +216,11 @@ def export(
     """A checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
 
     def work() -> dict[str, Any]:
+        if folder is not None:
+            check_output(folder, "--to", folder=True)
         require_run_folder(run)  # before torch is imported
         from finetune.finished_run.export_step import describe_export, export_step, run_at
 
-        if folder is not None:
-            check_output(folder, "--to", folder=True)
         if plain:
             from finetune.finished_run.plain_adapter import describe_plain, export_plain
 

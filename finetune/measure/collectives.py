@@ -48,6 +48,7 @@ C10D = {
     "alltoall_base_": _Call("all_to_all", 1, 2),
     "scatter_": _Call("scatter", 1, 2),  # empty on all ranks but the root
     "gather_": _Call("gather", 0, 2),  # empty on all ranks but the root
+    "gather_into_tensor_": _Call("gather", 0, 2),  # since torch 2.14
     "send": _Call("send", 0, 1),
     "recv_": _Call("recv", 0, 1),
     "recv_any_source_": _Call("recv", 0, 1),

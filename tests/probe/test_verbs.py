@@ -50,7 +50,8 @@ def test_training_and_check_refuse_what_leaks(recipe: Path, tmp_path: Path, caps
 def test_check_says_what_was_found(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, tiny_lora(tiny_llama, write_chats(tmp_path / "chats.jsonl", [30])))
     assert main(["check", str(recipe), "--model"]) == 0
-    right, model, adapters = capsys.readouterr().out.splitlines()
+    right, rate, model, adapters = capsys.readouterr().out.splitlines()
+    assert rate.startswith("training.learning_rate: 0.01 is far above")
     assert right == f"{recipe}: right"
     assert model.startswith("model: LlamaForCausalLM, made small: loss and gradients are the library's own")
     assert adapters.startswith("adapters on 14 layers: q_proj 2, k_proj 2, ")

@@ -416,7 +416,7 @@ def test_lost_metrics_are_reported_at_a_resume(tmp_path: Path) -> None:
 def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     facts = environment()
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     text = json.dumps(facts)
     assert "hf_secret" not in text
 

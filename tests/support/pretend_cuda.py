@@ -169,6 +169,8 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] 
     for name in ("reset_peak_memory_stats", "init", "_lazy_init", "set_rng_state", "set_rng_state_all"):
         monkeypatch.setattr(torch.cuda, name, _nothing)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", _nothing, raising=False)  # not in torch 2.11
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: answers["current_device"])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: _Stream())
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
