@@ -18,7 +18,7 @@ def test_no_licence_of_the_base_install_is_unknown(capsys: pytest.CaptureFixture
     assert not {"pytest", "bitsandbytes", "deepspeed", "hypothesis"} & set(names)  # of extras
     ours = [name for name in names if not name.startswith(("cuda-", "nvidia-"))]  # which a CUDA build of torch brings
     assert [name for name, (_, licence) in licences_of(ours) if licence == UNKNOWN] == []
-    assert main(["--licences"]) == 0
+    assert main(["--licences"]) == (0 if ours == names else 1)
     assert capsys.readouterr().out.count("\n") == len(names) + 1
 
 

@@ -129,6 +129,9 @@ class _Stream:
     def record_event(self, event: Any = None) -> _Event:
         return event or _Event()
 
+    def is_capturing(self) -> bool:  # which torch 2.14's optimizers ask
+        return False
+
     def wait_event(self, event: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def synchronize(self) -> None: ...
