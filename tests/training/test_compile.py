@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.architecture.compiled import choice
-from finetune.architecture.compiled.layers import CompiledLayers
+from finetune.architecture.compiled.layers import GRAPHS_RECOMPUTE, CompiledLayers
 from finetune.train import main
 from finetune.training import session
 from tests.support.cells import launch
@@ -72,7 +72,8 @@ def test_the_curve_is_that_of_the_layers_as_they_are_written(
     facts = receipt(compiled)["compiled"]
     assert (facts["layers"], facts["kinds_of_layers"], facts["left_off"]) == (True, 2, None)
     assert "compiled: 2 kinds of layers, forward and backward, in " in capsys.readouterr().out
-    assert counting.graphs == 2  # one layer is recomputed, the other is not
+    # One layer is recomputed, the other is not. Before torch 2.13 recomputation is around the graph, which both share.
+    assert counting.graphs == (2 if GRAPHS_RECOMPUTE else 1)
     for found, expected in zip(curve_of(compiled), curve_of(written), strict=True):
         assert tuple(found) == pytest.approx(tuple(expected), rel=TOLERANCE)
 
