@@ -10,7 +10,6 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,21 +35,6 @@ from finetune.training.step.cast_weights import cast_weights
 from tests.support.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way in which the code could be wrong, for seeded_faults.py."""
-
-    name: str
-    file: str  # below finetune/
-    text: str
-    instead: str
-    tests: str  # a file below tests/, and options of pytest
-
-    def is_named(self, part: str) -> bool:
-        """Whether its name or file holds this text."""
-        return part in self.name or part in self.file
 
 
 def write_result(name: str, result: dict[str, Any]) -> Path:

@@ -1,9 +1,9 @@
-"""The plans that `finetune compare --lecture zero` shows: six rows of GPT-2 Large on eight A100, each by a trace.
+"""The plans that `python -m lectures zero` shows: six rows of GPT-2 Large on eight A100, each by a trace.
 
     python benchmarks/zero_plans.py            (minutes on two cores: ZeRO-3's layers are traced many at a time)
 
-Writes finetune/lectures/zero/plans.json. A change of the planner that moves a figure is seen by
-tests/planner/test_zero_lecture_plans.py, whose slow test plans two of the rows anew.
+Writes lectures/zero/plans.json. A change of the planner that moves a figure is seen by
+tests/lectures/zero/test_plans.py, whose slow test plans two of the rows anew.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from finetune.lectures.command import LECTURES
-from finetune.lectures.zero.planned import PLANS, write_plans
 from finetune.paths import CHECKOUT
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
+from lectures.command import LECTURES
+from lectures.zero.planned import PLANS, write_plans
 
 
 def main() -> int:

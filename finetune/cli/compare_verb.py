@@ -1,8 +1,7 @@
-"""The verb that compares: one recipe, varied in its strategy or in any key, or a lecture. Heavy imports inside it."""
+"""The verb that compares: one recipe, varied in its strategy or in any key. Heavy imports inside it."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ def compare(
     ] = None,
     lecture: Annotated[
         str | None,
-        typer.Option(help="A lecture instead, over its own recipe or yours: docs/learn/.", show_default=False),
+        typer.Option(hidden=True),
     ] = None,
     strategies: Annotated[
         str | None, typer.Option(help="Names of accelerate_configs/, with commas between.", show_default=STRATEGIES)
@@ -58,15 +57,9 @@ def compare(
 
     def work() -> dict[str, Any]:
         if lecture is not None:
-            from finetune.lectures.command import run_lecture
-
-            _refuse_beside_lecture(strategies=strategies, vary=vary, rows=rows, steps=steps, processes=processes)
-            text, facts = run_lecture(lecture, recipe, overrides, folder, note=partial(typer.echo, err=True))
-            if not as_json:
-                typer.echo(text)
-            return {"ok": True, **facts}
+            raise FinetuneError(f"--lecture: the lectures moved; in a checkout, run `python -m lectures {lecture}`")
         if recipe is None:
-            raise FinetuneError("RECIPE: is missing; name a recipe file, or a lecture with --lecture NAME")
+            raise FinetuneError("RECIPE: is missing; name a recipe file")
         from finetune.preflight.compare import plan_comparison
         from finetune.preflight.compare_report import run_and_report
 
@@ -89,13 +82,6 @@ def _asked_rows(strategies: str | None, vary: list[str], file: Path | None) -> l
         other = "--vary" if vary else "--strategies"
         raise FinetuneError(f"{other}: stands beside --rows {file}, which names every row; leave one of them out")
     return rows_of_file(file)
-
-
-def _refuse_beside_lecture(**options: Any) -> None:
-    """A lecture decides itself what is compared."""
-    for name, value in options.items():
-        if value is not None:
-            raise FinetuneError(f"--{name}: has no effect beside --lecture, which decides it; leave one of them out")
 
 
 def recipe_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:

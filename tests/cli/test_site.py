@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.lectures.command import LECTURES
+from lectures.command import LECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 NAVIGATION = "nav"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.lectures.collectives.lecture import broadcast_seconds
-from finetune.lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
+from lectures.collectives.lecture import broadcast_seconds
+from lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
 from tests.support.lectures import held
 
 MIB = 2**20

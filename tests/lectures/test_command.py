@@ -1,4 +1,4 @@
-"""`finetune compare --lecture`: its mistakes, its own settings, and what it writes."""
+"""`python -m lectures`: its mistakes, its own settings, and what it writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.compare_verb import recipe_and_overrides
-from finetune.cli.main import main
-from finetune.lectures import command
-from finetune.lectures.command import LECTURES, lecture_function
-from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
 from finetune.paths import CHECKOUT
+from lectures import command
+from lectures.__main__ import main
+from lectures.command import LECTURES, lecture_function
+from lectures.output import Chapter, LectureRequest, LectureResult, columns
 
 SEEN: list[LectureRequest] = []
 
@@ -34,22 +34,21 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--lecture", "memry"], "--lecture: memry: there is no such lecture; did you mean memory?"),
-        (["--lecture", "x"], "there is no such lecture; name one of memory, "),
-        (["--lecture", "collectives", "recipes/quickstart.yaml"], "the lecture collectives has no recipe"),
-        (["--lecture", "collectives", "mib=much"], "mib: much: is not a whole number from 1 on; write mib=12"),
-        (["--lecture", "formats", "numbers=one"], "numbers: one: is not numbers; write numbers=0.1"),
-        (["--lecture", "formats", "numbers=inf"], "numbers: inf: must be finite"),
-        (["--lecture", "overlap", "gpu=H9"], "gpu: H9: the plan has no speeds of it; write gpu= and one of T4"),
-        (["--lecture", "memory", "training.max_stepz=3"], "training.max_stepz"),
-        ([], "RECIPE: is missing; name a recipe file, or a lecture with --lecture NAME"),
+        (["memry"], "memry: there is no such lecture; did you mean memory?"),
+        (["x"], "there is no such lecture; name one of memory, "),
+        (["collectives", "recipes/quickstart.yaml"], "the lecture collectives has no recipe"),
+        (["collectives", "mib=much"], "mib: much: is not a whole number from 1 on; write mib=12"),
+        (["formats", "numbers=one"], "numbers: one: is not numbers; write numbers=0.1"),
+        (["formats", "numbers=inf"], "numbers: inf: must be finite"),
+        (["overlap", "gpu=H9"], "gpu: H9: the plan has no speeds of it; write gpu= and one of T4"),
+        (["memory", "training.max_stepz=3"], "training.max_stepz"),
     ],
 )
 def test_a_mistake_is_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", *words]) == 2
+    assert main(words) == 2
     output = capsys.readouterr()
     assert said in output.err
     assert "Traceback" not in output.err
@@ -57,7 +56,7 @@ def test_a_mistake_is_a_line(
 
 
 def test_own_settings_are_told_from_overrides(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--lecture", "formats", "mine.yaml", "numbers=2,3", "data.max_length=64"]) == 0
+    assert main(["formats", "mine.yaml", "numbers=2,3", "data.max_length=64"]) == 0
     assert SEEN[0].recipe == Path("mine.yaml")
     assert SEEN[0].overrides == ("data.max_length=64",)
     assert dict(SEEN[0].settings) == {"numbers": "2,3", "steps": LECTURES["formats"].settings["steps"]}
@@ -66,7 +65,7 @@ def test_own_settings_are_told_from_overrides(played: Path, capsys: pytest.Captu
 
 
 def test_without_a_recipe_it_takes_its_own(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--lecture", "memory", "training.optim=adamw_8bit", "--json"]) == 0
+    assert main(["memory", "training.optim=adamw_8bit", "--json"]) == 0
     assert SEEN[0].recipe == CHECKOUT / "recipes" / LECTURES["memory"].recipe
     assert SEEN[0].overrides == (*LECTURES["memory"].overrides, "training.optim=adamw_8bit")
     result = json.loads(capsys.readouterr().out)
@@ -77,7 +76,7 @@ def test_without_a_recipe_it_takes_its_own(played: Path, capsys: pytest.CaptureF
 def test_a_folder_with_something_else_is_refused(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (played / "mine").mkdir()
     (played / "mine" / "thesis.txt").touch()
-    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 2
+    assert main(["memory", "-o", "mine"]) == 2
     assert "mine: is not the folder of this lecture and not empty" in capsys.readouterr().err
     assert not SEEN
 
@@ -90,17 +89,17 @@ def test_the_folder_of_a_lecture_that_was_stopped_is_taken_again(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "lecture_function", lambda name: stopped)
-    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 130
+    assert main(["memory", "-o", "mine"]) == 130
     assert json.loads((played / "mine" / "memory.json").read_text()) == {"lecture": "memory", "finished": False}
     monkeypatch.setattr(command, "lecture_function", lambda name: result)
-    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 0
+    assert main(["memory", "-o", "mine"]) == 0
     assert json.loads((played / "mine" / "memory.json").read_text()) == {"lecture": "memory", "figure": 3}
-    assert main(["compare", "--lecture", "formats", "-o", "mine"]) == 2, "another lecture's"
+    assert main(["formats", "-o", "mine"]) == 2, "another lecture's"
 
 
 def test_a_lecture_of_a_wrong_recipe_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", "--lecture", "memory", "training.max_stepz=3"]) == 2
+    assert main(["memory", "training.max_stepz=3"]) == 2
     assert not [*tmp_path.rglob("*.json")]
 
 

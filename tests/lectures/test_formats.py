@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.lectures.formats import rounding
-from finetune.lectures.formats.bits import (
+from lectures.formats import rounding
+from lectures.formats.bits import (
     FLOAT_FORMATS,
     binary_digits,
     fields_of,
@@ -22,7 +22,7 @@ from finetune.lectures.formats.bits import (
     range_rows,
     sum_of_updates,
 )
-from finetune.lectures.formats.lecture import NOTED
+from lectures.formats.lecture import NOTED
 from tests.support.lectures import held
 
 DRAW = random.Random(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.lectures.memory import WAYS
+from lectures.memory import WAYS
 from tests.support.lectures import held
 
 LLAMA_1B = 1_235_814_400  # of meta-llama/Llama-3.2-1B

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.lectures.mixed_precision import mixed_precision_lecture
-from finetune.lectures.output import LectureRequest, LectureResult
+from lectures.mixed_precision import mixed_precision_lecture
+from lectures.output import LectureRequest, LectureResult
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, tiny_model, write_chats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.lectures.overlap import timeline
+from lectures.overlap import timeline
 from tests.support.lectures import held
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.lectures.command import LECTURES
+from lectures.command import LECTURES
 from tests.support.lectures import LEARN, ROOT, comparable, held, page
 
 SLOWEST_SECONDS = 180
@@ -38,7 +38,7 @@ def test_both_languages_show_the_same(name: str) -> None:
 def test_the_output_is_what_the_command_prints(name: str) -> None:
     shown = page(LEARN / f"{name}.md")
     words = shlex.split(shown.commands[0])
-    assert words[:4] == ["finetune", "compare", "--lecture", name]
+    assert words[:4] == ["python", "-m", "lectures", name]
     result = held(name, *words[4:])
     assert comparable(result.text) == comparable(shown.outputs[0])
     assert result.seconds < SLOWEST_SECONDS

@@ -25,7 +25,7 @@ FLOORS = [
     ["hub", "report"],
     ["training"],
     ["planner", "preflight", "finished_run"],
-    ["train", "lectures"],
+    ["train"],
     ["cli"],
 ]
 # The same within the planner; "planner" are the modules next to its three folders, but for its constants.
@@ -44,7 +44,6 @@ run_folder.facts run_folder.heartbeat
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
 report.curves report.html report.pictures report.run_page
 training.batch_notes training.batch_plan training.planner_process
-lectures.command lectures.output
 planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_planner planner.variants
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.output import MEASURED
+from lectures.output import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARN = ROOT / "docs" / "learn"
@@ -35,11 +35,11 @@ class Held:
 
 @lru_cache
 def held(name: str, *words: str) -> Held:
-    """`finetune compare --lecture NAME WORDS`, in a folder that is like a clone."""
+    """`python -m lectures NAME WORDS`, in a folder that is like a clone."""
     with tempfile.TemporaryDirectory(prefix="finetune-lecture-") as folder:
-        for each in ("recipes", "accelerate_configs", "data", "finetune"):
+        for each in ("recipes", "accelerate_configs", "data", "finetune", "lectures"):
             (Path(folder) / each).symlink_to(ROOT / each)
-        command = [sys.executable, "-m", "finetune.cli.main", "compare", "--lecture", name, *words]
+        command = [sys.executable, "-m", "lectures", name, *words]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         began = time.monotonic()
         process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

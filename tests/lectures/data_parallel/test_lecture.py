@@ -1,4 +1,4 @@
-"""`finetune compare --lecture data-parallel`: the played steps compute what one process does, and count bytes."""
+"""`python -m lectures data-parallel`: the played steps compute what one process does, and count bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finetune.cli.main import main
 from finetune.errors import FinetuneError
-from finetune.lectures.data_parallel import four_steps, lecture
-from finetune.lectures.data_parallel.four_steps import on_gpus, played
-from finetune.lectures.data_parallel.lecture import data_parallel_lecture, master_bytes, ring_bytes
-from finetune.lectures.data_parallel.training import (
+from finetune.measure.live_tensors import LiveTensors
+from lectures.__main__ import main
+from lectures.data_parallel import four_steps, lecture
+from lectures.data_parallel.four_steps import on_gpus, played
+from lectures.data_parallel.lecture import data_parallel_lecture, master_bytes, ring_bytes
+from lectures.data_parallel.training import (
     Clock,
     Job,
     Logits,
@@ -23,8 +24,7 @@ from finetune.lectures.data_parallel.training import (
     next_token_loss,
     train_data_parallel,
 )
-from finetune.lectures.output import LectureRequest
-from finetune.measure.live_tensors import LiveTensors
+from lectures.output import LectureRequest
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
@@ -202,7 +202,7 @@ def test_a_wrong_setting_is_a_line(settings: dict[str, str], words: str, recipe:
 @pytest.mark.slow
 def test_the_whole_lecture(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, words = tmp_path / "held", ["rows=4", "tokens=16", "steps=4"]
-    assert main(["compare", "--lecture", "data-parallel", str(recipe), *words, "-o", str(folder), "--json"]) == 0
+    assert main(["data-parallel", str(recipe), *words, "-o", str(folder), "--json"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["worst_loss_difference"] < 1e-5, "DDP learns from the same rows"
     weights = facts["ddp"]["parameter_bytes"]

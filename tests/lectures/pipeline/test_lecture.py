@@ -11,10 +11,10 @@ import pytest
 from PIL import Image, ImageColor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from finetune.cli.main import main
-from finetune.lectures.pipeline import played
-from finetune.lectures.pipeline.picture import SHADES, Timelines, draw_timelines
 from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation, Work, order_of, planned_spans
+from lectures.__main__ import main
+from lectures.pipeline import played
+from lectures.pipeline.picture import SHADES, Timelines, draw_timelines
 from tests.support.lectures import held
 from tests.support.stages import Chain
 from tests.support.tiny import flat_batch
@@ -88,7 +88,7 @@ def test_wrong_settings_are_a_line(
         ("micro_batches=3", "micro_batches: 3: 1f1b fills 4 stages; write micro_batches=4"),
         ("ms=0", "ms: 0: is not a whole number from 1 on"),
     ):
-        assert main(["compare", "--lecture", "pipeline", word]) == 2
+        assert main(["pipeline", word]) == 2
         assert said in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
 

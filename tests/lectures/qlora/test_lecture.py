@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.lectures.output import LectureRequest
-from finetune.lectures.qlora import lecture
-from finetune.lectures.qlora.lecture import FullSize, SmallSize
-from finetune.lectures.qlora.picture import draw_parts
-from finetune.lectures.qlora.small_model import LAYERS, TOKENS, VOCABULARY, WIDTH, PartBytes
 from finetune.planner.constants import COMPONENTS
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
+from lectures.output import LectureRequest
+from lectures.qlora import lecture
+from lectures.qlora.lecture import FullSize, SmallSize
+from lectures.qlora.picture import draw_parts
+from lectures.qlora.small_model import LAYERS, TOKENS, VOCABULARY, WIDTH, PartBytes
 from tests.support.lectures import held
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats

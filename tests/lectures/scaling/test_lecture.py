@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.lectures.scaling.plans import (
+from finetune.measure.collectives import CollectiveStats
+from finetune.planner.trace.step_work import StepWork
+from lectures.scaling.plans import (
     GPU_COUNTS,
     PUBLISHED,
     PUBLISHED_LOSS,
@@ -19,8 +21,6 @@ from finetune.lectures.scaling.plans import (
     parameters_of,
     with_copies,
 )
-from finetune.measure.collectives import CollectiveStats
-from finetune.planner.trace.step_work import StepWork
 from tests.support.lectures import held
 
 A100_BYTES = 0.99 * 81_920 * 2**20  # of nvidia-smi's total; the driver keeps the rest

@@ -1,4 +1,4 @@
-"""`finetune compare --lecture zero`: tables, sentences and a picture from figures; one slow run of the whole."""
+"""`python -m lectures zero`: tables, sentences and a picture from figures; one slow run of the whole."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.lectures.command import LECTURES
-from finetune.lectures.output import LectureRequest
-from finetune.lectures.zero import lecture
-from finetune.lectures.zero import planned as planned_rows
-from finetune.lectures.zero.holders import HELD_PARTS, RankHolding
-from finetune.lectures.zero.measured import Measured, MeasuredRun, memory_by_step
-from finetune.lectures.zero.notes import HOMEWORK
-from finetune.lectures.zero.picture import draw_zero
-from finetune.lectures.zero.planned import PlannedRun, identity_of, kept_plans, plan_rows
-from finetune.lectures.zero.words import differences
 from finetune.paths import CHECKOUT
 from finetune.planner.constants import STEP_PHASES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
+from lectures.command import LECTURES
+from lectures.output import LectureRequest
+from lectures.zero import lecture
+from lectures.zero import planned as planned_rows
+from lectures.zero.holders import HELD_PARTS, RankHolding
+from lectures.zero.measured import Measured, MeasuredRun, memory_by_step
+from lectures.zero.notes import HOMEWORK
+from lectures.zero.picture import draw_zero
+from lectures.zero.planned import PlannedRun, identity_of, kept_plans, plan_rows
+from lectures.zero.words import differences
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 

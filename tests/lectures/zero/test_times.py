@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune.lectures.zero.notes import HOMEWORK
-from finetune.lectures.zero.times import copied, modelled, rates_of_the_notes, sent
 from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import not_overlapped
+from lectures.zero.notes import HOMEWORK
+from lectures.zero.times import copied, modelled, rates_of_the_notes, sent
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "zero_table.md"
 PARAMETERS, LAYERS = 774_030_080, 36

@@ -1,4 +1,0 @@
-"""The lectures of `finetune compare --lecture NAME`: one question each, answered by figures, a picture and a file.
-
-May import: preflight, planner and what is below them.
-"""
