@@ -102,6 +102,7 @@ def written(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     is_plain = re.fullmatch(r"[A-Za-z0-9_./~-][A-Za-z0-9_./@+-]*", value) and plain_scalar(value) == value
-    if is_plain and value.lower() not in ("yes", "no", "on", "off", "y", "n"):  # YAML 1.1 reads truth values
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    text: str = value
+    if is_plain and text.lower() not in ("yes", "no", "on", "off", "y", "n"):  # YAML 1.1 reads truth values
+        return text
+    return json.dumps(text, ensure_ascii=False)
