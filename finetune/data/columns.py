@@ -66,7 +66,7 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
 
     guessed: dict[str, str] = {} if entry.columns else _columns_of_known_sets(entry, rows, names)
     layout = RowLayout("text", guessed or entry.columns, entry.roles, entry.chat_template_kwargs, bool(guessed))
-    formats = [entry.format]
+    formats: Sequence[str] = [entry.format]
     if entry.format == "auto":
         formats = layouts_with(layout.columns)
     for row in rows:
