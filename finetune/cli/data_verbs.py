@@ -61,8 +61,7 @@ def import_recipe(
     """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
 
     def work() -> dict[str, Any]:
-        from finetune.importers.convert import convert, known_tool, write_recipe
-        from finetune.importers.recipe_writer import listed
+        from finetune.importers import convert, known_tool, listed, write_recipe
 
         if output is not None:
             check_output(output, "--output")

@@ -1,7 +1,8 @@
-"""Every mistake of the data before anything heavy is loaded: file, line, what is wrong, remedy.
+"""Finds every mistake in the data before anything heavy is loaded: file, line, what is wrong, remedy.
 
-Needs neither tokenizer nor torch; memory holds a few rows. What only a chat template or a tokenizer can know (a role
-order it refuses, a length) comes up in the same form when the rows are tokenised, still before the model is loaded.
+Needs neither tokenizer nor torch; memory holds a few rows. Some mistakes are known only to a chat template or a
+tokenizer (a role order it refuses, a length). They are reported in the same form when the rows are tokenised, which is
+still before the model is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MORE = re.compile(r"and (\d+) more")
 
 
 class Mistakes:
-    """The first SHOWN mistakes, and the number of all."""
+    """The first SHOWN_MISTAKES mistakes, and the number of all."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -36,28 +37,32 @@ class Mistakes:
             self.shown.append(mistake)
 
     def add_alike(self, mistakes: list[str]) -> None:
-        """Add one mistake that several rows have, the first with the number of the others."""
-        if mistakes:
-            others = f"; the same in {counted(len(mistakes) - 1, 'more row')}" if mistakes[1:] else ""
-            self.add(mistakes[0] + others)
+        """Add one mistake that several rows have: the first row's line, with the number of the other rows."""
+        if len(mistakes) > 1:
+            self.add(f"{mistakes[0]}; the same in {counted(len(mistakes) - 1, 'more row')}")
+        elif mistakes:
+            self.add(mistakes[0])
 
     def raise_if_any(self) -> None:
-        """Raises DataError with those shown and how many more there are."""
+        """Raises DataError with the mistakes shown, and with how many more there are."""
+        if self.count > SHOWN_MISTAKES:
+            raise DataError([*self.shown, f"and {self.count - SHOWN_MISTAKES} more"])
         if self.count:
-            more = [f"and {self.count - SHOWN_MISTAKES} more"] if self.count > SHOWN_MISTAKES else []
-            raise DataError([*self.shown, *more])
+            raise DataError(self.shown)
 
     def take(self, error: DataError) -> None:
-        """Add the mistakes of an error; an error that left some out counts those too."""
-        *_, last = error.mistakes
-        match = _MORE.fullmatch(last)
-        for mistake in error.mistakes[:-1] if match else error.mistakes:
+        """Add the mistakes of an error. "and 7 more" in its last line counts as 7."""
+        mistakes = list(error.mistakes)
+        match = _MORE.fullmatch(mistakes[-1])
+        if match:
+            self.count += int(match[1])
+            mistakes.pop()
+        for mistake in mistakes:
             self.add(mistake)
-        self.count += int(match[1]) if match else 0
 
 
 def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:
-    """Check every local row; returns how many rows each data set has, and tells what their owner should know.
+    """Check every local row. Returns how many rows each data set has, and logs notes for the owner of the data.
 
     Raises DataError with every mistake.
     """
@@ -67,26 +72,23 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
     for entry in data.sets:
         try:
             source = resolve(entry)
-            if source.kind != "hub":
-                reader = RowReader(source)
-                counts[source.name] = _good_rows(reader, source.name, mistakes)
-                notes += notes_of(source.name, reader.facts())
+            if source.kind == "hub":
+                continue
+            reader = RowReader(source)
+            counts[source.name] = 0
+            next_note = time.monotonic() + FIRST_NOTE_SECONDS
+            for number, row in enumerate(reader.rows(), start=1):
+                if time.monotonic() > next_note:
+                    next_note = time.monotonic() + SECONDS_BETWEEN_NOTES
+                    print(f"checking {source.name}: {counted(number, 'row')}", file=sys.stderr, flush=True)
+                if row.problem is None:
+                    counts[source.name] += 1
+                else:
+                    mistakes.add(f"{row.place}: {row.problem}")
+            notes += notes_of(source.name, reader.facts())
         except DataError as error:
             mistakes.take(error)
     mistakes.raise_if_any()
     for note in notes:
         log(note)
     return counts
-
-
-def _good_rows(reader: RowReader, name: str, mistakes: Mistakes) -> int:
-    count, due = 0, time.monotonic() + FIRST_NOTE_SECONDS
-    for number, row in enumerate(reader.rows(), start=1):
-        if time.monotonic() > due:
-            due = time.monotonic() + SECONDS_BETWEEN_NOTES
-            print(f"checking {name}: {counted(number, 'row')}", file=sys.stderr, flush=True)
-        if row.problem is None:
-            count += 1
-        else:
-            mistakes.add(f"{row.place}: {row.problem}")
-    return count

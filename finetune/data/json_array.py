@@ -8,18 +8,22 @@ from collections.abc import Iterator
 from typing import IO
 
 _SPACE = " \t\n\r"
-_CHUNK = 2**16
+_CHUNK_BYTES = 2**16
+_KEPT_CHARACTERS = 4096  # of the present line, for the columns in messages
 
 
 class JsonArray:
-    """Splits `[ {...}, {...} ]` into the texts of its elements; `line` is where the present element begins.
+    """Splits `[ {...}, {...} ]` into the texts of its elements; `line` is the line where the present element begins.
 
-    Memory is one element and one chunk. Raises JSONDecodeError on a mistake in the syntax (its column is counted in
-    the element's own line), UnicodeDecodeError (whose position is counted from `decoded_bytes`), RecursionError, and
-    OverflowError for an element of more than `limit` characters.
+    Memory is one element and one chunk:
+
+        file   [ {"a": 1}, {"b": 2}, {"c": 3} ]
+        _text        ......2}, {"c......            the chunks that are in memory
+        _position           ^                       everything before is done
     """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
+        """`limit`: the most characters of an element."""
         self.line = 1
         self.decoded_bytes = 0  # bytes decoded before the present chunk
         self._read_bytes = 0
@@ -27,33 +31,38 @@ class JsonArray:
         self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._text = ""
-        self._at = 0
+        self._position = 0
         self._ended = False
 
     def elements(self) -> Iterator[str]:
-        """Text of each element in turn."""
+        """The text of each element in turn.
+
+        Raises JSONDecodeError on a mistake in the syntax (its column counts from the beginning of the element's line),
+        UnicodeDecodeError (its position counts from `decoded_bytes`), RecursionError, and OverflowError for an element
+        above the limit.
+        """
         decoder = json.JSONDecoder()
         self._expect("[")
-        first = True
-        while self._next_char() != "]":
-            if not first:
+        is_first = True
+        while self._next_character() != "]":
+            if not is_first:
                 self._expect(",")
-                self._next_char()
-            first = False
+                self._next_character()
+            is_first = False
             end = self._end_of_element(decoder)
-            element = self._text[self._at : end]
-            yield element
+            yield self._text[self._position : end]
             self._advance(end)
         self._expect("]")
-        if self._next_char():
-            raise json.JSONDecodeError("Extra data", self._text, self._at)
+        if self._next_character():
+            raise json.JSONDecodeError("Extra data", self._text, self._position)
 
     def _end_of_element(self, decoder: json.JSONDecoder) -> int:
-        """The end of the element at the current position; reads twice as much each time until it is complete."""
-        size = _CHUNK
+        """The end of the element at the current position. Reads twice as much each time until it is complete, so that
+        an element of n bytes is parsed about log2(n / 64 kB) times."""
+        size = _CHUNK_BYTES
         while True:
             try:
-                _, end = decoder.raw_decode(self._text, self._at)
+                _, end = decoder.raw_decode(self._text, self._position)
             except json.JSONDecodeError:
                 if self._ended:
                     raise
@@ -61,15 +70,15 @@ class JsonArray:
                 # A number or literal at the buffer's end may continue in the next chunk.
                 if end < len(self._text) or self._ended:
                     return end
-            if len(self._text) - self._at > self._limit:
+            if len(self._text) - self._position > self._limit:
                 raise OverflowError
             self._read(size)
             size *= 2
 
-    def _next_char(self) -> str:
+    def _next_character(self) -> str:
         """The next character that is not space, or "" at the end."""
         while True:
-            end = self._at
+            end = self._position
             while end < len(self._text) and self._text[end] in _SPACE:
                 end += 1
             self._advance(end)
@@ -77,23 +86,25 @@ class JsonArray:
                 return self._text[end]
             if self._ended:
                 return ""
-            self._read(_CHUNK)
+            self._read(_CHUNK_BYTES)
 
-    def _expect(self, char: str) -> None:
-        if self._next_char() != char:
-            raise json.JSONDecodeError(f"Expecting '{char}' delimiter", self._text, self._at)
-        self._advance(self._at + 1)
+    def _expect(self, character: str) -> None:
+        if self._next_character() != character:
+            raise json.JSONDecodeError(f"Expecting '{character}' delimiter", self._text, self._position)
+        self._advance(self._position + 1)
 
-    def _advance(self, to: int) -> None:
-        self.line += self._text.count("\n", self._at, to)
-        self._at = to
+    def _advance(self, position: int) -> None:
+        self.line += self._text.count("\n", self._position, position)
+        self._position = position
 
     def _read(self, size: int) -> None:
         raw = self._stream.read(size)
+        # A character whose bytes are cut by the chunk's end waits in the decoder.
         self.decoded_bytes = self._read_bytes - len(self._decoder.getstate()[0])
         self._read_bytes += len(raw)
         text = self._decoder.decode(raw, final=not raw)
         self._ended = not raw
         # Keep the present line's beginning, for columns in messages, unless it is long.
-        keep = self._text.rfind("\n", max(0, self._at - 4096), self._at) + 1 or self._at
-        self._text, self._at = self._text[keep:] + text, self._at - keep
+        line_start = self._text.rfind("\n", max(0, self._position - _KEPT_CHARACTERS), self._position) + 1
+        kept_from = line_start or self._position
+        self._text, self._position = self._text[kept_from:] + text, self._position - kept_from

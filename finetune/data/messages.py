@@ -20,12 +20,20 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
 LONGEST_ROLE = 100  # characters of a role
-COMPARED_KEYS = 20  # of a message: unknown keys that may be misspelt ones of ours
+COMPARED_KEYS = 20  # unknown keys of a message that are compared with ours, in case they are misspelt
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+class ReportedOnce(BadRow):
+    """A mistake of a whole data set, such as an unknown role or images: reported once, not for each row."""
+
+    def __init__(self, mistake: str, about: str) -> None:
+        super().__init__(mistake)
+        self.about = about
+
+
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """What an assistant's turn thinks before its answer: its own key, or what its content has before </think>."""
+    """The reasoning before an assistant's answer: the value of its own key, or the content before </think>."""
     for key in REASONING:
         if message.get(key):
             return str(message[key])
@@ -33,83 +41,73 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return before.lstrip().removeprefix("<think>") if end else ""
 
 
-class ToldOnce(BadRow):
-    """A mistake of a whole data set, as a role that is not known or images: told once, not for each row."""
-
-    def __init__(self, mistake: str, about: str) -> None:
-        super().__init__(mistake)
-        self.about = about
-
-
-def is_learned(message: Mapping[str, Any], where: str) -> bool:
-    """Whether a message is learned: an assistant's without weight 0. Raises BadRow."""
+def is_supervised(message: Mapping[str, Any], place: str) -> bool:
+    """Whether a message is supervised: an assistant's without weight 0. Raises BadRow."""
     weight = message.get("weight")
     if weight is None:
         return bool(message["role"] == "assistant")
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRow(f"{where}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
+        raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
     if weight and message["role"] != "assistant":
-        raise BadRow(f"{where}: weight 1 on a {message['role']} turn; only assistant turns are learned: remove it")
+        raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are learned: remove it")
     return bool(weight)
 
 
-def read_message(message: Any, where: str) -> dict[str, Any]:
+def read_message(message: Any, place: str) -> dict[str, Any]:
     """A message with the keys that templates read: no nulls, no weight, arguments of tool calls as objects."""
     if not isinstance(message, dict):
-        raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
-    role = _role(message, where)
+        raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
+    role = _role(message, place)
     result = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    _check_keys(result, message, where)
-    if not result.get("tool_calls"):
-        result.pop("tool_calls", None)  # an empty list makes some templates write an empty call
-    else:
-        if role != "assistant":
-            raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
-    for key in REASONING:
-        if key in result and role != "assistant" and result[key]:
-            raise BadRow(f"{where}: {key} on a {role} turn; only the assistant's is learned: move or remove it")
-        if key in result:
-            result[key] = checked_text(result[key], f"{where}.{key}", may_be_empty=True)
-    return result | {"content": _content(message, where, may_be_empty="tool_calls" in result or role == "tool")}
-
-
-def _check_keys(keys: Mapping[str, Any], message: Mapping[str, Any], where: str) -> None:
-    """Raises for a key that holds no text, or is nearly one of ours; of many unknown ones the first are compared."""
-    for key in keys:
-        if key in MEDIA and keys[key]:
-            raise ToldOnce(f"{where}: {key!r} on a message; only text is trained on: remove it, or the row", key)
-    for key in islice((key for key in keys if key not in MESSAGE_KEYS), COMPARED_KEYS):
+    for key in result:
+        if key in MEDIA and result[key]:
+            raise ReportedOnce(f"{place}: {key!r} on a message; only text is trained on: remove it, or the row", key)
+    for key in islice((key for key in result if key not in MESSAGE_KEYS), COMPARED_KEYS):
         near = _our_key(key)
         if near and near not in message:
-            raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+            raise BadRow(f"{place}: unknown key {key!r}; did you mean {near!r}?")
+    if not result.get("tool_calls"):
+        result.pop("tool_calls", None)  # an empty list makes some templates write an empty call
+    elif role != "assistant":
+        raise BadRow(f"{place}: tool_calls on a {role} turn; only the assistant calls tools")
+    else:
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{place}.tool_calls")
+    for key in REASONING:
+        if key not in result:
+            continue
+        if role != "assistant" and result[key]:
+            raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is learned: move or remove it")
+        result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
+    return result | {"content": _content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
 
 
-@lru_cache(maxsize=1024)  # a comparison takes 13 us, and the keys of one message are those of all
+@lru_cache(maxsize=1024)  # a comparison takes 13 us, and most messages of a data set have the same keys
 def _our_key(key: str) -> str | None:
     return nearest(key, MESSAGE_KEYS, cutoff=0.75)
 
 
-def _role(message: Mapping[str, Any], where: str) -> str:
+def _role(message: Mapping[str, Any], place: str) -> str:
     if "role" not in message:
-        near = nearest("role", message)
-        hint = f"{near!r} is there: rename it" if near else "add it: user, assistant, system or tool"
+        hint = "add it: user, assistant, system or tool"
+        if near := nearest("role", message):
+            hint = f"{near!r} is there: rename it"
         if "from" in message:
             hint = "'from' is there: this is format: sharegpt; write columns: {conversations: messages}"
-        raise BadRow(f"{where}: 'role' is missing; {hint}")
+        raise BadRow(f"{place}: 'role' is missing; {hint}")
     role = message["role"]
     if not isinstance(role, str) or role not in ROLES:
-        checked_name(role, f"{where}: the role", ROLES)
+        checked_name(role, f"{place}: the role", ROLES)
         near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
         known = f"did you mean {near!r}?" if near in ROLES else f"known are {', '.join(ROLES)};"
-        shown = printable(json.dumps(role, ensure_ascii=False))
-        raise ToldOnce(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
+        quoted = printable(json.dumps(role, ensure_ascii=False))
+        line = f"roles: {{{quoted}: {near or 'user'}}}"
+        raise ReportedOnce(f"{place}: unknown role {quoted}; {known} or add {line}", quoted)
     return role
 
 
 _CALLS = re.compile(r"(?:^|[-_ ]|tool|function)(?:call|use$|invo[ck]|action)", re.IGNORECASE)
-_RESULTS = re.compile(r"tool|function|observ|ipython|interpreter|environment|plugin|^api|_api", re.IGNORECASE)
-_OF_RESULTS = re.compile(r"result|response|output|return|repl[yi]|observ", re.IGNORECASE)
+_TOOL_WORDS = re.compile(r"tool|function|observ|ipython|interpreter|environment|plugin|^api|_api", re.IGNORECASE)
+_RESULT_WORDS = re.compile(r"result|response|output|return|repl[yi]|observ", re.IGNORECASE)
 
 
 def role_of_tools(name: str) -> str | None:
@@ -117,81 +115,92 @@ def role_of_tools(name: str) -> str | None:
 
     Results are tried first, because tool_call_result names a result. Training on a result as an answer is worse than
     not reading it.
+
+        tool_call         -> function_call
+        tool_call_result  -> tool
+        observation       -> tool
+        narrator          -> None
     """
-    is_result = _OF_RESULTS.search(name) and (_RESULTS.search(name) or _CALLS.search(name))
-    if is_result or (_RESULTS.search(name) and not _CALLS.search(name)):
+    is_call, is_about_tools = _CALLS.search(name), _TOOL_WORDS.search(name)
+    is_result = _RESULT_WORDS.search(name) and (is_about_tools or is_call)
+    if is_result or (is_about_tools and not is_call):
         return "tool"
-    return "function_call" if _CALLS.search(name) else None
+    return "function_call" if is_call else None
 
 
-def calls_in(text: Any, where: str) -> dict[str, Any]:
+def calls_in(text: Any, place: str) -> dict[str, Any]:
     """An assistant's turn with its calls as JSON in the content: {"name": ..., "arguments": {...}}, or a list of these.
     Raises BadRow."""
-    calls = json_text(checked_text(text, where), where)
+    calls = json_text(checked_text(text, place), place)
     return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
-    """Raises BadRow for what cannot be the name of a role or speaker: no text, or another field's."""
+def checked_name(value: Any, subject: str, known: Iterable[str]) -> None:
+    """Raises BadRow for a value that cannot be the name of a role or speaker: no text, or another field's text."""
     if not isinstance(value, str):
-        raise BadRow(f"{what} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
+        raise BadRow(f"{subject} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
     if len(value) > LONGEST_ROLE:
-        raise BadRow(f"{what} is a text of {len(value):,} characters; write one of {', '.join(known)}")
+        raise BadRow(f"{subject} is a text of {len(value):,} characters; write one of {', '.join(known)}")
 
 
-def with_our_role(message: Any, roles: Mapping[str, str], where: str) -> Any:
+def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
     """The message with its role from the recipe's `roles`. Raises BadRow for a call that cannot be read."""
     role = message.get("role") if isinstance(message, dict) and roles else None
     if not isinstance(role, str) or role not in roles:
         return message
-    if roles[role] == "function_call" and message.get("tool_calls"):
+    if roles[role] != "function_call":
+        return {**message, "role": roles[role]}
+    if message.get("tool_calls"):
         return {**message, "role": "assistant"}
-    if roles[role] == "function_call":
-        return {**message, **calls_in(message.get("content"), f"{where}.content")}
-    return {**message, "role": roles[role]}
+    return {**message, **calls_in(message.get("content"), f"{place}.content")}
 
 
-def _content(message: Mapping[str, Any], where: str, *, may_be_empty: bool) -> str:
+def _content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
     if "content" not in message and not may_be_empty:
         near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
         near = near or next((key for key in ("value", "text") if key in message), None)
-        raise BadRow(f"{where}: 'content' is missing; " + (f"{near!r} is there: rename it" if near else "add it"))
+        hint = f"{near!r} is there: rename it" if near else "add it"
+        raise BadRow(f"{place}: 'content' is missing; {hint}")
     content = message.get("content")
     if content is None and may_be_empty:
         return ""
     if isinstance(content, list):
-        content = _join_parts(content, f"{where}.content")
-    return checked_text(content, f"{where}.content", may_be_empty=may_be_empty)
+        content = _join_parts(content, f"{place}.content")
+    return checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
 
 
-def _join_parts(parts: list[Any], where: str) -> str:
+def _join_parts(parts: list[Any], place: str) -> str:
+    """The text of a content that is a list: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]."""
     for index, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else None
-            told = repr(kind) if isinstance(part, dict) else json_kind(part)
-            mistake = f"{where}[{index}]: {told} instead of a text part; only text is trained on: remove it"
-            raise ToldOnce(mistake, str(kind)) if kind in MEDIA else BadRow(mistake)
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            continue
+        kind, description = None, json_kind(part)
+        if isinstance(part, dict):
+            kind = part.get("type")
+            description = repr(kind)
+        mistake = f"{place}[{index}]: {description} instead of a text part; only text is trained on: remove it"
+        raise ReportedOnce(mistake, str(kind)) if kind in MEDIA else BadRow(mistake)
     return "".join(part["text"] for part in parts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise BadRow(f'{where} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
-    calls_read = []
+        raise BadRow(f'{place} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
+    result = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow(f'{where}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
+            raise BadRow(f'{place}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):  # as OpenAI; templates want the object
-            arguments = json_text(arguments or "{}", f"{where}[{index}]: arguments")
+            arguments = json_text(arguments or "{}", f"{place}[{index}]: arguments")
         if not isinstance(arguments, dict):
-            raise BadRow(f"{where}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
-        check_inside(arguments, f"{where}[{index}]: arguments")
-        checked_text(function["name"], f"{where}[{index}]: name")
+            raise BadRow(f"{place}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
+        check_inside(arguments, f"{place}[{index}]: arguments")
+        checked_text(function["name"], f"{place}[{index}]: name")
         others = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
-        calls_read.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
-    return calls_read
+        result.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
+    return result
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -206,38 +215,38 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def json_text(text: str, where: str) -> Any:
+def json_text(text: str, place: str) -> Any:
     """The value of a text that holds JSON. Raises BadRow."""
     try:
         return parse_json(text)
     except BadRow as error:
-        raise BadRow(f"{where}: {error}") from None
+        raise BadRow(f"{place}: {error}") from None
 
 
-def check_inside(value: Any, where: str) -> None:
+def check_inside(value: Any, place: str) -> None:
     """The text checks for every text inside a JSON value. Raises BadRow."""
-    todo = [value]
-    while todo:
-        item = todo.pop()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
         if isinstance(item, str):
-            checked_text(item, where, may_be_empty=True)
+            checked_text(item, place, may_be_empty=True)
         elif isinstance(item, dict):
-            todo += [*item, *item.values()]
+            waiting += [*item, *item.values()]
         elif isinstance(item, list):
-            todo += item
+            waiting += item
 
 
-def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
+def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
     """The value, which must be text that a tokenizer can take. Raises BadRow."""
     if not isinstance(value, str):
-        raise BadRow(f"{where} must be text, this is {json_kind(value)}; put it in quotes")
+        raise BadRow(f"{place} must be text, this is {json_kind(value)}; put it in quotes")
     if not may_be_empty and not value.strip():
-        raise BadRow(f"{where} is empty; give it a text, or remove the row")
+        raise BadRow(f"{place} is empty; give it a text, or remove the row")
     if "\x00" in value:
-        raise BadRow(f"{where} holds the character NUL at position {value.index(chr(0))}; remove it")
+        raise BadRow(f"{place} holds the character NUL at position {value.index(chr(0))}; remove it")
     if not value.isascii() and (match := _LONE_SURROGATE.search(value)):
         raise BadRow(
-            f"{where} holds half a character (\\u{ord(match.group()):04x}) at position {match.start()}; "
+            f"{place} holds half a character (\\u{ord(match.group()):04x}) at position {match.start()}; "
             "escape both halves of the pair, or write the character itself"
         )
     return value
@@ -245,5 +254,5 @@ def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
 
 def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The name most like `word`, for "did you mean"."""
-    near = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
-    return near[0] if near else None
+    matches = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
+    return matches[0] if matches else None

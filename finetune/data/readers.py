@@ -1,7 +1,7 @@
 """Rows of local files exactly as the files say, one at a time, each with its place.
 
-Our own readers, because a data library guesses: mixed columns change type, dates are parsed, misspelt fields load,
-and a wrong byte surfaces when its row is read in the middle of training. Here a mistake is its own row, with file
+These are our own readers, because a data library guesses: mixed columns change type, dates are parsed, misspelt fields
+load, and a wrong byte surfaces when its row is read in the middle of training. Here a mistake is its own row, with file
 and line, and memory holds one row (JSON, CSV) or one batch of 1,000 (Parquet).
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
-from finetune.data.parquet_rows import parquet_rows, repetitions
 from finetune.output_stream import one_line, without_controls
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
@@ -30,13 +29,15 @@ MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely 
 MAX_ROW_DEPTH = 64
 MOST_REPETITIONS = 1_000_000  # most rows in a file with fewer bytes than rows; read in seconds
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
+TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
 class SourceRow(NamedTuple):
     """A row of a file, or the mistake in it."""
 
     file: str
-    line: int  # from 1; the line where the row begins, for Parquet and Hub data sets the row's number
+    line: int  # from 1; the line where the row begins; for Parquet and Hub data sets the row's number
     values: dict[str, Any] | None
     problem: str | None
 
@@ -46,11 +47,12 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(ValueError):
-    """What is wrong with a row; remedy, short and printable whatever it quotes. The reader adds the place."""
+    """A row's mistake and its remedy, short and printable whatever it quotes. The reader adds the place."""
 
     def __init__(self, mistake: str) -> None:
-        short = mistake if len(mistake) <= LONGEST_MISTAKE else mistake[:LONGEST_MISTAKE] + "..."
-        super().__init__(without_controls(short))
+        if len(mistake) > LONGEST_MISTAKE:
+            mistake = mistake[:LONGEST_MISTAKE] + "..."
+        super().__init__(without_controls(mistake))
 
 
 def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
@@ -61,7 +63,7 @@ def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
         for row in readers[kind](file):
             count += 1
             if count == MOST_REPETITIONS and file.stat().st_size < count:
-                yield SourceRow(str(file), count, None, repetitions(count, file))
+                yield SourceRow(str(file), count, None, _repetitions(count, file))
                 return
             yield row
     except OSError as error:
@@ -75,10 +77,19 @@ def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
         yield SourceRow(str(file), 1, None, "no rows: the file is empty; give it at least one row")
 
 
+def _repetitions(rows: int, file: Path) -> str:
+    """The problem of a small file with very many rows: only equal rows compress to less than a byte each."""
+    size = counted(file.stat().st_size, "byte")
+    return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
+
+
 @contextmanager
 def _open_bytes(file: Path) -> Iterator[IO[bytes]]:
     with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
         yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def _read_json(file: Path) -> Iterator[SourceRow]:
@@ -90,20 +101,24 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
             return
         start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
         while head[start:] and not head[start:].strip():
-            head += (more := stream.read(4096))
+            more = stream.read(4096)
             if not more:
                 break
-        is_array = head[start:].lstrip()[:1] == b"["
+            head += more
         stream.seek(start)
-        yield from (_read_array if is_array else _read_lines)(file, stream, start)
+        if head[start:].lstrip().startswith(b"["):
+            yield from _read_array(file, stream, start)
+        else:
+            yield from _read_lines(file, stream, start)
 
 
 def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
+    """JSON Lines; `offset` is the stream's position."""
     number = 0
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
         if len(raw) > MAX_ROW_BYTES:
-            yield SourceRow(str(file), number, None, _too_large())
+            yield SourceRow(str(file), number, None, TOO_LARGE)
             while raw and not raw.endswith(b"\n"):  # on to the next line, in constant memory
                 offset += len(raw)
                 raw = stream.readline(MAX_ROW_BYTES)
@@ -115,8 +130,27 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
         offset += len(raw)
 
 
-def _too_large() -> str:
-    return f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
+def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
+    """Elements of one JSON array, one at a time. A mistake in the array's own syntax ends the file."""
+    array = JsonArray(stream, MAX_ROW_BYTES)
+    try:
+        for text in array.elements():
+            try:
+                yield SourceRow(str(file), array.line, parse_object(text), None)
+            except BadRow as error:
+                yield SourceRow(str(file), array.line, None, str(error))
+        return
+    except UnicodeDecodeError as error:
+        problem = _not_utf8(offset + array.decoded_bytes + error.start, error)
+    except RecursionError:
+        problem = TOO_DEEP
+    except json.JSONDecodeError as error:
+        problem = _explain_json(error)
+    except ValueError as error:
+        problem = _not_a_number(error)
+    except OverflowError:
+        problem = TOO_LARGE
+    yield SourceRow(str(file), array.line, None, problem)
 
 
 def _decode(raw: bytes, offset: int) -> str:
@@ -142,19 +176,19 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value, strictly: no duplicate keys, no NaN, no nesting beyond MAX_DEPTH. Raises BadRow."""
+    """A JSON value, strictly: no duplicate keys, no NaN, no nesting beyond MAX_ROW_DEPTH. Raises BadRow."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise BadRow(_explain_json(error)) from None
     except RecursionError:
-        raise BadRow(_too_deep()) from None
+        raise BadRow(TOO_DEEP) from None
     except BadRow:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow(_not_a_number(error)) from None
     if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
-        raise BadRow(_too_deep())
+        raise BadRow(TOO_DEEP)
     return value
 
 
@@ -162,16 +196,14 @@ def _not_a_number(error: ValueError) -> str:
     return f"not readable as JSON: {str(error).split(';')[0]}; correct the number"
 
 
-def _too_deep() -> str:
-    return f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise BadRow(f"the key {one_line(repr(twice), 60)} appears twice in one object; keep one")
+        for key, _ in pairs:
+            if key in seen:
+                raise BadRow(f"the key {one_line(repr(key), 60)} appears twice in one object; keep one")
+            seen.add(key)
     return values
 
 
@@ -180,7 +212,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _explain_json(error: json.JSONDecodeError) -> str:
-    hints = [
+    remedies = [
         ("property name enclosed in double quotes", "JSON wants double quotes around keys, and no comma before }"),
         ("Extra data", "write one JSON object a line, nothing after it"),
         ("Unterminated string", "close the string; a line break inside it is written \\n"),
@@ -189,37 +221,23 @@ def _explain_json(error: json.JSONDecodeError) -> str:
         ("Expecting value", "a value is missing or is not JSON (None, True, single quotes?)"),
         ("delimiter", "a comma or colon is missing, or a quote inside a string is not escaped"),
     ]
-    remedy = next((hint for part, hint in hints if part in error.msg), "correct the line")
+    remedy = next((remedy for part, remedy in remedies if part in error.msg), "correct the line")
     return f"not JSON: {error.msg} at column {error.colno}; {remedy}"
 
 
 def json_kind(value: Any) -> str:
-    """A value's JSON type, with the value where it is short."""
+    """A value's JSON type, with the value if it is short: `text ("hi")`, `a number (3)`, `a list`."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    kind = kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
-    text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, dict | list) else ""
-    return f"{kind} ({text})" if text and len(text) <= 24 and value is not None else kind
+    kind = kinds.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        kind = "a number"
+    if value is None or isinstance(value, dict | list):
+        return kind
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{kind} ({text})" if len(text) <= 24 else kind
 
 
-def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
-    """Elements of one JSON array, one at a time. A mistake in the array's own syntax ends the file."""
-    array = JsonArray(stream, MAX_ROW_BYTES)
-    try:
-        for text in array.elements():
-            try:
-                yield SourceRow(str(file), array.line, parse_object(text), None)
-            except BadRow as error:
-                yield SourceRow(str(file), array.line, None, str(error))
-    except UnicodeDecodeError as error:
-        yield SourceRow(str(file), array.line, None, _not_utf8(offset + array.decoded_bytes + error.start, error))
-    except RecursionError:
-        yield SourceRow(str(file), array.line, None, _too_deep())
-    except json.JSONDecodeError as error:
-        yield SourceRow(str(file), array.line, None, _explain_json(error))
-    except ValueError as error:
-        yield SourceRow(str(file), array.line, None, _not_a_number(error))
-    except OverflowError:
-        yield SourceRow(str(file), array.line, None, _too_large())
+# -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
 def _read_csv(file: Path) -> Iterator[SourceRow]:
@@ -240,46 +258,84 @@ def _read_csv(file: Path) -> Iterator[SourceRow]:
                 values = next(reader)
             except StopIteration:
                 return
-            except (csv.Error, BadRow) as error:
+            except (csv.Error, BadRow) as error:  # quoting is lost: the columns that follow are not known
                 remedy = "" if isinstance(error, BadRow) else "; put quotes around texts with commas or line breaks"
                 yield SourceRow(str(file), line, None, f"{error}{remedy}")
-                return  # quoting is lost: the columns that follow are not known
+                return
             if not values:
                 continue
-            problem = _check_header(values) if names is None else _check_width(values, names)
-            if problem:
-                yield SourceRow(str(file), line, None, problem)
             if names is None:
-                if problem:
-                    return
                 names = values
-            elif not problem:
+                if problem := _header_problem(names):
+                    yield SourceRow(str(file), line, None, problem)
+                    return
+            elif len(values) == len(names):
                 yield SourceRow(str(file), line, dict(zip(names, values, strict=True)), None)
+            else:
+                widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
+                yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with commas")
 
 
 def _csv_lines(stream: IO[bytes], offset: int) -> Iterator[str]:
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         if len(raw) > MAX_ROW_BYTES:
-            raise BadRow(_too_large())
+            raise BadRow(TOO_LARGE)
         yield _decode(raw, offset)
         offset += len(raw)
 
 
-def _check_header(names: list[str]) -> str | None:
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        return f"the column {one_line(repr(twice[0]), 60)} appears twice in the header; rename one"
-    if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
-        return f"the columns are separated by {separator!r}; save the file with commas"
+def _header_problem(names: list[str]) -> str | None:
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+    if duplicates:
+        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
+    if len(names) == 1:
+        for separator in ";\t|":
+            if separator in names[0]:
+                return f"the columns are separated by {separator!r}; save the file with commas"
     if not all(name.strip() for name in names):
         return "a column of the header has no name; the first line of a CSV file names the columns"
     return None
 
 
-def _check_width(values: list[str], names: list[str]) -> str | None:
-    if len(values) == len(names):
-        return None
-    return f"{counted(len(values), 'value')} for {counted(len(names), 'column')}; put quotes around texts with commas"
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(file: Path) -> Iterator[SourceRow]:
+    """Rows of a Parquet file, one batch of 1,000 in memory. Raises OSError if the file cannot be read."""
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
+            problem, rows = _schema_problem(table.schema_arrow), table.metadata.num_rows
+            if problem is None and rows >= MOST_REPETITIONS and rows > file.stat().st_size:
+                problem = _repetitions(rows, file)
+            if problem:
+                yield SourceRow(str(file), 1, None, problem)
+                return
+            for batch in table.iter_batches(batch_size=1000):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield SourceRow(str(file), number, without_filled_nulls(values), None)
+    except Exception as error:  # about the table, or a value that Python cannot hold: text that is not UTF-8, a date
+        if isinstance(error, OSError) and error.errno is not None:  # the file itself; pyarrow's errors have no number
+            raise
+        reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
+        problem = f"not readable as Parquet: {reason}; write the file again"
+        yield SourceRow(str(file), number + 1, None, problem)
+
+
+def _schema_problem(schema: Any) -> str | None:
+    """Two columns of one name, because a row could hold only one of them; or values nested without end."""
+    duplicates = [name for name, count in Counter(schema.names).items() if count > 1]
+    if duplicates:
+        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice; rename one"
+    level, depth = [field.type for field in schema], 1
+    while level := [kind.field(index).type for kind in level for index in range(kind.num_fields)]:
+        depth += 1
+        if depth > MAX_ROW_DEPTH:
+            return TOO_DEEP
+    return None
 
 
 def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -288,15 +344,12 @@ def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:
     Tables give every object of a column the keys of all of them and fill up with null: a call of one tool would show
     the model the arguments of every other. Nulls that were meant are lost too; JSON Lines keeps them.
     """
-    return {key: _strip_nulls(value) for key, value in values.items()}
 
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list):
+            return [without_nulls(item) for item in value]
+        return value
 
-def _strip_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _strip_nulls(item) for key, item in value.items() if item is not None}
-    return [_strip_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    for number, values, problem in parquet_rows(file, MAX_ROW_DEPTH, MOST_REPETITIONS):
-        yield SourceRow(str(file), number, None if values is None else without_filled_nulls(values), problem)
+    return {key: without_nulls(value) for key, value in values.items()}

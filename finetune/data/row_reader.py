@@ -1,6 +1,6 @@
-"""The rows of a data set, read by its layout, and what their owner should know about them.
+"""The rows of a data set, read by its layout, and notes about them for the owner of the data.
 
-Checking, tokenising and previewing read rows here, so that none of them takes a row for something else.
+Checking, tokenising and previewing read rows here, so that all three take a row for the same thing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
 from finetune.data.formats import Chat, Passage, read_row
-from finetune.data.messages import MEDIA, REASONING, ToldOnce, nearest
+from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
@@ -42,18 +42,18 @@ class ReadRow(NamedTuple):
 
 
 class RowReader:
-    """Reads the rows of one data set, once; `facts` then says what was not read and what is odd."""
+    """Reads the rows of one data set, once; `facts` then tells which columns were not read and which texts are odd."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._layout: RowLayout | None = None
         self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
-        self._message_keys: dict[str, None] = {}  # besides those that every template reads
-        self._told: set[str] = set()  # unknown roles, and what holds images
+        self._message_keys: dict[str, None] = {}  # besides the keys that every template reads
+        self._reported: set[str] = set()  # unknown roles, and columns or keys with images
         self._unanswered = 0
         self._run_together = 0
-        self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first one
-        self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first one
+        self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
+        self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
 
     def rows(self) -> Iterator[ReadRow]:
         """Every row; a data set whose columns are not known ends with that one mistake."""
@@ -61,70 +61,71 @@ class RowReader:
         head: list[SourceRow] = []
         while self._layout is None:
             head = list(islice(rows, HEAD))
+            if not head:
+                return
             good = [row for row in head if row.values is not None]
-            if good:
-                try:
-                    self._layout = layout_of(self._source.entry, [row.values for row in good if row.values is not None])
-                except BadRow as error:
-                    yield ReadRow(good[0], None, str(error))
-                    return
-            elif head:
+            if not good:
                 yield from (ReadRow(row, None, row.problem) for row in head)
-            else:
+                continue
+            try:
+                self._layout = layout_of(self._source.entry, [row.values for row in good if row.values is not None])
+            except BadRow as error:
+                yield ReadRow(good[0], None, str(error))
                 return
         for row in chain(head, rows):
-            problem = self._read(row, self._layout)
-            if problem is not None:
-                yield problem
-
-    def _read(self, row: SourceRow, layout: RowLayout) -> ReadRow | None:
-        """The row; None for one with a mistake that was told before."""
-        if row.values is None:
-            return ReadRow(row, None, row.problem)
-        try:
-            self._note_unused(row.values, layout)
-            read = read_row(row.values, layout)
-        except ToldOnce as error:
-            told = error.about in self._told
-            self._told.add(error.about)
-            return None if told else ReadRow(row, None, str(error))
-        except BadRow as error:
-            return ReadRow(row, None, str(error))
-        self._note(read)
-        return ReadRow(row, read, None)
+            if row.values is None:
+                yield ReadRow(row, None, row.problem)
+                continue
+            try:
+                self._note_unused(row.values, self._layout)
+                read = read_row(row.values, self._layout)
+            except ReportedOnce as error:
+                if error.about not in self._reported:
+                    self._reported.add(error.about)
+                    yield ReadRow(row, None, str(error))
+            except BadRow as error:
+                yield ReadRow(row, None, str(error))
+            else:
+                self._note(read)
+                yield ReadRow(row, read, None)
 
     def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
-        """Raises BadRow for a column that is nearly one of those that the layout may have, or holds images."""
+        """Raises BadRow for a column that holds images, or whose name is nearly one that the layout may have."""
         for name in layout.unused(values):
-            if name in MEDIA or _is_media(values[name]):
+            # `datasets` keeps an image or a sound in a table as {"bytes": ..., "path": ...}, or as a list of these.
+            value = values[name]
+            first = value[0] if isinstance(value, list) and value else value
+            if name in MEDIA or (isinstance(first, dict) and {*first} == {"bytes", "path"}):
                 remedy = "only text is trained on: take a data set of text alone, or remove the column"
-                raise ToldOnce(f"column {name!r} holds no text; {remedy}", name)
-            if name not in self._unused and len(self._unused) < MOST_NAMES:
-                self._unused[name] = None
-                near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
-                if near and near not in values and near not in layout.columns:
-                    line = in_yaml({near: name})
-                    raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
+                raise ReportedOnce(f"column {name!r} holds no text; {remedy}", name)
+            if name in self._unused or len(self._unused) >= MOST_NAMES:
+                continue
+            self._unused[name] = None
+            near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
+            if near and near not in values and near not in layout.columns:
+                line = in_yaml({near: name})
+                raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
     def _note(self, read: Chat | Passage) -> None:
-        texts = (
-            [each["content"] for each in read.messages] if isinstance(read, Chat) else [read.prompt + read.completion]
-        )
-        if begun := next((begun for text in texts if (begun := _BEGIN_OF_TEXT.match(text))), None):
-            self._begun = [self._begun[0] + 1, self._begun[1] or begun[1]]
-        elif written := next((written for text in texts if (written := _written_token(text))), None):
-            self._written = [self._written[0] + 1, self._written[1] or written]
         if isinstance(read, Chat):
+            texts = [message["content"] for message in read.messages]
             self._unanswered += read.messages[-1]["role"] != "assistant"
-            keys = (key for each in read.messages for key in each if key not in READ_KEYS)
-            new = dict.fromkeys(key for key in keys if key not in self._message_keys)
-            self._message_keys |= dict.fromkeys(islice(new, MOST_NAMES - len(self._message_keys)))
-        elif read.prompt:
-            end, start = read.prompt[-1], read.completion[0]
-            self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
+            keys = (key for message in read.messages for key in message if key not in READ_KEYS)
+            new_keys = dict.fromkeys(key for key in keys if key not in self._message_keys)
+            self._message_keys |= dict.fromkeys(islice(new_keys, MOST_NAMES - len(self._message_keys)))
+        else:
+            texts = [read.prompt + read.completion]
+            if read.prompt:
+                end, start = read.prompt[-1], read.completion[0]
+                self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
+        # A row counts once: for its first begin-of-text token, or else for its first token of a chat template.
+        if begun := next((match[1] for text in texts if (match := _BEGIN_OF_TEXT.match(text))), None):
+            self._begun = [self._begun[0] + 1, self._begun[1] or begun]
+        elif written := next((token for text in texts if (token := _written_token(text))), None):
+            self._written = [self._written[0] + 1, self._written[1] or written]
 
     def facts(self, is_read: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-        """What `notes_of` tells, of the rows read so far; `is_read`: whether the template reads a key of messages."""
+        """Facts for `notes_of` about the rows read so far; `is_read`: whether the template reads a key of messages."""
         guess = self._layout if self._layout and self._layout.is_guess else None
         return {
             "read_as": [guess.format, in_yaml(guess.columns)] if guess else None,
@@ -142,29 +143,23 @@ def _written_token(text: str) -> str | None:
     text by hand."""
     if "<" not in text and "[" not in text:
         return None
-    found = _WRITTEN_TOKEN.search(text)
-    return None if found is None or not text[found.end() :].strip() else found.group()
-
-
-def _is_media(value: Any) -> bool:
-    """Whether it is an image or a sound as `datasets` keeps it in a table, or a list of such."""
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, dict) and {*first} == {"bytes", "path"}
-
-
-def _listed(names: list[str]) -> str:
-    return in_quotes(names) + (" at least" if len(names) >= MOST_NAMES else "")
+    match = _WRITTEN_TOKEN.search(text)
+    return match.group() if match and text[match.end() :].strip() else None
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
-    """What the owner of a data set should know, a line each; `facts` are a reader's."""
+    """Notes for the owner of a data set, a line each; `facts` are a reader's."""
+
+    def listed(names: list[str]) -> str:
+        return f"{in_quotes(names)} at least" if len(names) >= MOST_NAMES else in_quotes(names)
+
     if facts["read_as"]:
         layout, columns = facts["read_as"]
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts["unused_columns"]:
-        yield f"{name}: columns not used: {_listed(facts['unused_columns'])}"
+        yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
     if facts["unused_message_keys"]:
-        yield f"{name}: keys of messages that the template does not read: {_listed(facts['unused_message_keys'])}"
+        yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
     count, token = facts["begins_of_text"]

@@ -1,6 +1,7 @@
-"""Which files (or Hub data set) a recipe's data entry names, their rows, and their content address.
+"""The files (or the Hub data set) that a recipe's data entry names, its split, their rows, and their content address.
 
-Local JSON, JSON Lines, CSV and Parquet files are read by readers.py; everything else goes to `datasets`.
+Local JSON, JSON Lines, CSV and Parquet files are read by readers.py; everything else goes to `datasets`. The Hub finds
+a file's split by the file's name, and so does this module.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune.data.messages import nearest
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
-from finetune.data.splits import check_named_files, files_of_split, read_split
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
@@ -25,6 +26,14 @@ from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
+_SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
+_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
+# The words by which the Hub knows the splits of files, in its order.
+_SPLIT_WORDS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 
 
 @dataclass(frozen=True)
@@ -39,34 +48,36 @@ class Source:
         """Every row of the split, in the order of the files; unreadable rows as mistakes."""
         if self.kind == "hub":
             return self._hub_rows()
-        is_sliced = read_split(self.entry.split).is_sliced
-        return islice(self._file_rows(), *self._bounds()) if is_sliced else self._file_rows()
+        split = read_split(self.entry.split)
+        if not split.is_sliced:
+            return self._file_rows()
+        total = sum(1 for _ in self._file_rows()) if split.needs_total else 0
+        return islice(self._file_rows(), *split.bounds(total))
 
     def key(self) -> dict[str, Any]:
-        """What the rows follow from: the bytes of the files, or the Hub data set's fingerprint."""
+        """The content address of the rows: the bytes of the files, or the Hub data set's fingerprint."""
         if self.kind == "hub":
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
             return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}
-        hashes = [_hash_file(file) for file in self.files]
-        return {
-            "kind": self.kind,
-            "files": hashes,
-            "split": self.entry.split if read_split(self.entry.split).is_sliced else "all",
-        }
+        hashes = []
+        for file in self.files:
+            try:
+                with open_regular(file) as stream:
+                    hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
+            except OSError as error:
+                raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
+        split = self.entry.split if read_split(self.entry.split).is_sliced else "all"
+        return {"kind": self.kind, "files": hashes, "split": split}
 
     @property
     def name(self) -> str:
         """For messages: the files, or the Hub's name."""
-        return ", ".join(map(str, self.files[:3])) + (", ..." if len(self.files) > 3 else "") or self.entry.path
+        names = ", ".join(map(str, self.files[:3])) or self.entry.path
+        return f"{names}, ..." if len(self.files) > 3 else names
 
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
             yield from read_rows(file, self.kind)
-
-    def _bounds(self) -> tuple[int, int]:
-        """First row of the slice, and the one after its last; counts the rows where that needs their number."""
-        split = read_split(self.entry.split)
-        return split.bounds(sum(1 for _ in self._file_rows()) if split.needs_total else 0)
 
     @cached_property
     def _hub_data_set(self) -> Any:
@@ -77,7 +88,7 @@ class Source:
             return load_dataset(
                 entry.path, entry.name, data_files=entry.data_files, split=entry.split, revision=entry.revision
             )
-        except Exception as error:  # of the data set, of a missing library for its address
+        except Exception as error:  # about the data set, or a library that is missing for its address
             raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
@@ -85,22 +96,22 @@ class Source:
         try:
             for number, values in enumerate(data_set, start=1):
                 yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)
-        except Exception as error:  # of a column that is decoded when its row is read, of a connection
+        except Exception as error:  # a column that is decoded when its row is read, or the connection
             problem = f"cannot be read: {words_of(error, 160).rstrip('.')}; check the data set, and the network"
             yield SourceRow(self.entry.path, number + 1, None, problem)
 
 
 def _why_not_loaded(entry: DataSet, error: Exception) -> str:
-    """The library's words in one line; where they name configurations or splits, those to choose from."""
+    """The library's message in one line. If it names configurations or splits, the line says to choose one of them."""
     text = " ".join(str(error).split())
-    if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
-        names = re.findall(r"[^', ]+", found[1])
+    if match := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
+        names = re.findall(r"[^', ]+", match[1])
         return f"name: its configurations are {', '.join(names)}; add name: {names[0] if names else '...'}"
-    if found := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
-        splits = found[1].replace("'", "")
+    if match := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
+        splits = match[1].replace("'", "")
         return f"split: there is no split {entry.split!r}, but {splits}; write one of them"
-    words = str(error).strip().splitlines() or [type(error).__name__]
-    return f"cannot be loaded: {one_line(words[0])}; check the name, the network, or name local data_files"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"cannot be loaded: {one_line(lines[0])}; check the name, the network, or name local data_files"
 
 
 def resolve(entry: DataSet) -> Source:
@@ -111,49 +122,53 @@ def resolve(entry: DataSet) -> Source:
         return Source(entry, "hub", ())
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
-    if _is_folder(path) and not (builder or patterns):
-        files = _files_of(path, entry.split)
-        return Source(entry, _kind_of(files), _plainly_named(files))
-    if builder or _is_file(path) or _is_folder(path):
-        named = _named_files(path, builder, patterns or [])
-        check_named_files(read_split(entry.split).name, named)
-        return Source(entry, builder or _kind_of(named), named)
-    if path.suffix in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
+    if builder:
+        files = _expand(patterns or [])
+    elif _is_folder(path) and patterns:
+        files = _expand([str(path / pattern) for pattern in patterns])
+    elif _is_folder(path):
+        candidates = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file)]
+        if not candidates:
+            raise DataError([f"{path}: no data files; put .jsonl, .json, .csv or .parquet files there"])
+        files = _files_of_split(read_split(entry.split).name, candidates, path)
+        kind = _common_kind(files)
+        _check_names(files)
+        return Source(entry, kind, tuple(files))
+    elif _is_file(path):
+        files = [path]
+    elif path.suffix in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
         raise DataError([f"{entry.path}: no such file; paths are relative to the working folder ({Path.cwd()})"])
-    return Source(entry, "hub", ())
+    else:
+        return Source(entry, "hub", ())
+    _check_named_split(read_split(entry.split).name, files)
+    return Source(entry, builder or _common_kind(files), tuple(files))
 
 
-def _named_files(path: Path, builder: str | None, patterns: list[str]) -> tuple[Path, ...]:
-    if builder or path.is_dir():
-        return _expand(patterns if builder else [str(path / pattern) for pattern in patterns])
-    return (path,)
-
-
-def _expand(patterns: list[str]) -> tuple[Path, ...]:
+def _expand(patterns: list[str]) -> list[Path]:
+    """The files of data_files, in order. Raises DataError."""
     files: list[Path] = []
     for pattern in patterns:
-        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] if glob.has_magic(pattern) else []
-        matches = matches or [Path(pattern)]
-        for file in matches:
+        names = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
+        for file in map(Path, names or [pattern]):
             if not _is_file(file):
                 reason = "is a folder" if _is_folder(file) else "no such file"
                 raise DataError(
                     [f"{one_line(file)}: {reason}; data_files are relative to the working folder ({Path.cwd()})"]
                 )
-        files += matches
-    return _plainly_named(files)
+            files.append(file)
+    _check_names(files)
+    return files
 
 
-def _plainly_named(files: list[Path]) -> tuple[Path, ...]:
-    """Names of files are in every message about a row. Raises DataError for one that a terminal would obey."""
+def _check_names(files: Sequence[Path]) -> None:
+    """Every message about a row has its file's name. Raises DataError for a name that a terminal would obey."""
     for file in files:
         if has_controls(str(file)):
             raise DataError([f"{printable(str(file))}: the name holds a control character; rename the file"])
-    return tuple(files)
 
 
 def _is_file(path: Path) -> bool:
-    """Also for a name that is too long for any file."""
+    """`path.is_file()`, and False for a name that is too long for any file."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -167,28 +182,97 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _files_of(folder: Path, split: str) -> list[Path]:
-    """Data files of a folder that belong to the split. Raises DataError."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and _kind(file)]
-    if not files:
-        raise DataError([f"{folder}: no data files; put .jsonl, .json, .csv or .parquet files there"])
-    return files_of_split(read_split(split).name, files, folder)
-
-
 def _kind(file: Path) -> str | None:
     return SUFFIXES.get(file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix)
 
 
-def _kind_of(files: list[Path] | tuple[Path, ...]) -> str:
+def _common_kind(files: Sequence[Path]) -> str:
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
         raise DataError([f"{files[0]}: not one known kind of file; name path: json, csv or parquet, and data_files"])
     return kinds.pop()
 
 
-def _hash_file(file: Path) -> str:
-    try:
-        with open_regular(file) as stream:
-            return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
-    except OSError as error:
-        raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+class SplitSlice(NamedTuple):
+    """A split like train[10%:-5]: its name, and the bounds as they are written."""
+
+    name: str
+    first: str | None
+    last: str | None
+
+    @property
+    def is_sliced(self) -> bool:
+        return self.first is not None or self.last is not None
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the number of all rows decides the bounds."""
+        bounds = [bound for bound in (self.first, self.last) if bound]
+        return self.last is None or any(bound.startswith("-") or bound.endswith("%") for bound in bounds)
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """First row and the one after the last, of `total` rows: train[10%:-5] of 200 rows is (20, 195)."""
+
+        def position(bound: str | None, default: int) -> int:
+            if bound is None:
+                return default
+            value = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
+            return max(0, value + total) if value < 0 else value
+
+        first = position(self.first, 0)
+        return first, max(first, position(self.last, total))
+
+
+def read_split(text: str) -> SplitSlice:
+    """The parts of `train[:1000]`. Raises DataError."""
+    match = _SPLIT.fullmatch(text)
+    if match is None:
+        raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]"])
+    return SplitSlice(match["name"], match["first"], match["last"])
+
+
+def _files_of_split(name: str, files: Sequence[Path], folder: Path) -> list[Path]:
+    """A folder's files that belong to a split. Raises DataError with the folder's splits."""
+    splits = _splits(files, folder)
+    if chosen := splits.get(name) or [file for file in files if name.lower() in _words(file, folder)]:
+        return chosen
+    raise DataError([_no_such_split(folder, name, list(splits))])
+
+
+def _check_named_split(name: str, files: Sequence[Path]) -> None:
+    """Files that the recipe names are the split `train`, or the split in their names. Raises DataError."""
+    if name == "train" or all({name, *_SPLIT_WORDS.get(name, ())} & _words(file, file.parent) for file in files):
+        return
+    known = dict.fromkeys(["train", *(split for file in files for split in _splits([file], file.parent))])
+    raise DataError([_no_such_split(files[0], name, list(known))])
+
+
+def _no_such_split(place: Path, name: str, splits: list[str]) -> str:
+    near = nearest(name, splits) or splits[0]
+    return f"{place}: there is no split {name!r}, but {', '.join(splits)}; write split: {near}"
+
+
+def _splits(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
+    """Split -> its files.
+
+    train-00000-of-00002.parquet           the name of a shard says it
+    data/validation/a.jsonl, dev.jsonl     else a word in a name or folder: both are validation
+    a.jsonl, b.jsonl                       else all files are train
+    """
+    splits: dict[str, list[Path]] = {}
+    shards = [match for file in files if (match := _SHARD.fullmatch(file.name.split(".")[0]))]
+    if len(shards) == len(files):
+        for file, shard in zip(files, shards, strict=True):
+            splits.setdefault(shard["name"], []).append(file)
+        return splits
+    for name, words in _SPLIT_WORDS.items():
+        if members := [file for file in files if words & _words(file, folder)]:
+            splits[name] = members
+    return splits or {"train": list(files)}
+
+
+def _words(file: Path, folder: Path) -> set[str]:
+    return set(re.split(r"[\W_\d]+", str(file.relative_to(folder)).lower()))

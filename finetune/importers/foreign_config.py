@@ -1,37 +1,38 @@
 """Another tool's configuration while it is converted: its values, the recipe so far, and the keys left out.
 
-Every key with a value ends in one of two places: a line of the recipe, or the list of what was left out.
+Every key with a value ends in one of two places: a line of the recipe, or the list of what was left out. A key that no
+converter reads gets its reason from left_out.csv.
+
+Each line of this table is a key, with the tool whose configurations have it (transformers: its TrainingArguments, which
+other tools take over; several: more than one tool; older: former versions only). `*` matches letters, digits and
+underscores. `.*` at the end matches everything below a section. The order of lines means nothing: if several lines
+match, the one with the most characters besides its stars decides.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from finetune.errors import RecipeError
+from finetune.importers import LeftOut, Level
+from finetune.paths import PACKAGE
+from finetune.recipe.foreign_keys import REPLACED
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import dotted, shown
 
-# differs: without the key the training differs; look: a person must decide; same: the training is the same.
-Level = Literal["differs", "look", "same"]
-_SECRET = re.compile(r"(hub_token|auth_token|api_key|password|secret|webhook_url)$", re.IGNORECASE)
+TABLE = PACKAGE / "importers" / "left_out.csv"
+UNKNOWN = "nothing here corresponds to it"
 NOT_GIVEN: Any = object()
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A key of the tool that is not in the recipe, or with another value, and why."""
-
-    key: str
-    value: Any
-    level: Level
-    reason: str
+_SECRET = re.compile(r"(hub_token|auth_token|api_key|password|secret|webhook_url)$", re.IGNORECASE)
+_NONE_AT_0 = ("label_smoothing_factor", "neftune_noise_alpha", "freeze_trainable_layers")
 
 
 @dataclass
@@ -40,9 +41,9 @@ class ForeignConfig:
 
     tool: str
     values: Mapping[str, Any]
-    gpus: int  # of all machines
+    gpus: int  # on all machines together
     nodes: int
-    folder: Path  # of the configuration file, which may name files in it
+    folder: Path  # where the configuration file is; it may name other files there
     carried: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     last_read: str = ""  # the last key read; a message names it if a later computation fails
@@ -96,7 +97,7 @@ class ForeignConfig:
         """A list of texts, or one text; empty if the key has no value. Raises RecipeError for anything else."""
         value = self.get(key, [])
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
             self.refuse(key, "write a name, or a list of names")
         return list(values)
 
@@ -107,39 +108,54 @@ class ForeignConfig:
             self.leave(key, "look", f"{spelled[0][0]} sets it already", value)
         return spelled[0] if spelled else (keys[-1], None)
 
-    def write(self, recipe_key: str, value: Any, why: str) -> None:
-        """A line of the recipe."""
-        self.carried[recipe_key] = (value, why)
+    def write(self, recipe_key: str, value: Any, origin: str) -> None:
+        """Add a line to the recipe. A comment behind the line names its origin."""
+        self.carried[recipe_key] = (value, origin)
 
-    def default(self, recipe_key: str, value: Any, why: str = "") -> None:
-        """The tool's default: a line of the recipe where the recipe's own default differs."""
+    def default(self, recipe_key: str, value: Any) -> None:
+        """Write the tool's default, but only if the recipe's own default differs."""
         if value != recipe_default(recipe_key):
-            self.write(recipe_key, value, why or f"{self.tool}'s default")
+            self.write(recipe_key, value, f"{self.tool}'s default")
 
     def carry(
         self, recipe_key: str, *keys: str, default: Any = NOT_GIVEN, change: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """One of the tool's keys under the recipe's name; returns the value written, or the default."""
+        """Write one of the tool's keys under the recipe's name. Returns the value written, or the default."""
         key, value = self.first(*keys)
-        if value is None:
-            if default is not NOT_GIVEN:
-                self.default(recipe_key, default)
-            return None if default is NOT_GIVEN else default
-        self.write(recipe_key, change(value), key)
-        return change(value)
+        if value is not None:
+            self.write(recipe_key, change(value), key)
+            return change(value)
+        if default is NOT_GIVEN:
+            return None
+        self.default(recipe_key, default)
+        return default
 
     def leave(self, key: str, level: Level, reason: str, value: Any = NOT_GIVEN) -> None:
         """Add a line to the list of settings that are left out or carried over in another form."""
         self._read.add(key)
-        value = self.peek(key) if value is NOT_GIVEN else value
-        printed = "[hidden]" if _SECRET.search(key) else value
-        self.left_out.append(LeftOut(key, printed, level, reason))
+        if value is NOT_GIVEN:
+            value = self.peek(key)
+        if _SECRET.search(key):
+            value = "[hidden]"
+        self.left_out.append(LeftOut(key, value, level, reason))
+
+    def leave_unread(self) -> None:
+        """Leave out every key with a value that no converter has read, for the reason in left_out.csv."""
+        for key, value in list(self.unread()):
+            level, reason = reason_for(key, value)
+            self.leave(key, level, reason, value)
+
+    def leave_unused(self, beginning: str, reason: str) -> None:
+        """Leave out unread keys with this beginning, because they have no effect in the tool either."""
+        for key, value in list(self.unread()):
+            if key.startswith(beginning):
+                self.leave(key, "same", reason, value)
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """The leaves that say something and that no converter has read."""
+        """The leaves with a value that no converter has read."""
         for path, value in leaves(self.values):
-            above = (dotted(path[:end]) for end in range(1, len(path) + 1))
-            if value not in (None, "", [], {}) and not any(key in self._read for key in above):
+            sections = (dotted(path[:end]) for end in range(1, len(path) + 1))
+            if value not in (None, "", [], {}) and not any(section in self._read for section in sections):
                 yield dotted(path), value
 
     def refuse(self, key: str, reason: str) -> NoReturn:
@@ -165,10 +181,53 @@ def recipe_default(key: str) -> Any:
 
 
 def as_count(value: Any) -> Any:
-    """2.0 as 2: a count that was written as a fraction. Anything else as it is, for the recipe's own check."""
+    """2.0 as 2: a count that was written as a fraction. Anything else stays, for the recipe's own check."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def positive_or_none(value: Any) -> Any:
     """None where 0 means never, as transformers reads max_grad_norm."""
     return value if isinstance(value, (int, float)) and value > 0 else None
+
+
+class KnownKey(NamedTuple):
+    """A line of left_out.csv."""
+
+    tool: str
+    key: str
+    level: Level
+    reason: str
+
+    def matches(self, key: str) -> bool:
+        """Whether a dotted key is this one, or one that its stars cover."""
+        if "*" not in self.key:
+            return self.key == key
+        pattern = re.escape(self.key.removesuffix(".*")).replace(r"\*", r"\w*")
+        if self.key.endswith(".*"):
+            pattern += r"\..*"
+        return re.fullmatch(pattern, key) is not None
+
+
+@cache
+def known_keys() -> tuple[KnownKey, ...]:
+    """The table, the most specific keys first."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        _, *rows = csv.reader(file)
+    keys = [KnownKey(tool, key, cast(Level, level), reason) for tool, key, level, reason in rows]
+    return tuple(sorted(keys, key=lambda known: -len(known.key.replace("*", ""))))
+
+
+def reason_for(key: str, value: object) -> tuple[Level, str]:
+    """Why this key is left out. An unknown key counts as a change to the training, unless its value is false.
+
+    A switch that is off changes nothing, even if the key would change the training. Inside a section false is a value.
+    """
+    for known in known_keys():
+        if known.matches(key):
+            is_off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
+            if is_off and known.level == "differs":
+                return "same", "is off there too"
+            return known.level, known.reason
+    if key in REPLACED:
+        return "look", REPLACED[key].removesuffix("; remove the key")
+    return "look" if value is False else "differs", UNKNOWN

@@ -31,10 +31,10 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
-def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -> str:
-    """The training section and what is kept of a run; returns the strategy's name. The two arguments are the tool's
-    own defaults where they are not transformers'."""
-    name = strategy(foreign)
+def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -> None:
+    """The training section, and what is kept of a run. The two arguments are the tool's own defaults, because they are
+    not transformers'."""
+    strategy(foreign)
     batch(foreign, "per_device_train_batch_size", TRAINER_DEFAULTS["per_device_train_batch_size"])
     steps = foreign.get("max_steps")
     if isinstance(steps, bool) or not isinstance(steps, (int, float, type(None))):
@@ -55,26 +55,7 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     keys = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing(foreign, *keys, default=recompute)
     foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
-    _output_and_saving(foreign)
-    for key in ("router_aux_loss_coef", "moe_aux_loss_coef"):
-        if foreign.peek(key) == 0:
-            foreign.carry("model.router_aux_loss_coef", key)
-    trackers(foreign, dict.fromkeys(_reported(foreign), "report_to"))
-    if foreign.get("average_tokens_across_devices") is False:
-        reason = "every token of a step has the same weight, on every rank"
-        foreign.leave("average_tokens_across_devices", "differs", reason)
-    return name
 
-
-def _reported(foreign: ForeignConfig) -> list[str]:
-    """The trackers in report_to. There `all` means every tracker that is installed."""
-    named = [name.lower() for name in foreign.names("report_to")]
-    if "all" in named:
-        foreign.leave("report_to", "look", "names no tracker; write report_to: [wandb], or those that you use")
-    return [name for name in named if name not in ("all", "none")]
-
-
-def _output_and_saving(foreign: ForeignConfig) -> None:
     foreign.carry("logging_steps", "logging_steps", change=as_count)
     every(foreign, "eval_steps", "eval_steps")
     if str(foreign.get("save_strategy", "steps")) == "steps":
@@ -87,15 +68,28 @@ def _output_and_saving(foreign: ForeignConfig) -> None:
     foreign.carry("output_dir", "output_dir")
     hub(foreign, push=bool(foreign.get("push_to_hub")))
 
+    for key in ("router_aux_loss_coef", "moe_aux_loss_coef"):
+        if foreign.peek(key) == 0:
+            foreign.carry("model.router_aux_loss_coef", key)
+    reported = [name.lower() for name in foreign.names("report_to")]
+    if "all" in reported:  # in transformers: every tracker that is installed
+        foreign.leave("report_to", "look", "names no tracker; write report_to: [wandb], or those that you use")
+    trackers(foreign, {name: "report_to" for name in reported if name not in ("all", "none")})
+    if foreign.get("average_tokens_across_devices") is False:
+        reason = "every token of a step has the same weight, on every rank"
+        foreign.leave("average_tokens_across_devices", "differs", reason)
+
 
 def precision(foreign: ForeignConfig, default: str) -> str:
-    """training.mixed_precision, and with fp16 the formats that go with it; returns bf16, fp16 or no."""
+    """training.mixed_precision; returns bf16, fp16 or no."""
     values = {key: foreign.get(key) for key in ("bf16", "fp16")}
-    key = next((key for key, value in values.items() if value is True), None)
-    if key:
-        foreign.write("training.mixed_precision", key, key)
-    else:
-        off = next((name for name, value in values.items() if value is False), None)
-        default = "no" if default == "bf16" and values["bf16"] is False else default
-        foreign.write("training.mixed_precision", default, f"{off}: false" if off else f"{foreign.tool}'s default")
-    return key or default
+    for key, value in values.items():
+        if value is True:
+            foreign.write("training.mixed_precision", key, key)
+            return key
+    if default == "bf16" and values["bf16"] is False:
+        default = "no"
+    switched_off = [key for key, value in values.items() if value is False]
+    origin = f"{switched_off[0]}: false" if switched_off else f"{foreign.tool}'s default"
+    foreign.write("training.mixed_precision", default, origin)
+    return default

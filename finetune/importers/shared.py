@@ -1,4 +1,4 @@
-"""What several tools configure with the same keys: optimizers, schedules, strategies, batches, data sets."""
+"""Settings that several tools configure with the same keys: optimizers, schedules, strategies, batches, data sets."""
 
 from __future__ import annotations
 
@@ -11,28 +11,45 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from finetune.errors import FinetuneError, RecipeError
-from finetune.importers.foreign_config import ForeignConfig, Level, as_count, recipe_default
+from finetune.importers import Level
+from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.recipe_writer import written
-from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.schema import Recipe, Scheduler, Tracker
 from finetune.recipe.strategy import Strategy, read_strategy
-from finetune.recipe.strategy_fit import Unfit, unfit
+from finetune.recipe.strategy_fit import unfit
 from finetune.recipe.yaml_text import shown
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 
+# -- the model and the optimizer ---------------------------------------------------------------------------------------
 
-def chosen_strategy(foreign: ForeignConfig) -> Strategy:
-    """The strategy that was written as accelerate_config."""
-    return read_strategy(foreign.carried["accelerate_config"][0])
+
+def remote_code(foreign: ForeignConfig) -> None:
+    """model.trust_remote_code; many examples set it by habit, and few models need it."""
+    if foreign.carry("model.trust_remote_code", "trust_remote_code"):
+        reason = "runs the model repository's own Python; remove it if the model needs none"
+        foreign.leave("trust_remote_code", "look", reason)
+
+
+def quantised_by(foreign: ForeignConfig) -> str | None:
+    """The key that is true: load_in_4bit or load_in_8bit."""
+    values = {key: foreign.get(key) for key in ("load_in_4bit", "load_in_8bit")}
+    return next((key for key, value in values.items() if value is True), None)
+
+
+def only_linear_layers(foreign: ForeignConfig) -> None:
+    """Keep adapters on linear layers alone if all-linear was carried over: ours also adapts experts' parameters."""
+    layers, origin = foreign.carried.get("lora.target_modules", (None, ""))
+    if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:
+        foreign.write("lora.target_parameters", [], f"{origin}: linear layers, no experts' parameters")
 
 
 def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
-    """training.optim and AdamW's constants; after accelerate_config."""
+    """training.optim and AdamW's constants. Call it after accelerate_config is written."""
     name = foreign.get(key)
     offered = OPTIMIZER_NAMES.get(str(name or default))
     if offered is None:
@@ -44,27 +61,6 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.default("training.optim", offered)
     for constant in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         foreign.carry(f"training.{constant}", constant)
-
-
-def remote_code(foreign: ForeignConfig) -> None:
-    """model.trust_remote_code; examples say it by habit, and few models need it."""
-    if foreign.carry("model.trust_remote_code", "trust_remote_code"):
-        foreign.leave(
-            "trust_remote_code", "look", "runs the model repository's own Python; remove it if the model needs none"
-        )
-
-
-def quantised_by(foreign: ForeignConfig) -> str | None:
-    """load_in_4bit or load_in_8bit, whichever is true."""
-    values = {key: foreign.get(key) for key in ("load_in_4bit", "load_in_8bit")}
-    return next((key for key, value in values.items() if value is True), None)
-
-
-def unused(foreign: ForeignConfig, beginning: str, reason: str) -> None:
-    """Leave out keys with this beginning, which have no effect in the tool either."""
-    for key, value in list(foreign.unread()):
-        if key.startswith(beginning):
-            foreign.leave(key, "same", reason, value)
 
 
 def scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
@@ -80,15 +76,15 @@ def scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
     else:
         foreign.default("training.lr_scheduler_type", shape)
     arguments = foreign.mapping("lr_scheduler_kwargs")
-    known = {name: value for name, value in arguments.items() if name in SCHEDULER_ARGUMENTS[shape]}
+    known = {argument: value for argument, value in arguments.items() if argument in SCHEDULER_ARGUMENTS[shape]}
     if known:
         foreign.write("training.lr_scheduler_kwargs", known, "lr_scheduler_kwargs")
-    for name in sorted(set(arguments) - set(known)):
-        foreign.leave(f"lr_scheduler_kwargs.{name}", "differs", f"{shape} has no such argument here")
+    for argument in sorted(set(arguments) - set(known)):
+        foreign.leave(f"lr_scheduler_kwargs.{argument}", "differs", f"{shape} has no such argument here")
 
 
 def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
-    """training.warmup_steps or warmup_ratio; transformers 5 writes a ratio as a fraction of a step."""
+    """training.warmup_steps or warmup_ratio. In transformers 5, a warmup_steps below 1 is a ratio."""
     steps, ratio = foreign.get("warmup_steps"), foreign.get("warmup_ratio")
     if isinstance(steps, float) and 0 < steps < 1:
         foreign.write("training.warmup_ratio", steps, "warmup_steps, a share of the steps")
@@ -104,97 +100,93 @@ def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
         foreign.default("training.warmup_ratio", default_ratio)
 
 
-def batch(foreign: ForeignConfig, micro_key: str, default: int, *, accumulation: Any = None, split_by: int = 1) -> None:
-    """training.global_batch_size: their rows of one optimizer step. `split_by`: GPUs that share one row."""
-    micro = foreign.count(micro_key, default)
-    accumulated = 1 if foreign.get("gradient_accumulation_steps") == "auto" else None
-    steps = accumulation or accumulated or foreign.count("gradient_accumulation_steps", 1)
-    replicas = max(1, foreign.gpus // split_by)
-    by = _counted(replicas) + (f" ({foreign.gpus} / {split_by})" if split_by > 1 else "")
-    why = f"{micro_key} {micro} x gradient_accumulation_steps {steps} x {by}"
-    foreign.write("training.global_batch_size", micro * steps * replicas, why)
-    foreign.write("training.per_device_batch_size", micro, micro_key)
+def batch(
+    foreign: ForeignConfig,
+    micro_batch_key: str,
+    default: int,
+    *,
+    accumulation: int | None = None,
+    gpus_per_row: int = 1,
+) -> None:
+    """training.global_batch_size: the tool's rows of one optimizer step.
+
+    With 2 rows a GPU, 4 accumulated micro-batches and 8 GPUs of which 2 share each row: 2 x 4 x (8 / 2) = 32.
+    """
+    micro_batch = foreign.count(micro_batch_key, default)
+    written_steps = foreign.get("gradient_accumulation_steps")
+    steps = accumulation
+    if not steps:
+        steps = 1 if written_steps == "auto" else foreign.count("gradient_accumulation_steps", 1)
+    replicas = max(1, foreign.gpus // gpus_per_row)
+    machine = counted(replicas, "GPU")
+    if gpus_per_row > 1:
+        machine += f" ({foreign.gpus} / {gpus_per_row})"
+    origin = f"{micro_batch_key} {micro_batch} x gradient_accumulation_steps {steps} x {machine}"
+    foreign.write("training.global_batch_size", micro_batch * steps * replicas, origin)
+    foreign.write("training.per_device_batch_size", micro_batch, micro_batch_key)
 
 
-def _counted(gpus: int) -> str:
-    return counted(gpus, "GPU")
+def checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
+    """training.activation_checkpointing, which FSDP's own section may turn on too."""
+    foreign.carry("training.activation_checkpointing", *keys, default=default, change=bool)
+    for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
+        if foreign.get(key):
+            foreign.write("training.activation_checkpointing", True, key)
+
+
+# -- the strategy ------------------------------------------------------------------------------------------------------
+
+
+def chosen_strategy(foreign: ForeignConfig) -> Strategy:
+    """The strategy that was written as accelerate_config."""
+    return read_strategy(foreign.carried["accelerate_config"][0])
 
 
 def strategy(foreign: ForeignConfig) -> str:
     """accelerate_config, from `deepspeed`, `fsdp` and `fsdp_config`; returns its name."""
     key = next((name for name in ("deepspeed", "fsdp_config", "fsdp") if foreign.peek(name)), None)
-    name = {None: "ddp", "deepspeed": zero_name(foreign)}.get(key) or _fsdp_name(foreign)
-    alone = foreign.gpus == 1 and name not in ("zero2_offload", "zero3_offload")
-    if key and alone and name != "ddp":
-        reason = "one process has nothing to shard; write --gpus 4x80GB for the GPUs that it ran on"
-        foreign.leave("accelerate_config", "look", reason, name)
-    name = "single" if alone else name
+    deepspeed = _zero_name(foreign)
+    name = deepspeed if key == "deepspeed" else "ddp"
+    if key in ("fsdp_config", "fsdp"):
+        name = _fsdp_name(foreign)
+    gpus = counted(foreign.gpus, "GPU")
+    if foreign.gpus == 1 and name not in ("zero2_offload", "zero3_offload"):
+        if key and name != "ddp":
+            reason = "one process has nothing to shard; write --gpus 4x80GB for the GPUs that it ran on"
+            foreign.leave("accelerate_config", "look", reason, name)
+        name = "single"
     if name == "hsdp" and foreign.nodes == 1:
         name = "fsdp2"
-        foreign.leave(
-            "accelerate_config",
-            "look",
-            "each machine holds one copy of the sharded model; write --gpus 2x8x80GB for two",
-            "hsdp",
-        )
-    foreign.write("accelerate_config", name, f"{key} with {_counted(foreign.gpus)}" if key else _counted(foreign.gpus))
+        reason = "each machine holds one copy of the sharded model; write --gpus 2x8x80GB for two"
+        foreign.leave("accelerate_config", "look", reason, "hsdp")
+    foreign.write("accelerate_config", name, f"{key} with {gpus}" if key else gpus)
     return name
 
 
-def fit_strategy(foreign: ForeignConfig) -> None:
-    """Replace settings that the strategy cannot train with, and name each replacement. Call this last."""
-    for _ in range(_MOST_REPLACEMENTS):
-        found = _first_unfit(foreign)
-        if found is None:
-            return
-        for key, value in found.instead.items():
-            before, why = foreign.carried.get(key, (recipe_default(key), ""))
-            strategy = foreign.carried["accelerate_config"][0]
-            foreign.write(key, value, f"{written(before)} does not go with {strategy}")
-            if key != "quantization.bnb_4bit_quant_storage":  # only the container changes, not the numbers
-                level: Level = "look" if key == "accelerate_config" else "differs"
-                theirs = re.split(r": | with \d", why)[0] if why else key
-                reason = f"{found.problem}; {key}: {written(value)} takes its place"
-                foreign.leave(theirs, level, reason, before)
-
-
-_MOST_REPLACEMENTS = 10  # each replaces one setting that a strategy may refuse
-
-
-def _first_unfit(foreign: ForeignConfig) -> Unfit | None:
-    """The first setting that the recipe's strategy cannot train with. None if there is none, or if the recipe is not
-    valid; a later check reports an invalid recipe."""
-    nested: dict[str, Any] = {}
-    for key, (value, _) in foreign.carried.items():
-        section, _, name = key.rpartition(".")
-        if section:
-            nested.setdefault(section, {})[name] = value
-        else:
-            nested[key] = value
-    try:
-        recipe = Recipe.model_validate(nested)
-    except ValidationError:
-        return None
-    return next(unfit(recipe, chosen_strategy(foreign)), None)
-
-
-def zero_name(foreign: ForeignConfig) -> str:
-    """The strategy of a DeepSpeed file, read from it or, where it is not found, guessed from its name."""
+def _zero_name(foreign: ForeignConfig) -> str:
+    """The strategy of a DeepSpeed file, read from the file. Without the file it is guessed from the file's name."""
     config = foreign.get("deepspeed")
     settings = config if isinstance(config, Mapping) else json_near(foreign.folder, str(config or ""))
+    offload = ""
     if settings is not None:
-        zero = _section_of(foreign, settings, "zero_optimization")
-        devices = [_section_of(foreign, zero, f"offload_{what}").get("device") for what in ("optimizer", "param")]
-        stage, offload = zero.get("stage") or 0, "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else ""
+        zero = _section(settings, "zero_optimization")
+        devices = [_section(zero, f"offload_{name}").get("device") for name in ("optimizer", "param")]
+        stage = zero.get("stage") or 0
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             problem = f"zero_optimization.stage is {shown(stage)}; write 0, 1, 2 or 3"
             raise RecipeError([f"deepspeed: {problem}"])
         stage = int(stage)
+        offload = next((device for device in ("nvme", "cpu") if device in devices), "")
     else:
+        # zero3.json, ds_z2_offload_config.json
         match = re.search(r"z(?:ero)?[-_]?([0-3])(?!\d)", PurePosixPath(str(config)).name.lower())
-        stage, offload = int(match[1]) if match else 0, "cpu" if "offload" in str(config) else ""
+        stage = int(match[1]) if match else 0
+        guess = f"stage {stage}"
+        if "offload" in str(config):
+            offload = "cpu"
+            guess += ", offloaded"
         if config:
-            foreign.leave("deepspeed", "look", f"read from its name as stage {stage}{', offloaded' if offload else ''}")
+            foreign.leave("deepspeed", "look", f"read from its name as {guess}")
     if not stage:
         return "ddp"
     if stage == 3 and offload == "nvme":
@@ -202,7 +194,7 @@ def zero_name(foreign: ForeignConfig) -> str:
     return f"zero{max(stage, 2)}_offload" if offload else f"zero{stage}"
 
 
-def _section_of(foreign: ForeignConfig, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A section in a DeepSpeed file, empty if it is missing. Raises RecipeError for anything else."""
     section = settings.get(name) or {}
     if not isinstance(section, Mapping):
@@ -223,42 +215,62 @@ def json_near(folder: Path, *names: str) -> Mapping[str, Any] | None:
 
 
 def _fsdp_name(foreign: ForeignConfig) -> str:
-    """The strategy of FSDP's settings; those about how it is carried out are listed as left out."""
+    """The strategy of FSDP's settings; settings about how it is carried out are listed as left out."""
     words = str(foreign.peek("fsdp") or "")
-    if isinstance(foreign.peek("fsdp_config"), str):
-        _read_fsdp_file(foreign)
+    file = foreign.peek("fsdp_config")
+    if isinstance(file, str):  # the file's content replaces its name
+        settings = json_near(foreign.folder, file)
+        if settings is None:
+            reason = "this file is not here, so its settings are not read; the kit shards fully"
+            foreign.leave("fsdp_config", "look", reason)
+        else:
+            foreign.values = {**foreign.values, "fsdp_config": dict(settings)}
 
-    def of(name: str) -> Any:
+    def setting(name: str) -> Any:
         return foreign.first(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}")[1]
 
-    sharding = f"{of('sharding_strategy') or ''} {words}".lower()
-    offloaded = of("offload_params") is True or of("cpu_offload") is True or "offload" in words
-    whole_between = of("reshard_after_forward") is False or "shard_grad_op" in sharding
+    sharding = f"{setting('sharding_strategy') or ''} {words}".lower()
+    is_offloaded = setting("offload_params") is True or setting("cpu_offload") is True or "offload" in words
+    keeps_gathered = setting("reshard_after_forward") is False or "shard_grad_op" in sharding
     if "no_shard" in sharding:
         return "ddp"
-    if offloaded:
+    if is_offloaded:
         return "fsdp2_offload"
-    return "fsdp2_grad_op" if whole_between else "hsdp" if "hybrid" in sharding else "fsdp2"
+    if keeps_gathered:
+        return "fsdp2_grad_op"
+    return "hsdp" if "hybrid" in sharding else "fsdp2"
 
 
-def _read_fsdp_file(foreign: ForeignConfig) -> None:
-    """Replace the file name in fsdp_config by the file's content; a missing file is listed as left out."""
-    name = foreign.peek("fsdp_config")
-    settings = json_near(foreign.folder, name)
-    if settings is None:
-        foreign.leave(
-            "fsdp_config", "look", "this file is not here, so its settings are not read; the kit shards fully"
-        )
-        return
-    foreign.values = {**foreign.values, "fsdp_config": dict(settings)}
+def fit_strategy(foreign: ForeignConfig) -> None:
+    """Replace settings that the strategy cannot train with, and name each replacement. Call this last."""
+    for _ in range(10):  # each pass replaces one setting that a strategy may refuse
+        nested: dict[str, Any] = {}
+        for key, (value, _) in foreign.carried.items():
+            section, _, name = key.rpartition(".")
+            if section:
+                nested.setdefault(section, {})[name] = value
+            else:
+                nested[key] = value
+        try:
+            recipe = Recipe.model_validate(nested)
+        except ValidationError:  # reported when the finished recipe is loaded
+            return
+        misfit = next(unfit(recipe, chosen_strategy(foreign)), None)
+        if misfit is None:
+            return
+        for key, value in misfit.instead.items():
+            before, origin = foreign.carried.get(key, (recipe_default(key), ""))
+            strategy_name = foreign.carried["accelerate_config"][0]
+            foreign.write(key, value, f"{written(before)} does not go with {strategy_name}")
+            if key != "quantization.bnb_4bit_quant_storage":  # only the container changes, not the numbers
+                level: Level = "look" if key == "accelerate_config" else "differs"
+                # "optim: adamw_8bit" and "fsdp with 4 GPUs" name the tool's key before these separators.
+                their_key = re.split(r": | with \d", origin)[0] if origin else key
+                reason = f"{misfit.problem}; {key}: {written(value)} takes its place"
+                foreign.leave(their_key, level, reason, before)
 
 
-def checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
-    """training.activation_checkpointing, which FSDP's own section may turn on too."""
-    foreign.carry("training.activation_checkpointing", *keys, default=default, change=bool)
-    for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
-        if foreign.get(key):
-            foreign.write("training.activation_checkpointing", True, key)
+# -- data --------------------------------------------------------------------------------------------------------------
 
 
 def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
@@ -270,12 +282,12 @@ def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: A
         entry = {"path": kind, "data_files": files or path}
     elif files is not None:
         entry["data_files"] = files
-    usual = {"split": "train", "format": "auto", "weight": 1.0, "revision": "main"}
-    return entry | {key: value for key, value in more.items() if value not in (None, {}, usual.get(key))}
+    defaults = {"split": "train", "format": "auto", "weight": 1.0, "revision": "main"}
+    return entry | {key: value for key, value in more.items() if value not in (None, {}, defaults.get(key))}
 
 
 def renamed(**columns: Any) -> dict[str, str]:
-    """`columns` of a data set: ours -> theirs, without those that are not given or have our name already."""
+    """`columns` of a data set: our name -> theirs, without columns that are not given or have our name already."""
     return {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
 
 
@@ -303,20 +315,16 @@ def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *
         foreign.leave(key, "look", "the tokenizer's own template is used; compare by: finetune preview")
 
 
-def only_linear_layers(foreign: ForeignConfig) -> None:
-    """Keep adapters on linear layers alone if all-linear was carried over: ours also adapts experts' parameters."""
-    layers, why = foreign.carried.get("lora.target_modules", (None, ""))
-    if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:
-        foreign.write("lora.target_parameters", [], f"{why}: linear layers, no experts' parameters")
+# -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def every(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
-    """eval_steps or save_steps: steps, or below 1 a share of the run, there as here."""
+    """eval_steps or save_steps: a number of steps, or below 1 a share of the run, in the tool as in a recipe."""
     foreign.carry(recipe_key, key, change=as_count)
 
 
 def best_model(foreign: ForeignConfig) -> None:
-    """training.load_best_model_at_end and its metric, which is a held-out loss here; after data.eval and steps."""
+    """training.load_best_model_at_end and its metric, here a held-out loss. Call it after data.eval and the steps."""
     metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
     if wanted and "data.eval" not in foreign.carried:
         remedy = "add data.eval: {fraction: 0.05}, and training.load_best_model_at_end: true"
@@ -326,17 +334,15 @@ def best_model(foreign: ForeignConfig) -> None:
         foreign.write("training.load_best_model_at_end", wanted, "load_best_model_at_end")
     if metric not in (None, "loss", "eval_loss"):
         foreign.leave("metric_for_best_model", "differs", "the held-out loss over all rows decides here")
-    patience = foreign.carried.get("training.early_stopping_patience", (None,))[0]
+    patience, _ = foreign.carried.get("training.early_stopping_patience", (None, ""))
     if wanted or (wanted is None and patience):
-        _save_each_evaluation(foreign)
-
-
-def _save_each_evaluation(foreign: ForeignConfig) -> None:
-    """transformers evaluates more often than it saves, and takes the best of what was saved; here each is saved."""
-    evaluated, saved = (foreign.carried.get(key, (recipe_default(key), ""))[0] for key in ("eval_steps", "save_steps"))
-    whole = isinstance(evaluated, int) and isinstance(saved, int) and saved > 0
-    if evaluated != saved and not (whole and evaluated % saved == 0):
-        foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
+        # transformers may evaluate more often than it saves, and takes the best saved model. A recipe saves at each
+        # evaluation, so save_steps becomes eval_steps unless it divides them already: 100 divides 500.
+        evaluated, _ = foreign.carried.get("eval_steps", (recipe_default("eval_steps"), ""))
+        saved, _ = foreign.carried.get("save_steps", (recipe_default("save_steps"), ""))
+        are_counts = isinstance(evaluated, int) and isinstance(saved, int) and saved > 0
+        if evaluated != saved and not (are_counts and evaluated % saved == 0):
+            foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
 
 
 # A tracker's own key -> the tracker, and the environment variable from which the tracker reads the same setting.
@@ -354,14 +360,16 @@ _TRACKER_VARIABLES = {
 def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
     """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that this kit
     leaves to the environment are named."""
-    ours = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
-    if ours:
-        foreign.write("report_to", list(ours), ", ".join(dict.fromkeys(ours.values())))
+    offered = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
+    if offered:
+        foreign.write("report_to", list(offered), ", ".join(dict.fromkeys(offered.values())))
     for name, key in wanted.items():
-        if name not in ours:
+        if name not in offered:
             foreign.leave(key, "look", f"not offered; {', '.join(get_args(Tracker))} are", name)
     for key, (name, variable) in _TRACKER_VARIABLES.items():
-        value = foreign.get(key) if name in ours else None
+        if name not in offered:
+            continue
+        value = foreign.get(key)
         if value is not None:
             foreign.leave(key, "look", f"set it in the environment: {variable}={shown(value)}")
 
@@ -380,3 +388,47 @@ def hub(foreign: ForeignConfig, *, push: bool) -> None:
             foreign.leave("push_to_hub", "same", "set hub.repo_id: owner/name and hub.push: true")
     if foreign.get("hub_private_repo") is False:
         foreign.leave("hub_private_repo", "same", "repositories are private; set hub.private: false yourself")
+
+
+# -- chat templates that other tools call by a name, for tokenizers that have another template or none -----------------
+
+_LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n"
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+
+
+def _for_each_message(turn: str, prompt: str, before: str = "{{ bos_token }}") -> str:
+    turns = "{% for message in messages %}" + turn + "{% endfor %}"
+    return before + turns + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+
+
+def _llama3(user_content: str) -> str:
+    """Llama 3's turns. `user_content` writes a user's message; the others are written as they are."""
+    header = _LLAMA3_TURN.replace("{role}", "{{ message['role'] }}")
+    content = plain = "{{ message['content'] | trim }}"
+    if user_content != plain:
+        content = f"{{% if message['role'] == 'user' %}}{user_content}{{% else %}}{plain}{{% endif %}}"
+    return _for_each_message(header + content + "<|eot_id|>", _LLAMA3_TURN.replace("{role}", "assistant"))
+
+
+def _alpaca(opening: str, end: str) -> str:
+    return _for_each_message(
+        "{% if message['role'] == 'user' %}" + opening + "### Instruction:\n{{ message['content'] }}\n\n### Response:\n"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}" + end + "{% else %}"
+        "{{ message['content'] }}\n\n{% endif %}",
+        "",
+    )
+
+
+TEMPLATES = {
+    "llama3": _llama3("{{ message['content'] | trim }}"),
+    # torchtune's: Alpaca's words inside of Llama 3's turns.
+    "llama3_alpaca": _llama3(_ALPACA + "### Instruction:\n{{ message['content'] }}\n\n### Response:"),
+    "chatml": _for_each_message(
+        "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n", "<|im_start|>assistant\n", before=""
+    ),
+    "alpaca": _alpaca(_ALPACA, ""),
+    # LLaMA-Factory says the opening once, as a system prompt.
+    "alpaca_turns": _alpaca("{% if loop.first %}" + _ALPACA + "{% endif %}", "\n\n"),
+}

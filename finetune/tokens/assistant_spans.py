@@ -23,6 +23,8 @@ where the turn is (marks.py), and the turn's closing text is compared with the o
 
 Marks also show the texts that a template leaves out, and control tokens that are only spelt in the texts. No row uses
 anything remembered from another row: a row's tokens and mask depend on that row alone.
+
+The examples below shorten <|im_start|>user\\n to <user>, <|im_start|>assistant\\n to <bot>, and <|im_end|> to <end>.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ _PROBE_TOOL = {
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
 }
 _PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
+_LONGEST_TOKEN = 40  # characters in which a control token that begins before a position may end
 
 
 class Renderer(Protocol):
@@ -84,16 +87,32 @@ class _Chat:
     marked: Marked | None  # None: marks change what the template writes
     literals: list[Span]
 
+    def texts_end(self, index: int) -> int:
+        """Where the texts of message `index` end; 0 if they are not marked."""
+        return self.marked.last.get(index, 0) if self.marked else 0
+
+    def turn_begin(self, index: int) -> int:
+        """Where the texts before message `index` end; the turn's header is after this place. Raises BadRow.
+
+        <user>Hi<end><bot>Hello<end>: for message 1 the place after Hi.
+        """
+        if self.marked is None:
+            raise BadRow(
+                f"cannot find turn {index + 1} in the chat template's text; change the row, or give "
+                "data.chat_template another"
+            )
+        return self.texts_end(index - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A chat's last turn, after its prompt."""
+    """A chat's last turn, after its prompt: <user>Hi<end><bot>Hello<end>."""
 
     text: str
-    begin: int  # where the texts of the message before it end
-    prompt: int  # the prompt's length in characters
-    stop: int  # end of the token on which the model stops
-    token: str  # that token
+    begin: int  # where the texts of the message before it end: after Hi
+    prompt: int  # the prompt's length in characters: up to Hello
+    stop: int  # end of the token on which the model stops: after the last <end>
+    token: str  # that token: <end>
     literals: list[Span]
     is_plain: bool  # whether the template itself writes this text
 
@@ -120,36 +139,47 @@ class SpanFinder:
 
         Raises BadRow when the template cannot be followed.
         """
-        whole = self._chat(messages, tools)
-        self._check_tools_kept(whole, tools)
+        whole = self._render_chat(messages, tools)
+        tools_are_marked = whole.marked is not None and whole.marked.has_tools
+        if tools and not tools_are_marked and self._render(messages, None) == whole.text:
+            raise BadRow(
+                "the chat template does not write the row's tools; remove them, or give data.chat_template one"
+            )
         self._check_kept(whole, tools, wanted)
         last, turns, otherwise, stops = len(messages) - 1, {}, set(), set()
         for index in sorted(wanted):
             if index == last:
                 continue
-            turns[index], is_same, stop = self._earlier(whole, tools, index)
+            turns[index], is_same, stop = self._find_earlier(whole, tools, index)
             stops.add(stop)
             if not is_same:
                 otherwise.add(index)
         if last not in wanted:
             return Rendered(whole.text, turns, whole.literals, otherwise, stops)
-        answer = self._answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
+        answer = self._find_answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
         text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
         if turns and not text.startswith(whole.text[: turns[max(turns)][1]]):
             # The prompt for the last answer writes earlier turns in another way than the finished chat, and the
-            # finished chat's form is supervised. Keep that history, and put only the prompt's end before the answer.
-            begin = self._begin(whole, last)
+            # finished chat's form is supervised. Keep that history, and put only the prompt's end before the answer:
+            #
+            #   whole   <user>Hi<end><bot>Hello<end><user>And?            |<end><bot>So.<end>
+            #   answer  <user>Hi<end><bot>[thought]Hello<end><user>And?   |<end><bot><think>...So.<end>
+            #   result  whole up to the bar, and answer from the bar
+            begin = whole.turn_begin(last)
             shift = begin - answer.begin
             text = whole.text[:begin] + text[answer.begin :]
-            literals = [at for at in whole.literals if at[1] <= begin]
+            literals = [literal for literal in whole.literals if literal[1] <= begin]
             literals += [(first + shift, end + shift) for first, end in answer.literals if first >= answer.begin]
             span = (span[0] + shift, span[1] + shift)
         turns[last] = span
         return Rendered(text, turns, literals, otherwise, stops | {answer.token})
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
-        """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
-        if not self._spelt(messages, tools):
+        """Texts in a rendered prompt that only look like control tokens. Raises BadRow.
+
+        The user's message "What is <end>?" gives the span of this <end>, and not of the template's own.
+        """
+        if not self._spelt_token(messages, tools):
             return []
         marked = self._mark_and_render(messages, tools, generation_prompt=True)
         if marked is None or marked.text != prompt:
@@ -158,7 +188,9 @@ class SpanFinder:
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
-    def _chat(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = "") -> _Chat:
+    def _render_chat(
+        self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = ""
+    ) -> _Chat:
         """The chat rendered plain and with marks. Pass `text` if the plain text is already known."""
         text = text or self._render(messages, tools, generation_prompt=generation_prompt)
         marked = self._mark_and_render(messages, tools, generation_prompt=generation_prompt)
@@ -168,48 +200,65 @@ class SpanFinder:
         return _Chat(messages, text, marked, marked.literals)
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> Marked | None:
+        """The chat rendered with marks, which are then taken out; None if the template refuses the marks.
+
+        Rendered as <user>(Hi)<end><bot>[Hello]<end>, with marks for brackets: the text without them, and the positions
+        of Hi and Hello in it.
+        """
         marks = Marks(messages, tools, self.special)
-        with_marks, marked_tools = marks.around_messages(), marks.around_tools(tools)
+        marked_messages, marked_tools = marks.around_messages(), marks.around_tools(tools)
         try:
-            rendered = self._render(with_marks, marked_tools, generation_prompt=generation_prompt)
+            rendered = self._render(marked_messages, marked_tools, generation_prompt=generation_prompt)
         except BadRow:  # the plain texts rendered, so the template refuses the marks
             return None
         return marks.take_out(rendered)
 
-    def _spelt(self, messages: Messages, tools: Tools) -> re.Match[str] | None:
-        return next((token for part in texts_of([messages, tools]) if (token := self.special.search(part))), None)
+    def _spelt_token(self, messages: Messages, tools: Tools) -> str | None:
+        """The first control token that is spelt in the row's own texts."""
+        matches = (self.special.search(text) for text in texts_of([messages, tools]))
+        return next((match.group() for match in matches if match), None)
 
     def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
-        if spelt := self._spelt(messages, tools):
+        """Raises BadRow if the texts spell a control token. Without marks nobody can tell it from the template's."""
+        if token := self._spelt_token(messages, tools):
             raise BadRow(
-                f"the text spells the control token {spelt.group()!r}, and the chat template changes it on its way; "
+                f"the text spells the control token {token!r}, and the chat template changes it on its way; "
                 "remove it from the row"
             )
 
     # -- the last turn -----------------------------------------------------------------------------------------------
 
-    def _answer(self, chat: _Chat, tools: Tools, prompt: str) -> _Answer:
-        """The chat's last turn, after its prompt. Raises BadRow."""
-        index = len(chat.messages) - 1
-        if chat.text.startswith(prompt):
-            begin, own = (chat.marked.last.get(at, 0) if chat.marked else 0 for at in (index - 1, index))
-            token = self._stop(chat, chat.text, chat.literals, len(prompt), own, tools)
-            return _Answer(chat.text, begin, len(prompt), token.end(), token.group(), chat.literals, is_plain=True)
-        before = self._chat(chat.messages[:-1], tools, generation_prompt=True, text=prompt)
-        begin = self._begin(before, index)
-        text, literals, own = self._after_prompt(before, chat, tools)
-        token = self._stop(chat, text, literals, len(prompt), own, tools)
-        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain=False)
+    def _find_answer(self, chat: _Chat, tools: Tools, prompt: str) -> _Answer:
+        """The chat's last turn, after its prompt. Raises BadRow.
 
-    def _stop(
-        self, chat: _Chat, text: str, literals: Collection[Span], start: int, own: int, tools: Tools
+        With the prompt <user>Hi<end><bot>, the chat <user>Hi<end><bot>Hello<end> begins with it, and Hello<end> is the
+        answer. If the chat does not begin with its prompt, the answer is put after the prompt.
+        """
+        index = len(chat.messages) - 1
+        text, literals, texts_end = chat.text, chat.literals, chat.texts_end(index)
+        begin, is_plain = chat.texts_end(index - 1), text.startswith(prompt)
+        if not is_plain:
+            before = self._render_chat(chat.messages[:-1], tools, generation_prompt=True, text=prompt)
+            begin = before.turn_begin(index)
+            text, literals, texts_end = self._put_after_prompt(before, chat, tools)
+        token = self._find_stop(chat.messages, text, literals, len(prompt), texts_end, tools)
+        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain)
+
+    def _find_stop(
+        self, messages: Messages, text: str, literals: Collection[Span], start: int, texts_end: int, tools: Tools
     ) -> re.Match[str]:
-        """The token on which the model stops: it ends text[start:], after the answer's own texts (up to `own`)."""
-        habits, number = self._habits(tools), len(chat.messages)
-        has_calls = bool(chat.messages[-1].get("tool_calls"))
-        for end in dict.fromkeys([text.removesuffix(habits.closing), text]):
-            tokens = [token for token in self.special.finditer(end, start) if token.span() not in literals]
-            if not tokens or end[tokens[-1].end() :].strip() or tokens[-1].start() < own:
+        """The token on which the model stops: it ends text[start:], after the answer's own texts. Raises BadRow.
+
+        Hello<end>\\n                      -> <end>
+        Hello<|end|>\\n<|endoftext|>       -> <|end|>, if every document ends with \\n<|endoftext|> (Phi-3)
+        Hello                             -> refused: the model would not stop
+        Hel<end>lo<end>                   -> refused: the model would stop too early
+        """
+        habits, number = self._habits(tools), len(messages)
+        has_calls = bool(messages[-1].get("tool_calls"))
+        for ended in dict.fromkeys([text.removesuffix(habits.closing), text]):
+            tokens = [token for token in self.special.finditer(ended, start) if token.span() not in literals]
+            if not tokens or ended[tokens[-1].end() :].strip() or tokens[-1].start() < texts_end:
                 continue
             if has_calls and tokens[-1].group() in habits.between:
                 continue
@@ -225,179 +274,210 @@ class SpanFinder:
             f"learn to stop (turn {number}); give data.chat_template one that does, for example {{{{ eos_token }}}}"
         )
 
-    def _after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
+    def _put_after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
         """The last turn after a prompt that its finished form does not begin with.
 
         Returns the text, the literals, and the end of the turn's own texts. Raises BadRow.
+
+            prompt                chat                       result
+            <bot><think>\\n        <bot>Hello<end>            <bot><think>\\n + \\n</think>\\n\\n + Hello<end>
+            <bot><think></think>  <bot>Hello<end>            <bot><think></think> + Hello<end>
+            <bot>[fast]           <bot>Hello<end>            <bot>[fast] + Hello<end>
+            <bot>                 <user>Hi!<end><bot>Hello   the prompt's own history, and Hello
         """
         index, message = len(chat.messages) - 1, chat.messages[-1]
-        prompt, tail, begin = before.text, before.text[self._begin(before, index) :], self._begin(chat, index)
+        prompt, begin = before.text, chat.turn_begin(index)
+        tail = prompt[before.turn_begin(index) :]  # the prompt after the last message's texts: <end><bot><think>\n
         assert chat.marked is not None
-        own = chat.marked.first.get(index)
-        if own is None:
+        texts_start = chat.marked.first.get(index)
+        if texts_start is None:
             raise self._no_header(chat, begin, index)
-        matched = min(self._agreement(tail, chat.text, begin), own - begin)
+        matched = min(self._common_length(tail, chat.text, begin), texts_start - begin)
+        # The result is prompt + thought + chat.text[start:].
         thought, start = "", begin + matched
-        unsaid = tail[matched:]
         block = _BLOCK.search(tail)
-        if not unsaid:  # the prompt only writes the history in another way
+        if matched == len(tail):  # the prompt only writes the history in another way
             pass
         elif block and matched >= block.start():
-            closed, at = "</think>" in block.group(), begin + block.start()
-            own_block = _OWN_BLOCK.match(chat.text, at)
-            if closed and reasoning_of(message).strip():
+            is_closed, place = "</think>" in block.group(), begin + block.start()
+            own_block = _OWN_BLOCK.match(chat.text, place)
+            if is_closed and reasoning_of(message).strip():
                 raise ReasoningAfterClosedBlock(index)
             if own_block is None:
-                start = at
-                if not closed:  # the model closes the block
+                start = place
+                if not is_closed:  # the model closes the block
                     thought = f"{reasoning_of(message).strip()}\n</think>\n\n"
-                    start += len(chat.text[at:]) - len(chat.text[at:].lstrip("\n"))
-            elif closed:
+                    start = _skip(chat.text, place, "\n")
+            elif is_closed:
                 start = own_block.end()
             else:
-                start = at + len("<think>")
-                start += len(chat.text[start:]) - len(chat.text[start:].lstrip())
-        elif (opened := self._as_reasoning(before, chat, tools)) is not None:
+                start = _skip(chat.text, place + len("<think>"))
+        elif (opened := self._find_as_reasoning(before, chat, tools)) is not None:
             return opened
-        elif not chat.text[start:own].strip() and index in chat.marked.opened:
-            start = own
+        elif not chat.text[start:texts_start].strip() and index in chat.marked.opened:
+            start = texts_start
         else:
-            start = self._header_end(chat, tools, begin, matched, index)
-        shift = len(prompt) + len(thought) - start
+            start = self._find_header_end(chat, tools, begin, matched, index)
         literals = [*before.literals]
-        literals += [(len(prompt) + at.start(), len(prompt) + at.end()) for at in self.special.finditer(thought)]
+        literals += [
+            (len(prompt) + token.start(), len(prompt) + token.end()) for token in self.special.finditer(thought)
+        ]
+        shift = len(prompt) + len(thought) - start
         literals += [(first + shift, last + shift) for first, last in chat.literals if first >= start]
         return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
 
-    def _as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
-        """The turn with an empty thought, if the prompt ends in the way that the template begins a thought."""
+    def _find_as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
+        """The turn with an empty thought, if the prompt ends in the way that the template begins a thought.
+
+        prompt              <bot><thought>\\n
+        chat                <bot>Hello<end>                            does not begin with the prompt
+        with a probe        <bot><thought>\\nPROBE\\n</thought>Hello<end>
+        without the probe   <bot><thought>\\n\\n</thought>Hello<end>     begins with the prompt, and is returned
+        """
         index, message = len(chat.messages) - 1, chat.messages[-1]
         if reasoning_of(message).strip():
             return None
         for key in REASONING:
             try:
-                thinks = self._chat([*chat.messages[:-1], message | {key: _PROBE}], tools)
+                probed = self._render_chat([*chat.messages[:-1], message | {key: _PROBE}], tools)
             except BadRow:
                 continue
-            at = thinks.text.find(_PROBE)
-            if thinks.marked is None or not thinks.text.startswith(before.text) or at < len(before.text):
+            place = probed.text.find(_PROBE)
+            if probed.marked is None or not probed.text.startswith(before.text) or place < len(before.text):
                 continue
-            shifted = [(first - (first > at), last - (first > at)) for first, last in thinks.literals]
-            return thinks.text.replace(_PROBE, "", 1), shifted, thinks.marked.last[index] - 1
+            literals = [(first - (first > place), last - (first > place)) for first, last in probed.literals]
+            return probed.text.replace(_PROBE, "", 1), literals, probed.marked.last[index] - 1
         return None
 
-    def _header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
-        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header."""
-        follows = [{"role": "user", "content": "a"}] if index + 1 < len(chat.messages) else []
-        words = self._chat([*chat.messages[:index], {"role": "assistant", "content": "a"}, *follows], tools)
-        if words.marked is None or index not in words.marked.first:
+    def _find_header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
+        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header. Raises BadRow.
+
+        chat               ...Hi<end><bot><call>look<end>
+        in words           ...Hi<end><bot>a<end>            so the header is <end><bot>
+        result             the place after <bot>: <call> is the model's
+        """
+        followers = [{"role": "user", "content": "a"}] if index + 1 < len(chat.messages) else []
+        in_words = self._render_chat([*chat.messages[:index], {"role": "assistant", "content": "a"}, *followers], tools)
+        if in_words.marked is None or index not in in_words.marked.first:
             raise self._no_header(chat, begin + matched, index)
-        header = words.text[self._begin(words, index) : words.marked.first[index]]
+        header = in_words.text[in_words.turn_begin(index) : in_words.marked.first[index]]
         if not chat.text.startswith(header, begin) or header[matched:].strip():
             raise self._no_header(chat, begin + matched, index)
         return begin + len(header)
 
-    def _no_header(self, chat: _Chat, at: int, index: int) -> BadRow:
+    def _no_header(self, chat: _Chat, place: int, index: int) -> BadRow:
         return BadRow(
-            f"cannot find where the chat template's header ends before {chat.text[at : at + 40]!r} in turn {index + 1};"
-            " give data.chat_template one whose generation prompt is how its assistant turns begin"
+            f"cannot find where the chat template's header ends before {chat.text[place : place + 40]!r} in turn "
+            f"{index + 1}; give data.chat_template one whose generation prompt is how its assistant turns begin"
         )
-
-    def _begin(self, chat: _Chat, index: int) -> int:
-        """Where the texts before message `index` end in a chat; 0 where that is not marked."""
-        if chat.marked is None:
-            raise BadRow(
-                f"cannot find turn {index + 1} in the chat template's text; change the row, or give "
-                "data.chat_template another"
-            )
-        return chat.marked.last.get(index - 1, 0)
 
     # -- earlier turns -----------------------------------------------------------------------------------------------
 
-    def _earlier(self, whole: _Chat, tools: Tools, index: int) -> tuple[Span, bool, str]:
+    def _find_earlier(self, whole: _Chat, tools: Tools, index: int) -> tuple[Span, bool, str]:
         """A turn that others follow. Raises BadRow.
 
         Returns its characters in the whole chat, whether it has the same text and prompt when it is the last turn, and
         the token on which it ends.
+
+            whole            <user>Hi<end><bot>Hello<end><user>And?<end>...
+            alone, usually   <user>Hi<end><bot>Hello<end>            whole begins with it: the span of Hello<end>, True
+            alone, Qwen3     <user>Hi<end><bot><think></think>Hello<end>     the span of Hello<end> in whole, False
         """
         beginning = whole.messages[: index + 1]
         prompt = self._render(beginning[:-1], tools, generation_prompt=True)
         try:
             text = self._render(beginning, tools)
         except BadRow:  # a template that needs another message after it
-            return self._unended(whole, tools, index, prompt)
-        own = whole.marked.last.get(index, 0) if whole.marked else 0
-        if text.startswith(prompt) and own <= len(text) and whole.text.startswith(text[:own]):
-            token = self._stop(_Chat(beginning, text, None, []), text, whole.literals, len(prompt), own, tools)
+            return self._find_unended(whole, tools, index, prompt)
+        texts_end = whole.texts_end(index)
+        if text.startswith(prompt) and texts_end <= len(text) and whole.text.startswith(text[:texts_end]):
+            token = self._find_stop(beginning, text, whole.literals, len(prompt), texts_end, tools)
             if whole.text.startswith(text[: token.end()]):
                 return (len(prompt), token.end()), True, token.group()
-        alone = self._chat(beginning, tools, text=text)
-        answer = self._answer(alone, tools, prompt)
+        alone = self._render_chat(beginning, tools, text=text)
+        answer = self._find_answer(alone, tools, prompt)
         if answer.is_plain and whole.text.startswith(text[: answer.stop]):
             return (answer.prompt, answer.stop), True, answer.token
-        return self._in_history(whole, alone, answer, tools, index), False, answer.token
+        return self._find_in_history(whole, alone, answer, tools, index), False, answer.token
 
-    def _in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
-        """The place in the whole chat of a turn that the template writes in another way when it is the last."""
-        begin = self._begin(whole, index)
-        self._begin(alone, index)
+    def _find_in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
+        """The place in the whole chat of a turn that the template writes in another way when it is the last.
+
+        The beginning is the prompt's, as far as history writes it; the end is that of the answer alone:
+
+            answer   ...Hi<end><bot><think>\\n | thought</think>Hello<end>      the prompt up to the bar
+            whole    ...Hi<end><bot>Hello<end><user>...                         the span of Hello<end>
+        """
+        begin = whole.turn_begin(index)
+        alone.turn_begin(index)  # raises if the turn alone has no marks
         assert whole.marked is not None
         assert alone.marked is not None
-        own = whole.marked.first.get(index)
-        if own is None or index not in alone.marked.last:
+        texts_start = whole.marked.first.get(index)
+        if texts_start is None or index not in alone.marked.last:
             raise self._no_header(whole, begin, index)
-        tail = answer.text[answer.begin : answer.prompt]
-        matched = min(self._agreement(tail, whole.text, begin), own - begin)
+        tail = answer.text[answer.begin : answer.prompt]  # the prompt after the message before: <end><bot><think>\n
+        matched = min(self._common_length(tail, whole.text, begin), texts_start - begin)
         start, block = begin + matched, _BLOCK.search(tail)
         if matched == len(tail):
             pass
         elif block and matched >= block.start():  # history has no block, or closes it in another way than the prompt
             if not whole.text.startswith("<think>", begin + block.start()):
                 start = begin + block.start()
-        elif index in whole.marked.opened and not whole.text[start:own].strip():
-            start = own
+        elif index in whole.marked.opened and not whole.text[start:texts_start].strip():
+            start = texts_start
         else:
-            start = self._header_end(whole, tools, begin, matched, index)
-        start = min(start, own)
+            start = self._find_header_end(whole, tools, begin, matched, index)
+        start = min(start, texts_start)
+        # The text between the answer's own texts and its end, <end>, must follow the texts in history too.
         shift = len(answer.text) - len(alone.text)
         closing = answer.text[alone.marked.last[index] + shift : answer.stop]
-        last = whole.marked.last[index]
-        stop = last + len(closing)
-        if not whole.text.startswith(closing, last):  # the template ends it with a token that the model does not write
-            stop = last + self._common_pieces(closing, whole.text[last:])
+        texts_end = whole.marked.last[index]
+        stop = texts_end + len(closing)
+        if not whole.text.startswith(closing, texts_end):  # history ends it with a token that the model does not write
+            stop = texts_end + self._common_pieces(closing, whole.text[texts_end:])
         self._check_alone(whole, index, (start, stop))
         return start, stop
 
-    def _common_pieces(self, closing: str, text: str) -> int:
-        """How many characters two texts share at their start, without a part of a control token."""
-        length = 0
-        for token in re.split(f"({self.special.pattern})", closing):
-            if not text.startswith(token, length):
-                break
-            length += len(token)
-        return length
+    def _find_unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
+        """A turn at which the template cannot end a chat. It ends with the token that ends an answer in words.
 
-    def _agreement(self, tail: str, text: str, begin: int) -> int:
-        """Length of the common prefix of `tail` and text[begin:]. It never ends inside a control token."""
-        length = _common(tail, text, begin)
-        for written, start in ((tail, 0), (text, begin)):
-            for token in self.special.finditer(written, start, start + length + 40):
-                if token.start() < start + length < token.end():
-                    length = token.start() - start
-        return length
-
-    def _unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
-        """A turn at which the template cannot end a chat. It ends with the token that ends an answer in words."""
+        Some templates refuse a chat whose last turn has calls: then it ends at the first <end> after its texts.
+        """
         stop = self._habits(tools).stop
         if whole.marked is None or not whole.text.startswith(prompt) or stop is None:
             raise self._no_header(whole, len(prompt), index)
-        last = max(len(prompt), whole.marked.last.get(index, 0))
-        token = self.special.search(whole.text, last)
+        texts_end = max(len(prompt), whole.texts_end(index))
+        token = self.special.search(whole.text, texts_end)
         if token is None or token.group() != stop:
             raise self._no_header(whole, len(prompt), index)
         span = (len(prompt), token.end())
         self._check_alone(whole, index, span)
         return span, True, stop
+
+    def _common_pieces(self, closing: str, text: str) -> int:
+        """How many characters of `closing` begin `text`, in whole pieces: control tokens, and the texts between them.
+
+        "<end>\\n", "<end>\\n<user>And?"   -> all 6
+        "\\n<end>", "\\n<stop>"            -> 1, the line break
+        """
+        length = 0
+        for piece in re.split(f"({self.special.pattern})", closing):
+            if not text.startswith(piece, length):
+                break
+            length += len(piece)
+        return length
+
+    def _common_length(self, tail: str, text: str, begin: int) -> int:
+        """Length of the common prefix of `tail` and text[begin:]. It never ends inside a control token.
+
+        <end><bot><think> and <end><bot>Hello share <end><bot>. <|im_start|> and <|im_end|> share nothing.
+        """
+        length = _common_prefix(tail, text, begin)
+        for written, start in ((tail, 0), (text, begin)):
+            for token in self.special.finditer(written, start, start + length + _LONGEST_TOKEN):
+                if token.start() < start + length < token.end():
+                    length = token.start() - start
+        return length
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -413,11 +493,11 @@ class SpanFinder:
     def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
         """Raises if the template leaves out a message's text or call."""
         if whole.marked is None:
+            # Without marks only the wanted messages can be looked for, by their letters without space.
             written = "".join(whole.text.split()).casefold()
             for index in wanted:
                 message = whole.messages[index]
-                said = "".join(message["content"].split()).casefold()
-                if said not in written:
+                if "".join(message["content"].split()).casefold() not in written:
                     raise self._left_out(whole.messages, index, "the text")
                 if any(call["function"]["name"] not in whole.text for call in message.get("tool_calls", ())):
                     raise self._left_out(whole.messages, index, "a tool call")
@@ -425,55 +505,54 @@ class SpanFinder:
         absent = absent_part(whole.messages, whole.marked, wanted)
         if absent is None:
             return
-        index, what = absent
+        index, part = absent
         if index in wanted and index + 1 < len(whole.messages):
-            alone = self._mark_and_render(whole.messages[: index + 1], tools)
-            if alone is not None and absent_part(whole.messages[: index + 1], alone, [index]) is None:
-                raise OmittedFromHistory(f"leaves out {what} of", index)
-        raise self._left_out(whole.messages, index, what)
+            beginning = whole.messages[: index + 1]
+            alone = self._mark_and_render(beginning, tools)
+            if alone is not None and absent_part(beginning, alone, [index]) is None:
+                raise OmittedFromHistory(f"leaves out {part} of", index)
+        raise self._left_out(whole.messages, index, part)
 
-    def _left_out(self, messages: Messages, index: int, what: str) -> BadRow:
-        beside_call = what == "the text" and messages[index].get("tool_calls")
+    def _left_out(self, messages: Messages, index: int, part: str) -> BadRow:
+        is_beside_call = part == "the text" and messages[index].get("tool_calls")
+        removed = "that text" if is_beside_call else "the turn"
         return BadRow(
-            f"the chat template leaves out {what} of turn {index + 1} ({messages[index]['role']}); "
-            f"remove {'that text' if beside_call else 'the turn'}, or give data.chat_template one that writes it"
+            f"the chat template leaves out {part} of turn {index + 1} ({messages[index]['role']}); "
+            f"remove {removed}, or give data.chat_template one that writes it"
         )
-
-    def _check_tools_kept(self, whole: _Chat, tools: Tools) -> None:
-        if not tools or (whole.marked and whole.marked.has_tools):
-            return
-        if self._render(whole.messages, None) == whole.text:
-            raise BadRow(
-                "the chat template does not write the row's tools; remove them, or give data.chat_template one"
-            )
 
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
-        has_tools = bool(tools)
-        if has_tools not in self._habits_of:
-            self._habits_of[has_tools] = self._find_habits([_PROBE_TOOL] if has_tools else None)
-        return self._habits_of[has_tools]
+        """The template's habits in chats with tools, or without. They are looked for once.
 
-    def _find_habits(self, tools: Tools) -> _Habits:
+            <bot>PROBE<end>\\n<eos>                 the last turn of a document
+            <bot>PROBE<end>\\n<user>a<end>...       the same turn, followed
+
+        Both have <end>\\n: <end> is the stop, and \\n<eos> closes the document.
+        """
+        has_tools = bool(tools)
+        if has_tools in self._habits_of:
+            return self._habits_of[has_tools]
+        probe_tools = [_PROBE_TOOL] if has_tools else None
         question: dict[str, Any] = {"role": "user", "content": "a"}
         answer: dict[str, Any] = {"role": "assistant", "content": _PROBE}
         stop, closing, between = None, "", frozenset[str]()
         try:
-            ended = self._render([question, answer], tools).rpartition(_PROBE)[2]
+            ended = self._render([question, answer], probe_tools).rpartition(_PROBE)[2]
             tokens = self.special.findall(ended)
             stop = tokens[-1] if tokens else None
-            followed = self._render([question, answer, question], tools).rpartition(_PROBE)[2]
-            turn = ended[: self._common_pieces(ended, followed)]
-            if own := [*self.special.finditer(turn)]:  # else a token of its own ends the last turn
-                stop, closing = own[-1].group(), ended[own[-1].end() :]
+            followed = self._render([question, answer, question], probe_tools).rpartition(_PROBE)[2]
+            turn_end = ended[: self._common_pieces(ended, followed)]
+            if own_tokens := [*self.special.finditer(turn_end)]:  # else a token of its own ends the last turn
+                stop, closing = own_tokens[-1].group(), ended[own_tokens[-1].end() :]
         except BadRow:  # a template that needs another kind of chat
             pass
         try:
             calls = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}]
-            prompt = self._render(calls[:1], tools, generation_prompt=True)
-            header = prompt[_common(self._render(calls[:1], tools), prompt, 0) :].strip()
-            text = self._render(calls, tools)[len(prompt) :].removesuffix(closing)
+            prompt = self._render(calls[:1], probe_tools, generation_prompt=True)
+            header = prompt[_common_prefix(self._render(calls[:1], probe_tools), prompt, 0) :].strip()
+            text = self._render(calls, probe_tools)[len(prompt) :].removesuffix(closing)
             # A token before another header ends a turn: such templates write each call as a turn of its own.
             between = frozenset(
                 token.group()
@@ -482,11 +561,19 @@ class SpanFinder:
             ) - {stop}
         except BadRow:
             pass
-        return _Habits(stop, closing if self.special.search(closing) or closing.strip() else "", between)
+        if not self.special.search(closing) and not closing.strip():
+            closing = ""
+        self._habits_of[has_tools] = _Habits(stop, closing, between)
+        return self._habits_of[has_tools]
 
 
-def _common(tail: str, text: str, start: int) -> int:
-    """Length of the common prefix of `tail` and text[start:]."""
+def _skip(text: str, place: int, characters: str | None = None) -> int:
+    """The first place from `place` on without one of these characters; None: without space."""
+    return len(text) - len(text[place:].lstrip(characters))
+
+
+def _common_prefix(tail: str, text: str, start: int) -> int:
+    """Length of the common prefix of `tail` and text[start:]: 2 for "abc", "xxabd", 2."""
     if text.startswith(tail, start):
         return len(tail)
     length = 0

@@ -161,7 +161,7 @@ class Encoder:
 
     def _scripted(self, chat: Chat) -> Script:
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        chosen = [index for index in answers if chat.learned[index]]
+        chosen = [index for index in answers if chat.supervised[index]]
         if self._data.train_on == "completion":
             chosen = [index for index in chosen if index == answers[-1]]
         if not chosen:
@@ -198,7 +198,7 @@ class Encoder:
         if _has_thought(chat.messages[index], rendered, index):
             return
         if index + 1 < len(chat.messages):  # as at inference, templates write only the last turn's reasoning
-            alone = replace(chat, messages=chat.messages[: index + 1], learned=[*chat.learned[:index], True])
+            alone = replace(chat, messages=chat.messages[: index + 1], supervised=[*chat.supervised[:index], True])
             if self._works(alone, index):
                 raise OmittedFromHistory("leaves out the reasoning of", index)
         raise ReasoningLeftOut(index)
@@ -227,7 +227,7 @@ class Encoder:
     def _works(self, chat: Chat, index: int) -> bool:
         """Whether a turn in this chat can be supervised completely."""
         try:
-            self._scripted(replace(chat, learned=[at == index for at in range(len(chat.messages))]))
+            self._scripted(replace(chat, supervised=[at == index for at in range(len(chat.messages))]))
         except RowError:
             return False
         return True

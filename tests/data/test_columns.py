@@ -103,7 +103,7 @@ def test_the_columns_of_public_data_sets_are_read(name: str, tmp_path: Path) -> 
     assert isinstance(first, Chat)
     assert first == second
     assert first.messages == messages
-    assert first.learned == [message["role"] == "assistant" for message in messages]
+    assert first.supervised == [message["role"] == "assistant" for message in messages]
     assert checked(tmp_path, row, row, **entry) == told
 
 
@@ -219,7 +219,7 @@ def test_roles_of_the_recipe_win_over_known_ones(tmp_path: Path) -> None:
     assert isinstance(turns, Chat)
     assert chat.messages == turns.messages
     assert [message["content"] for message in chat.messages] == ["So.", "Why?"]
-    assert chat.learned == turns.learned == [False, True]
+    assert chat.supervised == turns.supervised == [False, True]
 
 
 def test_each_unknown_role_is_told_once(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_system_column_is_the_system_turn(row: dict[str, Any], entry: dict[str
     assert isinstance(instructed, Chat)
     assert plain.messages == TURNS
     assert instructed.messages == [BRIEF, *TURNS]
-    assert instructed.learned == [False, False, True]
+    assert instructed.supervised == [False, False, True]
     assert checked(tmp_path, row | {"system": "Be brief."}) == []
 
 
@@ -263,7 +263,7 @@ def test_a_system_column_beside_a_system_turn(tmp_path: Path) -> None:
         (chat,) = read(tmp_path, {"system": "Be brief.", "messages": [first, *TURNS]})
         assert isinstance(chat, Chat)
         assert chat.messages == [first, *TURNS]
-        assert chat.learned == [False, False, True]
+        assert chat.supervised == [False, False, True]
         (answer,) = answers(tmp_path, {"system": "Be long.", "messages": [first, *TURNS]})
         assert "'system' and the system turn of the messages differ; keep one" in answer
 
@@ -277,7 +277,7 @@ def test_history_is_earlier_turns(tmp_path: Path) -> None:
         assert [message["content"] for message in chat.messages] in (said, said[-2:])
     (first, *_) = read(tmp_path, row)
     assert isinstance(first, Chat)
-    assert first.learned == [False, True] * 3
+    assert first.supervised == [False, True] * 3
 
 
 def test_tools_and_reasoning_of_alpaca_rows(tmp_path: Path) -> None:

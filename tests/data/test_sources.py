@@ -14,7 +14,7 @@ import pytest
 from datasets import ReadInstruction
 
 from finetune.data.sources import Source, resolve
-from finetune.data.splits import read_split
+from finetune.data.sources import read_split
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSet
 

@@ -13,7 +13,7 @@ from finetune.cli.main import main
 from finetune.data.columns import RowLayout
 from finetune.data.formats import SHAREGPT_ROLES, Chat, read_row
 from finetune.data.messages import role_of_tools
-from finetune.importers.convert import Imported, convert
+from finetune.importers import Imported, convert
 from finetune.recipe.loader import load_recipe
 from tests.support.others_configs import (
     AXOLOTL_LORA_8B,

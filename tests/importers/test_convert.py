@@ -17,12 +17,11 @@ from finetune.cli.main import main
 from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.errors import RecipeError
-from finetune.importers import hf_trainer, trl
-from finetune.importers.convert import TOOLS, Imported, convert, known_tool
-from finetune.importers.foreign_config import Level, recipe_default
-from finetune.importers.left_out import TABLE, UNKNOWN, KnownKey, known_keys, reason_for
+from finetune.importers import Imported, Level, convert, hf_trainer, known_tool, trl
+from finetune.importers.conversion import TOOLS
+from finetune.importers.foreign_config import TABLE, UNKNOWN, KnownKey, known_keys, reason_for, recipe_default
 from finetune.importers.recipe_writer import written
-from finetune.importers.templates import TEMPLATES
+from finetune.importers.shared import TEMPLATES
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.yaml_text import parse

@@ -115,7 +115,7 @@ def test_the_place_of_a_reference(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("reference", "expected"), [("${output_dir}/b", "/tmp/x/b"), ("${checkpointer.model_type}", "LLAMA3"), ("$5", "$5")]
 )
 def test_what_a_reference_means(reference: str, expected: str, tmp_path: Path) -> None:
-    from finetune.importers.convert import convert
+    from finetune.importers import convert
 
     (file := tmp_path / "theirs.yaml").write_text(
         yaml.safe_dump(TUNE_LORA | {"output_dir": "/tmp/x", "other": reference})
@@ -126,7 +126,7 @@ def test_what_a_reference_means(reference: str, expected: str, tmp_path: Path) -
 
 def test_other_tools_put_nothing_in(tmp_path: Path) -> None:
     """A dollar and a brace in a template of axolotl's are text."""
-    from finetune.importers.convert import convert
+    from finetune.importers import convert
 
     jinja = "{% for m in messages %}${a}{{ m['content'] }}{% endfor %}"
     (file := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(AXOLOTL_LORA_8B | {

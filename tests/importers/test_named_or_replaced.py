@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from finetune.importers.convert import Imported, convert
+from finetune.importers import Imported, convert
 from tests.support.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
 
 BARE_AXOLOTL = {key: value for key, value in AXOLOTL_LORA_8B.items() if not key.startswith("wandb")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.recipe_plans import NAME, on_page, plan, table

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli.recipe_list import budget_text, purpose_of
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import FinetuneError
-from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
 from finetune.planner.plan_recipe import Planned
 from finetune.recipe.gpus import gpus_of

@@ -1,0 +1,138 @@
+"""From another tool's file to a recipe: read, find the tool, convert, list what is left out, check the result."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+from finetune.errors import FinetuneError, RecipeError
+from finetune.files import write_text
+from finetune.importers import Imported, axolotl, llamafactory, torchtune, trl
+from finetune.importers.foreign_config import ForeignConfig
+from finetune.importers.recipe_writer import page, written
+from finetune.importers.shared import best_model, fit_strategy
+from finetune.output_stream import one_line
+from finetune.paths import read_regular
+from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, tool_of
+from finetune.recipe.gpus import budget_of, parse_gpus
+from finetune.recipe.loader import MAX_MISTAKES, load_recipe
+from finetune.recipe.schema import Budget
+from finetune.recipe.yaml_text import MAX_BYTES, Parsed, parse, shown
+from finetune.wording import first_lines
+
+TOOLS = get_args(Tool)
+_MARK = "# Made by `finetune import` from "
+
+
+def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
+    """`finetune.importers.convert`."""
+    parsed = _parse_file(file)
+    values: dict[str, Any] = parsed.value
+    tool = tool or tool_of(values)
+    if tool is None and "model" in values and "data" in values:
+        command = shlex.join(["finetune", "check", str(file)])
+        raise RecipeError([f"{file}: is already a recipe; check it by: {command}"])
+    if tool is None:
+        titles = ", ".join(TOOL_TITLES.values())
+        raise RecipeError([f"{file}: is not a configuration of {titles}; name the tool by --tool"])
+    if tool == "torchtune":  # no other tool replaces ${...} by values
+        values = torchtune.interpolated(file, parsed)
+    refuse_other_training(file, tool, values)
+
+    budget, machine = Budget(gpus=1), "one GPU"
+    if gpus is not None:
+        budget, machine = budget_of(parse_gpus(gpus)), f"--gpus {gpus}"
+    foreign = ForeignConfig(TOOL_TITLES[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
+    try:
+        match tool:
+            case "axolotl":
+                axolotl.convert(foreign)
+            case "llamafactory":
+                llamafactory.convert(foreign)
+            case "trl":
+                trl.convert(foreign)
+            case "torchtune":
+                torchtune.convert(foreign)
+        best_model(foreign)
+        fit_strategy(foreign)
+    except RecipeError as error:
+        raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        # A section instead of a word, or a word instead of a number, in a place where no converter expects it.
+        place = f"{file}: {foreign.last_read}: is {shown(foreign.peek(foreign.last_read))}"
+        reason = f"{TOOL_TITLES[tool]} cannot read it ({one_line(error, 100)})"
+        raise RecipeError([f"{place}; {reason}; correct it, or name its tool by --tool"]) from error
+    foreign.leave_unread()
+    foreign.write("budget", budget.model_dump(exclude_defaults=True) or {"gpus": 0}, machine)
+
+    title = [
+        f"{_MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
+        "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
+    ]
+    text = page(title, foreign.carried, foreign.left_out)
+    _check_recipe(file, text, foreign)
+    return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
+
+
+def _parse_file(file: Path) -> Parsed:
+    """The file's YAML, whose value is a mapping. Raises RecipeError."""
+    try:
+        parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise RecipeError([f"{file}: {reason}; name a tool's configuration"]) from None
+    if parsed.flaws:
+        mistakes = [f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in parsed.flaws]
+        raise RecipeError(first_lines(mistakes, MAX_MISTAKES))
+    if not isinstance(parsed.value, dict):
+        raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
+    return parsed
+
+
+def _check_recipe(file: Path, text: str, foreign: ForeignConfig) -> None:
+    """The recipe must be valid and hold what was carried. Raises RecipeError, which names the tool's own key."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise RecipeError([f"{file}: a key holds half a character ({half}); write the character itself"]) from None
+    with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(text, "utf-8")
+        try:
+            recipe = load_recipe(path).recipe.model_dump(mode="json")
+        except RecipeError as error:
+            mistakes = []
+            for mistake in error.mistakes:
+                # "/tmp/x/recipe.yaml:12:3: training.seed: ..." becomes "theirs.yaml: seed: training.seed: ..."
+                problem = re.sub(r"^\d+:\d+: ", "", mistake.splitlines()[0].removeprefix(f"{path}:"))
+                _, origin = foreign.carried.get(problem.partition(": ")[0], (None, ""))
+                mistakes.append(f"{file}: {origin}: {problem}" if origin else f"{file}: {problem}")
+            raise RecipeError(mistakes) from None
+    for key, (value, _) in foreign.carried.items():
+        loaded: Any = recipe
+        for part in key.split("."):
+            loaded = loaded[part]
+        is_same = loaded == value or str(loaded) == str(value)  # a name of digits alone, which a recipe takes as text
+        assert isinstance(value, (dict, list)) or is_same, f"{key}: {written(value)} became {written(loaded)}"
+
+
+def find_tool(name: str | None) -> Tool | None:
+    """`finetune.importers.known_tool`."""
+    if not name:
+        return None
+    wanted = name.lower().replace("-", "").replace("_", "")
+    for tool in TOOLS:
+        if tool == wanted:
+            return tool  # type: ignore[no-any-return]
+    raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOLS)}")
+
+
+def write_imported(path: Path, text: str) -> None:
+    """`finetune.importers.write_recipe`."""
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(_MARK.encode())):
+        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune import`; name another")
+    write_text(path, text)
