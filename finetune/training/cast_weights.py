@@ -52,9 +52,10 @@ class CastWeights:
             return
         with casting or nullcontext():
             copies = {id(parameter): self._copy(name, parameter) for name, parameter in self._model.named_parameters()}
-        # Each place that holds a parameter gets its copy; a tied weight has several. torch.func.functional_call does the
-        # same for one forward, but backward's recomputation runs after it. `_parameters` is not public: no public name
-        # puts a tensor in a parameter's place and keeps the order of parameters (tests/training/test_cast_weights.py).
+        # Each place that holds a parameter gets its copy; a tied weight has several. torch.func.functional_call does
+        # the same for one forward, but backward's recomputation runs after it. `_parameters` is not public: no public
+        # name puts a tensor in a parameter's place and keeps the order of parameters
+        # (tests/training/test_cast_weights.py).
         places = [
             (module._parameters, name, parameter)
             for module in self._model.modules()

@@ -80,7 +80,9 @@ def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLay
 def _agreed(run: Run, guard: Guard) -> dict[str, str]:
     """The paths that any rank has to leave off, with reasons; equal on all ranks."""
     paths = list(INSTEAD)
-    flags = torch.tensor([path in guard.left_off for path in paths], dtype=torch.int32, device=run.parts.accelerator.device)
+    flags = torch.tensor(
+        [path in guard.left_off for path in paths], dtype=torch.int32, device=run.parts.accelerator.device
+    )
     if not run.parts.accelerator.reduce(flags, reduction="sum").any():
         return {}
     rank, ranks = run.parts.accelerator.process_index, run.parts.accelerator.num_processes

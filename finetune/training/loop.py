@@ -1,7 +1,7 @@
 """The training loop: begin a step, read finished ones, log, evaluate, save, stop.
 
-A method (full, LoRA, QLoRA) is a way to build a model. A strategy (DDP, FSDP2, ZeRO) is a way to build an Accelerator. An
-objective is a way to turn a micro-batch into a loss. This file branches on none of them.
+A method (full, LoRA, QLoRA) is a way to build a model. A strategy (DDP, FSDP2, ZeRO) is a way to build an Accelerator.
+An objective is a way to turn a micro-batch into a loss. This file branches on none of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ from finetune.training.run import Run, steps_of
 from finetune.training.seeds import Seeds
 from finetune.training.step import optimizer_step
 from finetune.training.update import PendingStep
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def train(run: Run, state: TrainState) -> bool:
     On a GPU a step is read after the next one is queued, so that the device never waits for the host. When this
     returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
     """
-    recipe, plan, parts = run.recipe, run.plan, run.parts
+    plan, parts = run.plan, run.parts
     objective, device = parts.objective, parts.accelerator.device
     overlaps = host_works_ahead(run)
     seeds = Seeds(plan, device, state.step, run.terminal.log)
@@ -65,7 +68,7 @@ def train(run: Run, state: TrainState) -> bool:
     stop = False
 
     with batches_on_device(run, state.step, ahead=overlaps) as batches:
-        while not (stop or is_finished(run, state)):
+        while not (stop or is_over(run, state)):
             # Begin: queue the next step at its learning rate.
             step, started_at, waited_before = state.step + len(queued), time.perf_counter(), batches.seconds
             rows = plan.rows_of(step)
@@ -130,7 +133,7 @@ def train(run: Run, state: TrainState) -> bool:
             if evaluates:
                 _evaluate_and_compare(run, state)
             # A stop saves at any step. Early stopping, which an evaluation decides, also ends with a checkpoint.
-            saved = stop or saves or (evaluates and is_finished(run, state))
+            saved = stop or saves or (evaluates and is_over(run, state))
             if saved:
                 with parts.phases("save"):
                     state.loss_scaler = scaler_state(parts.accelerator)
@@ -139,7 +142,7 @@ def train(run: Run, state: TrainState) -> bool:
                 for line in parts.phases.lines(state.step):
                     run.write_metrics(line)
     run.wait_for_saves()
-    return is_finished(run, state)
+    return is_over(run, state)
 
 
 def needs_log(run: Run, step: int) -> bool:
@@ -168,7 +171,7 @@ def must_read(queued: deque[QueuedStep], *, overlaps: bool, flush: bool) -> bool
     return len(queued) > 1 or queued[-1].pending.is_ready
 
 
-def is_finished(run: Run, state: TrainState) -> bool:
+def is_over(run: Run, state: TrainState) -> bool:
     """Whether no step is left, or early stopping ended the run. It follows from the state, so also after a resume."""
     return state.step == run.plan.total_steps or _stopped_early(run, state)
 
@@ -209,23 +212,31 @@ class TimedBatches:
 def batches_on_device(run: Run, first_step: int, *, ahead: bool) -> Iterator[TimedBatches]:
     """This rank's micro-batches on the device, from step `first_step` to the end of the run.
 
-    `ahead`: a thread makes the next step's batches while this one is computed. What it raises is raised where that step
-    asks for them.
+    `ahead`: a thread makes the next step's batches while this one is computed.
     """
     steps = run.plan.batches_from(first_step, run.train_rows)
-    device, non_blocking = run.parts.accelerator.device, run.recipe.training.non_blocking
-    if not ahead:
-        yield TimedBatches(prefetch(chain.from_iterable(steps), device, non_blocking))
-        return
+    with made_ahead(steps) if ahead else nullcontext(steps) as made:
+        batches = chain.from_iterable(made)
+        yield TimedBatches(prefetch(batches, run.parts.accelerator.device, run.recipe.training.non_blocking))
+
+
+@contextmanager
+def made_ahead(items: Iterable[Item]) -> Iterator[Iterator[Item]]:
+    """The items in order, each made in a thread while the one before it is used.
+
+    An error is raised where its item is asked for. Leaving the block ends the thread, after the item that it is making.
+    """
+    end = object()
+    source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
 
-        def made_ahead() -> Iterator[list[MicroBatch]]:
-            coming = thread.submit(next, steps, None)
-            while (batches := coming.result()) is not None:
-                coming = thread.submit(next, steps, None)
-                yield batches
+        def taken() -> Iterator[Item]:
+            coming = thread.submit(next, source, end)
+            while (item := coming.result()) is not end:
+                coming = thread.submit(next, source, end)
+                yield item  # type: ignore[misc]  # not the end
 
-        yield TimedBatches(prefetch(chain.from_iterable(made_ahead()), device, non_blocking))
+        yield taken()
 
 
 def evaluate(
@@ -237,7 +248,8 @@ def evaluate(
     sets: Mapping[str, Rows] | None = None,
     weights: CastWeights = AS_THEY_ARE,
 ) -> dict[str, float]:
-    """`loss`: the mean over all units (supervised tokens) of `rows`, exact for any number of ranks: one sum, one division.
+    """`loss`: the mean over all units (supervised tokens) of `rows`, exact for any number of ranks: one sum, one
+    division.
 
     Args:
         sets: The same rows by data set, if there are several: `NAME_loss` is each one's mean.

@@ -1,7 +1,8 @@
-"""A run's random numbers: dropout follows from (seed, step, rank, micro-step) alone, so a resume needs no generator state.
+"""A run's random numbers: dropout follows from (seed, step, rank, micro-step) alone, so a resume needs no generator
+state.
 
-Seeding costs host time in each micro-step, so a model that draws nothing is not seeded. The generators after a step show
-whether it drew. Its modules would not: a router's jitter is no module.
+Seeding costs host time in each micro-step, so a model that draws nothing is not seeded. The generators after a step
+show whether it drew. Its modules would not: a router's jitter is no module.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
-from finetune.closed_form.recomputation import choose_recomputation
+from finetune.closed_form.recomputation import Chosen, choose_recomputation
 from finetune.files import write_json, write_text
 from finetune.hub.around_training import check_before_training
 from finetune.hub.start_adapter import StartAdapter, find_start_adapter
@@ -91,11 +91,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
             print(note, file=sys.stderr)
     tokenizer = load_tokenizer(recipe)
 
-    # `auto` chooses for this rank's own device; training/session.py takes the most that any rank chose.
-    gpus = None
-    if device.type == "cuda":
-        gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
-    recomputation = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
+    recomputation = own_recomputation(recipe, launch)
     recipe = recomputation.recipe
     probed = probe(recipe, device)
     adapter = find_start_adapter(recipe)
@@ -138,9 +134,15 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     )
 
 
-def _claim(
-    loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str
-) -> Claim:
+def own_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
+    """What `auto` chooses for this rank's device. training/session.py takes the most that any rank chose."""
+    device, gpus = device_of(launch), None
+    if device.type == "cuda":
+        gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
+    return choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
+
+
+def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:
     """Rank 0 locks the run's folder and writes what is known at the start."""
     recipe = loaded.recipe
     identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}

@@ -5,8 +5,8 @@ There are two ways. `updates_on_device` chooses:
     on the device   torch's fused AdamW clips as it updates and refuses what is not finite. Nothing waits for the host.
     on the host     every other optimizer: clip, read five numbers, then update, skip (fp16) or refuse.
 
-torch's fused AdamW divides each gradient by its attribute `grad_scale` as it reads it. Where `found_inf` is exactly 1 it
-leaves weights, moments and step count as they are. So no separate pass clips the gradients (8 bytes a weight: 64 GB
+torch's fused AdamW divides each gradient by its attribute `grad_scale` as it reads it. Where `found_inf` is exactly 1
+it leaves weights, moments and step count as they are. So no separate pass clips the gradients (8 bytes a weight: 64 GB
 for 8B), and a gradient that is not finite is refused before anyone has read it.
 """
 
@@ -79,8 +79,8 @@ class PendingStep:
             self._copied = stream.record_event()
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises NotFinite if its loss or gradient norm was not finite on any rank. Then neither this
-        step nor any later one has changed a weight."""
+        """Wait for the step. Raises NotFinite if its loss or gradient norm was not finite on any rank. Then neither
+        this step nor any later one has changed a weight."""
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -131,7 +131,8 @@ def keep_refusal_flag(optimizer: torch.optim.Optimizer, device: torch.device) ->
 def _update_on_device(parts: StepParts, tally: Tensor) -> Tensor:
     """Update without a read. The device refuses if loss or gradient is not finite on any rank, and after such a step.
 
-    Returns float64 [5 + metrics]: loss sum, count, stop flags, gradient norm, 1 if an earlier step was refused, metrics.
+    Returns float64 [5 + metrics]: loss sum, count, stop flags, gradient norm, 1 if an earlier step was refused,
+    metrics.
     """
     tally = parts.accelerator.reduce(tally, reduction="sum")
     inner = unwrap_optimizer(parts.optimizer)
@@ -189,8 +190,8 @@ def _result(
 ) -> StepResult:
     """The result from loss sum, count, stop flags and gradient norm. Raises NotFinite where the run must end.
 
-    `scales`: fp16's loss scale in this step, and the lowest one. Gradients that overflow fp16 are no reason to end while
-    a smaller scale is left to try.
+    `scales`: fp16's loss scale in this step, and the lowest one. Gradients that overflow fp16 are no reason to end
+    while a smaller scale is left to try.
     """
     loss_sum, count, stops, grad_norm = figures
     assert count == planned_count, f"{count:g} units counted, {planned_count} planned"

@@ -22,7 +22,8 @@ from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.pipeline.timeline import Computation
 from finetune.tokens.batches import MicroBatch, without_learning
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts, optimizer_step
 from lectures.pipeline.played import PLAYED, PlayedStep, let_layers_sleep
 
 _TIMEOUT = timedelta(seconds=120)
@@ -66,19 +67,23 @@ def run_schedule(job: PlayedStep, schedule: str, accelerator: Accelerator, rank:
 
 def train_step(accelerator: Accelerator, parts: Assembled, batches: list[MicroBatch], phases: Phases) -> None:
     """An optimizer step, as the trainer makes it."""
+    step = StepParts(
+        accelerator=accelerator,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        objective=Supervised(),
+        phases=phases,
+        max_grad_norm=1.0,
+        pipeline=parts.pipeline,
+    )
     optimizer_step(
-        accelerator,
-        parts.model,
-        parts.optimizer,
+        step,
         iter(batches),
         micro_steps=len(batches),
-        supervised_tokens=_supervised(batches),
-        max_grad_norm=1.0,
+        planned_count=_supervised(batches),
         seed=None,
         stop=False,
-        phases=phases,
-        through=parts.pipeline,
-    ).read()
+    ).result()
 
 
 def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> list[Computation]:
@@ -91,7 +96,7 @@ def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> 
             dist.barrier()
         parts.pipeline.forward_and_backward(
             batches,
-            supervised_tokens=_supervised(batches),
+            divisor=_supervised(batches),
             loss_sum=torch.zeros((), dtype=torch.float64),
             before_each=lambda number: None,
             phases=off,

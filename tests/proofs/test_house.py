@@ -28,6 +28,8 @@ FLOORS = [
     ["train"],
     ["cli"],
 ]
+# Entered by verbs and by each other; a training needs none of them.
+ANNEXES = ("planner", "preflight", "finished_run", "importers")
 # The same within the planner; "planner" are the modules next to its two folders.
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
@@ -134,6 +136,30 @@ def test_imports_go_down() -> None:
     assert upward(uses()) == []
 
 
+def to_annexes(uses: dict[str, set[str]]) -> list[str]:
+    """Imports of an annex by the core."""
+    return sorted(
+        f"{module} imports {other}"
+        for module, others in uses.items()
+        if room(module) not in (*ANNEXES, "cli")
+        for other in others
+        if room(other) in ANNEXES
+    )
+
+
+def test_the_core_imports_no_annex() -> None:
+    assert to_annexes(uses()) == []
+    assert to_annexes({"training.session": {"planner.pick"}}) == ["training.session imports planner.pick"]
+
+
+def test_a_training_loads_no_annex() -> None:
+    program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    loaded = {name.split(".")[1] for name in process.stdout.split() if name.startswith("finetune.")}
+    assert {"training", "recipe"} <= loaded, process.stderr
+    assert loaded.isdisjoint({*ANNEXES, "cli"})
+
+
 def test_imports_go_in_no_circle() -> None:
     assert circle(uses(at_run_time=True)) == []
 
@@ -156,7 +182,7 @@ def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
 
 
 def test_a_circle_is_seen() -> None:
-    circle_found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
+    circle_found = circle(uses(at_run_time=True) | {"recipe.schema": {"recipe.loader"}})
     assert {"recipe.schema", "recipe.loader"} <= set(circle_found)
 
 
