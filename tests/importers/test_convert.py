@@ -575,9 +575,9 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     row = read_row({"instruction": "What is it?", "output": answer}, RowLayout("alpaca"))
     script = Encoder(tokenizer, data).script(row)
     assert script.text.startswith(prompt + answer + end)
-    start, stop = script.learned[0]
+    start, stop = script.supervised[0]
     assert script.text[start:stop] == answer + end
-    assert len(script.learned) == 1
+    assert len(script.supervised) == 1
 
 
 def test_recipe_defaults_are_the_recipes() -> None:

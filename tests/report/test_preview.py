@@ -155,7 +155,7 @@ def store(documents: list[list[int]], learned: list[list[bool]]) -> StoredDocume
     zeros = np.zeros(len(documents), dtype=np.int64)
     return StoredDocuments(
         tokens=np.concatenate(documents).astype(np.int32),
-        learned=np.concatenate(learned).astype(bool),
+        is_supervised=np.concatenate(learned).astype(bool),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         supervised=np.array([sum(some) for some in learned]),
         digests=zeros.astype(np.uint64),
