@@ -3,8 +3,8 @@
 python benchmarks/closed_form.py [--points 240] [--again]      (half an hour on two cores, kept point by point)
 
 Points are drawn with a fixed seed (tests/support/closed_form_points.py). One that was traced before is not traced
-again, unless --again says so, but its closed form is computed anew. `tests/planner/test_closed_form.py` does so too and
-traces a few of them.
+again, unless --again says so, but its closed form is computed anew. `tests/closed_form/test_closed_form.py` does
+so too and traces a few of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
+from finetune.closed_form.estimate import unsupported
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import unsupported
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 NAME = "closed_form"

@@ -68,7 +68,7 @@ def scratch() -> Iterator[Path]:
     """A temporary folder that is also the data cache, so that nothing is found from before; no planner runs beside."""
     with (
         TemporaryDirectory() as folder,
-        mock.patch.dict(os.environ, {"FINETUNE_CACHE": f"{folder}/cache", "FINETUNE_PLANNER": "off"}),
+        mock.patch.dict(os.environ, {"FINETUNE_CACHE": f"{folder}/cache"}),
     ):
         yield Path(folder)
 

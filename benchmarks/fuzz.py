@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":  # before torch and tokenizers load: a process with threads cannot be forked safely
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ |= {"FINETUNE_PLANNER": "off", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1"}
     from finetune.output_stream import plain_output
 
     as_a_command = contextlib.ExitStack()  # libraries print to the stream that they are imported with

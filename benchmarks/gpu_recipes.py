@@ -8,7 +8,6 @@ a GB, stands beside the training that is measured.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import statistics
@@ -23,16 +22,15 @@ from typing import Any
 
 import psutil
 
-from finetune.files import TEMPORARY_PREFIX, read_lines
+from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
-from finetune.planner.audit import audited
+from finetune.planner import audited, plan_of_run
 from finetune.preflight.disk import free_bytes
 from finetune.preflight.job import kill_all
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.training.planner_process import PLANNER_SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
@@ -42,8 +40,7 @@ STEPS, SKIPPED = 6, 2  # the first steps warm caches and the allocator
 SPARE = 3e9  # bytes of disk and of host memory: logs, compiled graphs, Python and CUDA's own
 ADAPTERS = 0.3e9  # bytes of the largest checkpoint of adapters, with their moments: 42 M weights in float32
 POLL_SECONDS = 0.2
-PLAN_SECONDS = 20  # a full training goes on for so long when its speed is known and its plan is not
-NO_ANSWER = "the planner has not answered yet"
+PLAN_SECONDS = 120  # at most, for the plan of a training that has ended
 OUT_OF_TIME = "not finished in time"
 OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe", "guard"
 
@@ -178,11 +175,11 @@ def measure(
         if not row and len(run.lines("train")) >= steps:
             row.update(run.figures())
             measured({"ok": True, **row})
-        return bool(row) and run.full and run.planned()
+        return bool(row) and run.full
 
     reason = run.train(ends, ended)
     if len(run.lines("train")) > min(SKIPPED, steps - 1):
-        row |= run.figures()
+        row |= run.figures(*plan_of_run(run.run_dir, timeout=PLAN_SECONDS))
     return {**row, **({"ok": True} if reason is None else run.failure(reason, ends))}
 
 
@@ -197,7 +194,6 @@ class Training:
         # speed or memory. Adapters are saved and exported in a second, and the receipt then says whether all changed.
         self.full = self.recipe.lora is None
         self.first_step_after: float | None = None  # seconds
-        self.waits_for_plan_until: float | None = None
 
     def make_model(self, ends: float) -> str | None:
         """Make its random model, unless it is there; why that failed, if it did."""
@@ -266,26 +262,12 @@ class Training:
         return [line for line in read_lines(file) if line["kind"] == kind] if file.is_file() else []
 
     def receipt(self) -> dict[str, Any]:
-        """Its receipt; while it runs with the plan, should that be there already."""
+        """Its receipt so far."""
         file = self.run_dir / "receipt.json"
         receipt: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        memory, plan = receipt.get("memory"), self.run_dir / f"{TEMPORARY_PREFIX}plan.json"
-        if memory and memory["planned"] is None and plan.is_file():
-            found = json.loads(plan.read_text("utf-8"))
-            memory |= {"planned": found["plan"], "why": found["why"]}
         return receipt
 
-    def planned(self) -> bool:
-        """Whether its plan is there or will not come, or was waited for long enough."""
-        if self.waits_for_plan_until is None:
-            patient = os.environ.get(PLANNER_SWITCH) == "wait"
-            self.waits_for_plan_until = time.monotonic() + (1e9 if patient else PLAN_SECONDS)
-        memory = self.receipt().get("memory")
-        if memory and (memory["planned"] is not None or memory["why"] != NO_ANSWER):
-            return True
-        return time.monotonic() > self.waits_for_plan_until
-
-    def figures(self) -> dict[str, Any]:
+    def figures(self, plan: Mapping[str, Any] | None = None, why: str | None = None) -> dict[str, Any]:
         """Median speed after the first steps, memory against the plan, and what the receipt says of the layers."""
         train, receipt = self.lines("train"), self.receipt()
         timed = train[min(SKIPPED, self.steps - 1) :]
@@ -295,7 +277,7 @@ class Training:
             name: {"measured_bytes": phase["peak_bytes"], "planned_bytes": None}
             for name, phase in (measured.get("phases") or {}).items()
         }
-        for row in audited(self.run_dir, receipt):
+        for row in audited(self.run_dir, receipt, plan) if plan else ():
             phases[row.phase] = {"measured_bytes": row.measured_bytes, "planned_bytes": row.planned_bytes}
         return {
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in timed),
@@ -307,9 +289,9 @@ class Training:
             "phases": phases,
             "reserved_bytes": {
                 "measured": measured.get("reserved_bytes"),
-                "planned": (memory.get("planned") or {}).get("reserved_bytes"),
+                "planned": (plan or {}).get("reserved_bytes"),
             },
-            "not_planned": memory.get("why"),
+            "not_planned": why,
             "receipt": {key: receipt.get(key) for key in OF_THE_RECEIPT},
         }
 

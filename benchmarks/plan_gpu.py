@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import gpu_recipes
 from benchmarks.common import RESULTS, write_result
-from finetune.planner.constants import STEP_PHASES
+from finetune.closed_form.constants import STEP_PHASES
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
 METHODS = {

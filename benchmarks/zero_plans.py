@@ -3,7 +3,7 @@
     python benchmarks/zero_plans.py            (minutes on two cores: ZeRO-3's layers are traced many at a time)
 
 Writes lectures/zero/plans.json. A change of the planner that moves a figure is seen by
-tests/lectures/zero/test_plans.py, whose slow test plans two of the rows anew.
+tests/planner/test_zero_lecture_plans.py, whose slow test plans two of the rows anew.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.sections.engine_keys import engine_notes
 
 if TYPE_CHECKING:
+    from finetune.closed_form.recomputation import Chosen
     from finetune.hub.start_adapter import StartAdapter
     from finetune.launch.launcher import Launch
-    from finetune.planner.closed_form.recomputation import Chosen
     from finetune.recipe.schema import Recipe
     from finetune.recipe.strategy import Strategy
     from finetune.run_folder.folder import Claim
@@ -167,8 +167,8 @@ def _plan(recipe: Recipe, strategy: Strategy, launch: Launch, prepared: Prepared
 
 def _chosen_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
     """For this rank's own device; the ranks agree on the most that one of them chooses (training/session.py)."""
+    from finetune.closed_form.recomputation import choose_recomputation
     from finetune.measure.out_of_memory import memory_of
-    from finetune.planner.closed_form.recomputation import choose_recomputation
     from finetune.recipe.gpus import Gpus
     from finetune.strategies.accelerator import device_of
 

@@ -12,10 +12,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.model.known_configs import planned_config
-from finetune.planner.closed_form.recomputation import choose_recomputation
-from finetune.planner.command import plan_by_trace
-from finetune.planner.constants import (
+from finetune.closed_form.constants import (
     CAST_WEIGHTS,
     COMPONENTS,
     GRADIENTS,
@@ -24,6 +21,9 @@ from finetune.planner.constants import (
     PARAMETERS,
     UNSHARDED_GRADIENTS,
 )
+from finetune.closed_form.recomputation import choose_recomputation
+from finetune.model.known_configs import planned_config
+from finetune.planner.command import plan_by_trace
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import gpus_of

@@ -14,9 +14,6 @@ import pytest
 # suite took 446 s with two, while another program ran).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Planning each of the suite's hundreds of runs would take most of its time; tests of the planner process turn it on.
-os.environ.setdefault("FINETUNE_PLANNER", "off")
-
 from tests.support.tiny import save_tiny
 
 LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  # ten seconds and more a test

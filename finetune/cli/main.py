@@ -139,7 +139,7 @@ def check(
 
 
 def _probe_model(recipe: Recipe, note: Callable[[str], None]) -> dict[str, Any]:
-    from finetune.planner.closed_form.recomputation import choose_recomputation
+    from finetune.closed_form.recomputation import choose_recomputation
     from finetune.probe.probe import probe
     from finetune.recipe.gpus import gpus_of
 
@@ -167,7 +167,7 @@ def rehearse(
     """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no weights."""
 
     def work() -> dict[str, Any]:
-        from finetune.planner.closed_form.recomputation import chosen_words
+        from finetune.closed_form.recomputation import chosen_words
         from finetune.preflight.rehearse import checklist_printer
         from finetune.preflight.rehearse import rehearse as run
 
@@ -210,14 +210,14 @@ def plan(
     """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
 
     def work() -> dict[str, Any]:
-        from finetune.planner.audit import audit_in_words
+        from finetune.planner import audit_in_words
         from finetune.planner.command import PlanOptions, pick_in_words, plan_in_words
 
         if file is not None:
             check_output(file, "--output")
         options, note = PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
         if audit:
-            result, text = audit_in_words([user_path(word) for word in words or []])
+            result, text = audit_in_words([user_path(word) for word in words or []], note)
         elif pick:
             result, text = pick_in_words(model, options, file, note)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,13 +70,21 @@ def report(
     """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
 
     def work() -> dict[str, Any]:
+        from finetune.planner import plan_of_run
         from finetune.report.curves import read_runs, summary
         from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
 
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
         if output is not None or len(runs) > 1:
             check_output(folder, "--output", folder=True)
-        reported = read_runs(runs)
+
+        def plan_of(run: Path) -> Mapping[str, Any] | None:
+            plan, why = plan_of_run(run, partial(typer.echo, err=True))
+            if why is not None:
+                typer.echo(f"{run}: not planned: {why}", err=True)
+            return plan
+
+        reported = read_runs(runs, plan_of)
         folder.mkdir(parents=True, exist_ok=True)
         write_report(reported, folder / PAGE_NAME)
         write_pictures(reported, folder)

@@ -74,7 +74,7 @@ def does_not_fit(
     Args:
         doing: The phase of the run: load, worst step first, training, ...
         phase: That of the step: forward, backward, step; empty outside of a step.
-        planned: The planner's result (training/planner_process.py).
+        planned: The planner's answer (training/plan_request.py).
         command: The command that continues the run after `step`.
     """
     notes = ", ".join(getattr(error, "__notes__", ()))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.measure.units import GIB
 from finetune.output_stream import one_line
-from finetune.planner.constants import STEP_PHASES
+from finetune.planner import PLAN_OF_RUN_SECONDS
+from finetune.planner.run_plans import plan_of_run
 from finetune.run_folder.facts import MOST_RECORD_BYTES, is_as_written
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
@@ -37,16 +39,22 @@ class AuditRow:
         return self.planned_bytes / self.measured_bytes - 1
 
 
-def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run."""
+def audit_in_words(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run.
+
+    Args:
+        note: Told of each run that is planned now, which takes seconds.
+    """
     receipts = [(run, _receipt(run)) for run in runs]
     rows: list[AuditRow] = []
     unplanned: dict[str, str] = {}
     for run, receipt in receipts:
         with in_one_line(partial(_not_of_a_run, run)):
-            rows += audited(run, receipt)
-            if why := _why_not(receipt):
-                unplanned[str(run)] = why
+            plan, why = plan_of_run(run, note, PLAN_OF_RUN_SECONDS)
+            if plan is None:
+                unplanned[str(run)] = str(why)
+            else:
+                rows += audited(run, receipt, plan)
     result = {
         "ok": True,
         "exit_code": 0,
@@ -57,20 +65,17 @@ def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
     return result, "\n".join(_lines(rows, unplanned, result))
 
 
-def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[AuditRow]:
+def audited(run: Path, receipt: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[AuditRow]:
     """A row for each phase that was planned and measured.
 
     The receipt has loading and the worst step, which runs try first; a run with `measure_phases` has every phase in
     metrics.jsonl, of which the largest peak counts.
     """
-    memory = receipt.get("memory") or {}
-    if not memory.get("planned"):
-        return
-    measured = {name: phase["peak_bytes"] for name, phase in memory["measured"]["phases"].items()}
+    measured = {name: phase["peak_bytes"] for name, phase in receipt["memory"]["measured"]["phases"].items()}
     for line in read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
         if line.get("kind") == "phase" and line.get("rank") == 0 and is_as_written(line):
             measured[line["phase"]] = max(measured.get(line["phase"], 0), round(line["peak_gib"] * GIB))
-    for name, phase in memory["planned"]["phases"].items():
+    for name, phase in plan["phases"].items():
         if measured.get(name):
             facts = str(run), str(receipt["strategy"]), int(receipt["world_size"])
             yield AuditRow(*facts, name, _bytes(phase["peak_bytes"]), _bytes(measured[name]))
@@ -91,13 +96,6 @@ def _receipt(run: Path) -> dict[str, Any]:
 
 def _not_of_a_run(run: Path, error: Exception) -> FinetuneError:
     return FinetuneError(f"--audit: {run}: its receipt is not that of a run: {words_of(error)}; leave it out")
-
-
-def _why_not(receipt: Mapping[str, Any]) -> str | None:
-    memory = receipt.get("memory")
-    if memory is None:
-        return "its receipt has no memory section: it ended before its worst step, or an older version wrote it"
-    return None if memory["planned"] else str(memory["why"])
 
 
 def _summary(rows: Sequence[AuditRow]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.planner import pick, remedies
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.explain import explain_plan
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.shape import FAMILIES, Shape, adapter_weights, shape_of
-from finetune.planner.constants import FLOAT32, HALF, loss_chunk_rows
+from finetune.closed_form.constants import FLOAT32, HALF, loss_chunk_rows
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.shape import FAMILIES, Shape, adapter_weights, shape_of
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from finetune.closed_form.constants import COMPONENTS
 from finetune.measure.units import GIB
-from finetune.planner.constants import COMPONENTS
 from finetune.planner.plan_recipe import Planned
 from finetune.strategies.pipeline.timeline import alive_at_most
 from finetune.wording import counted

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit
-from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.variants import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus

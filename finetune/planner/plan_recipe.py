@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from finetune.closed_form.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.known_configs import planned_config
-from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.least_room import least_room

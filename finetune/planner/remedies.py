@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import FinetuneError
-from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.variants import Changes, Variant, changed, larger_variants, smaller_variants
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe

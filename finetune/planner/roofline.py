@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import WEIGHT, CollectiveStats
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
 from finetune.planner.trace.step_work import StepWork
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS, HOST_MEMORY, Chip, StepTime, compute_seconds, scaled_step_times, step_time
 from finetune.planner.trace.flops import COPY, ON_HOST

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.planner.closed_form.rank import cached_strategy
+from finetune.closed_form.rank import cached_strategy
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards
 from finetune.recipe.schema import Recipe

@@ -27,7 +27,6 @@ from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compare
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
-from finetune.training.planner_process import PLANNER_SWITCH
 
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # Largest relative difference of final losses, by the number format of the computation: another order of summation in
@@ -141,7 +140,7 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
     progress(compared.name, 0)
     with open(log, "w", encoding="utf-8") as output:
         command = job_command(comparison, compared)
-        environment = os.environ | {"PYTHONWARNINGS": "ignore", PLANNER_SWITCH: "off"}  # no planner among what is timed
+        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
         with subprocess.Popen(
             with_parent(command), stdout=output, stderr=subprocess.STDOUT, env=environment
         ) as process:

@@ -22,7 +22,6 @@ from finetune.launch.with_parent import with_parent
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.strategy import CONFIG_FOLDER
-from finetune.training.planner_process import PLANNER_SWITCH
 
 START_TIMEOUT_SECONDS = 300  # for one start
 
@@ -78,7 +77,6 @@ def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
     """The job in its own session; none of its processes outlives the block."""
     environment = environment_for_child() | {
         "FINETUNE_CACHE": str(job.shared_cache or job.folder / "cache"),
-        PLANNER_SWITCH: "off",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
     }

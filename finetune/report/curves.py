@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,20 @@ class ReportedRun:
     name: str
     folder: Path
     facts: RunFacts
+    plan: Mapping[str, Any] = field(default_factory=dict)  # the JSON of finetune plan; empty if there is none
 
 
-def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
-    """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run."""
+def read_runs(
+    folders: Sequence[Path], plan_of: Callable[[Path], Mapping[str, Any] | None] = lambda run: None
+) -> list[ReportedRun]:
+    """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run.
+
+    Args:
+        plan_of: Makes the plan of a run's folder, to show beside what was measured; by default there is none.
+    """
     jobs = [job for folder in folders for job in _jobs(folder)]
     names = _names(jobs)
-    return [_read(folder, name) for folder, name in zip(jobs, names, strict=True)]
+    return [_read(folder, name, plan_of) for folder, name in zip(jobs, names, strict=True)]
 
 
 def _jobs(folder: Path) -> list[Path]:
@@ -63,8 +70,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     raise FinetuneError("two of these runs are the same folder; name each once")
 
 
-def _read(folder: Path, name: str) -> ReportedRun:
-    run = ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
+def _read(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str, Any] | None]) -> ReportedRun:
+    facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
+    run = ReportedRun(name, folder, facts, plan_of(folder) or {})
     with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
         summary(run), phase_peaks(run), planned_peaks(run), run.facts.missing()
     return run
@@ -163,16 +171,15 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
     for line in run.facts.metrics:
         if line.get("kind") == "phase":
             peaks[line["phase"]] = max(peaks.get(line["phase"], 0.0), float(line["peak_gib"]))
-    return _in_order(peaks) or _gib(run, "measured")
+    return _in_order(peaks) or _gib((run.facts.receipt.get("memory") or {}).get("measured") or {})
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:
-    """What the planner expected of each phase, GiB; empty where the run's receipt has no plan."""
-    return _gib(run, "planned")
+    """What the planner expects of each phase, GiB; empty without a plan."""
+    return _gib(run.plan)
 
 
-def _gib(run: ReportedRun, which: str) -> dict[str, float]:
-    section = (run.facts.receipt.get("memory") or {}).get(which) or {}
+def _gib(section: Mapping[str, Any]) -> dict[str, float]:
     return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in section.get("phases", {}).items()})
 
 

@@ -1,4 +1,4 @@
-"""A run's memory, planned and measured: the request to the planner, the receipt's section, the out-of-memory error."""
+"""A run's memory: the receipt's section, and the error of a run that is out of memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from finetune.measure.phases import Phase, Phases, peak_bytes
 from finetune.measure.units import GIB, PHASES
 from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import device_of
-from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, PlanRequest
+from finetune.training.plan_request import PlanRequest, ask_once, ask_planner
 from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
 from finetune.wording import recomputation_in_words
 
+PLANNER_TIMEOUT = 60  # seconds that a run out of memory waits for the planner
+
 
 def plan_request(start: Start) -> PlanRequest:
-    """Rank 0's worst step, on its own device."""
+    """Rank 0's share of the worst step, on this rank's device."""
     launch, rows = start.launch, start.prepared.train
     of_rank_0 = longest_rows(rows, start.plan)[:: start.plan.world_size]
-    documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0)
     device = device_of(launch)
     return PlanRequest(
-        recipe=start.recipe.model_dump_json(),
-        documents=(documents,) * micro_steps_to_try(start.plan),
+        recipe=start.recipe.model_dump(mode="json"),
+        documents=tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0),
+        micro_batches=micro_steps_to_try(start.plan),
         flat=start.plan.flat,
         nodes=launch.nodes,
         ranks_of_node=launch.local_world_size,
@@ -39,17 +41,16 @@ def plan_request(start: Start) -> PlanRequest:
     )
 
 
-def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device: torch.device) -> dict[str, Any]:
-    """The receipt's `memory`: the plan, or why there is none, and what rank 0 measured; all in bytes.
+def memory_facts(request: PlanRequest, phases: Mapping[str, Phase], device: torch.device) -> dict[str, Any]:
+    """The receipt's `memory`: the worst step, as the planner needs it, and what rank 0 measured; all in bytes.
 
-    `planned` is the planner's result. Measured by phase are CUDA's allocated bytes, on a CPU the bytes of all tensors.
-    The process's peak on a CPU is its resident set, which includes the libraries that no plan covers.
+    CUDA's allocated bytes are measured by phase; on a CPU the bytes of all tensors. A CPU's process peak is its
+    resident set, which includes the libraries that no plan covers.
     """
     on_gpu = device.type == "cuda"
     measured = {name: phase for name, phase in phases.items() if name in PHASES}
     return {
-        "planned": planned["plan"],
-        "why": planned["why"],
+        "worst_step": request.facts(),
         "measured": {
             "by": "CUDA's allocator" if on_gpu else "live tensors",
             "phases": {
@@ -63,27 +64,21 @@ def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device
 
 
 def describe_memory(facts: Mapping[str, Any]) -> str:
-    """The phase in which tensors took most and the plan for it, and the process's own peak, in one line."""
+    """One line: the phase in which tensors took most, and the process's own peak."""
     phases = facts["measured"]["phases"]
     name = max(phases, key=lambda phase: phases[phase]["peak_bytes"])
-    measured = phases[name]["peak_bytes"]
-    line = f"memory: tensors {measured / GIB:.3f} GiB at the peak of {name}"
     reserved, process = facts["measured"]["reserved_bytes"], facts["measured"]["process_peak_bytes"]
     whole = f"the process {process / GIB:.3f}" if reserved is None else f"CUDA's allocator {reserved / GIB:.3f}"
-    if facts["planned"] is None:
-        return f"{line}, {whole}; not planned: {facts['why']}"
-    planned = facts["planned"]["phases"][name]["peak_bytes"]
-    return f"{line}, planned {planned / GIB:.3f} ({planned / measured - 1:+.2%}); {whole}"
+    return f"memory: tensors {phases[name]['peak_bytes'] / GIB:.3f} GiB at the peak of {name}, {whole}"
 
 
 @contextmanager
-def out_of_memory_explained(
-    start: Start, progress: Progress, phases: Phases, planner: PlannerProcess
-) -> Iterator[None]:
+def out_of_memory_explained(start: Start, progress: Progress, phases: Phases) -> Iterator[None]:
     """Around a training: an allocation that fails becomes DoesNotFit, with plan, measurement and what would take less.
 
-    It may wait a minute for the planner; this rank's heartbeat continues meanwhile.
+    It asks the planner, which may take a minute; this rank's heartbeat continues meanwhile.
     """
+    request = plan_request(start)  # before memory is short
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -93,7 +88,10 @@ def out_of_memory_explained(
             runs = recomputation_in_words(start.recomputation["runs"])
             error.add_note(f"training.activation_checkpointing: auto chose {runs}")
         memory = memory_of(phases.device)
-        planned = planner.result(PLANNER_TIMEOUT, with_changes=True)
+        if start.launch.world_size > 1:
+            planned = ask_once(request, PLANNER_TIMEOUT, start.run_dir)
+        else:
+            planned = ask_planner(request, PLANNER_TIMEOUT, changes=True)
         raise does_not_fit(
             start.recipe,
             error,

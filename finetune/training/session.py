@@ -1,10 +1,9 @@
 """One training session: from what is known before the process group to the exit code.
 
 train_and_report             at the end the run's pages, and all that rank 0 writes to is closed
-  planner_process            `finetune plan` of this very run, in another process
-    process_group            the ranks meet; a signal to stop becomes a flag
-      watchdog               heartbeats; a failure is recorded in run_state.json
-        _train               build, receipt, worst step, answers before, loop, answers after, export
+  process_group              the ranks meet; a signal to stop becomes a flag
+    watchdog                 heartbeats; a failure is recorded in run_state.json
+      _train                 build, receipt, worst step, answers before, loop, answers after, export
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from finetune.training.formats import check_same_formats
 from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
-from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, planner_process
 from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
@@ -75,8 +73,7 @@ def train_and_report(start: Start) -> int:
 
 
 def _run_session(start: Start, output: RunOutput) -> int:
-    request = plan_request(start) if start.writes else None
-    with planner_process(request, start.run_dir) as planner, process_group(start) as accelerator:
+    with process_group(start) as accelerator:
         if start.writes and start.launch.world_size > 1:
             clear_heartbeats(start.run_dir)
         first_step = _agree_on_first_step(accelerator, start.claim)
@@ -88,7 +85,7 @@ def _run_session(start: Start, output: RunOutput) -> int:
         start = agree_on_recomputation(accelerator, start)
         progress = Progress(step=first_step)
         with watchdog(start.recipe, accelerator, start.launch, progress):
-            return _train(start, accelerator, planner, output, progress)
+            return _train(start, accelerator, output, progress)
 
 
 @contextmanager
@@ -132,16 +129,14 @@ def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
     return replace(start, recipe=start.recipe.model_copy(update={"training": training}), recomputation=chosen)
 
 
-def _train(
-    start: Start, accelerator: Accelerator, planner: PlannerProcess, output: RunOutput, progress: Progress
-) -> int:
+def _train(start: Start, accelerator: Accelerator, output: RunOutput, progress: Progress) -> int:
     device, log = accelerator.device, output.terminal.log
     output.terminal.memory_of = peak_of(device)
     # The memory of loading and of the worst step is always measured: on CUDA reading its allocator's peak is free,
     # elsewhere each operation is watched.
     phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
     with (
-        out_of_memory_explained(start, progress, phases, planner),
+        out_of_memory_explained(start, progress, phases),
         saves_in_background(start.recipe, log) as saves,
     ):
         parts, run, state = _build(start, accelerator, output, progress, phases, saves)
@@ -155,7 +150,7 @@ def _train(
         with kernel.active():
             measured |= _try_worst_step(start, parts, run, compiled)
         receipt.add("compiled", compiled.facts())
-        receipt.add("memory", memory_facts(planner.result(), measured, device))
+        receipt.add("memory", memory_facts(plan_request(start), measured, device))
         if state.step == 0:
             progress.phase = "looking before"
             look_before(start, run, parts, output, kernel)
@@ -179,7 +174,7 @@ def _train(
         write_samples(start, run, parts, output, when="after", step=state.step)
         folder = export(start.recipe, parts, start.tokenizer, write=start.writes)
         if start.writes:
-            memory = memory_facts(planner.result(PLANNER_TIMEOUT), measured, device)
+            memory = memory_facts(plan_request(start), measured, device)
             receipt.add("memory", memory)
             log(describe_memory(memory))
             receipt.add("export", exported.as_json())

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from finetune.closed_form.constants import FLOAT32
 from finetune.errors import FinetuneError
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import silenced
-from finetune.planner.constants import FLOAT32
 from finetune.preflight.shrink import Shrunk, shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe

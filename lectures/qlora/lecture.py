@@ -11,12 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.measure.units import GIB
-from finetune.output_stream import silenced
-from finetune.planner.closed_form.recomputation import choose_recomputation
-from finetune.planner.command import plan_by_trace
-from finetune.planner.constants import (
+from finetune.closed_form.constants import (
     CAST_WEIGHTS,
     COMPONENTS,
     GRADIENTS,
@@ -25,6 +20,11 @@ from finetune.planner.constants import (
     PARAMETERS,
     UNSHARDED_GRADIENTS,
 )
+from finetune.closed_form.recomputation import choose_recomputation
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.measure.units import GIB
+from finetune.output_stream import silenced
+from finetune.planner.command import plan_by_trace
 from finetune.planner.explain import NF4
 from finetune.planner.plan_recipe import Planned, plan_recipe
 from finetune.planner.trace.worst_batches import worst_batches

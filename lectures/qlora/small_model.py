@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.closed_form.constants import GRADIENTS, OPTIMIZER_STATE, STEP_PHASES
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
 from finetune.model.optimizer import unwrap_optimizer
-from finetune.planner.constants import GRADIENTS, OPTIMIZER_STATE, STEP_PHASES
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.trace.trace import STEPS
 from finetune.planner.trace.worst_batches import worst_batches

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from finetune.closed_form.constants import FLOAT32, STEP_PHASES
 from finetune.measure.collectives import WEIGHT
 from finetune.measure.units import GIB
-from finetune.planner.constants import FLOAT32, STEP_PHASES
 from finetune.planner.roofline import CHIPS
 from finetune.recipe.loader import load_recipe
 from lectures.output import Chapter, LectureRequest, LectureResult, columns

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.closed_form.constants import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS
+from finetune.closed_form.estimate import estimate
 from finetune.files import write_json
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
-from finetune.planner.constants import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS, StepTime, step_time
 from finetune.planner.trace.step_work import StepWork

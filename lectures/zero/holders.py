@@ -9,10 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError
-from finetune.measure.collectives import WEIGHT, CollectiveStats
-from finetune.planner.command import plan_by_trace
-from finetune.planner.constants import (
+from finetune.closed_form.constants import (
     BACKWARD_WORKSPACE,
     COMMUNICATION_BUFFERS,
     GATHERED_LAYERS,
@@ -23,6 +20,9 @@ from finetune.planner.constants import (
     STEP_PHASES,
     UNSHARDED_GRADIENTS,
 )
+from finetune.errors import FinetuneError
+from finetune.measure.collectives import WEIGHT, CollectiveStats
+from finetune.planner.command import plan_by_trace
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.variants import changed

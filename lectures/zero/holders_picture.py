@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.constants import STEP_PHASES
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.report.pictures import COLOURS, new_figure
 from lectures.zero.holders import ENGINE_PREFIX, HELD_PARTS, HOLDING_RANKS, LEAST, RankHolding
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
 from finetune.paths import CHECKOUT
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import CHIPS, HOST_MEMORY
 from finetune.recipe.loader import load_recipe
 from finetune.wording import counted

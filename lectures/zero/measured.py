@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.files import read_lines
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
-from finetune.planner.constants import STEP_PHASES
 from finetune.preflight.compare import Comparison, compare, plan_comparison
 from finetune.preflight.compare_report import draw
 from finetune.preflight.compare_rows import AskedRow

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
-from finetune.planner.constants import STEP_PHASES
 from finetune.preflight.compare_report import PHASE_COLOURS
 from finetune.report.pictures import COLOURS, new_figure
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.paths import CHECKOUT
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import CHIPS
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.planner.constants import FLOAT32
+from finetune.closed_form.constants import FLOAT32
 from finetune.planner.roofline import not_overlapped
 from lectures.zero.notes import GPT2_LARGE, GPT2_LAYERS, HOMEWORK, HOMEWORK_RANKS, LOGGED_STEPS, HomeworkRow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import HOST_MEMORY
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured
 from lectures.zero.notes import HOMEWORK, HOMEWORK_MICRO_STEPS, LOGGED_STEPS, HomeworkRow

@@ -25,7 +25,6 @@ from finetune.preflight.shrink import sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.training.planner_process import PLANNER_SWITCH
 
 H100 = 85.0  # GB
 LORA, EAGER, FULL = "llama3_8b_lora_1x80gb", "llama3_8b_lora_1x80gb:eager", "llama3_8b_full_1x80gb"
@@ -454,15 +453,14 @@ def write(name, value):
     with open(os.path.join(run, name), "w") as out:
         json.dump(value, out)
 measured = {{"phases": {{"backward": {{"peak_bytes": 100}}}}, "reserved_bytes": 120}}
-memory = {{"planned": None, "why": {why!r}, "measured": measured}}
+plan = {{"phases": {{"backward": {{"peak_bytes": 110}}}}, "reserved_bytes": 130}}
+memory = {{"planned": None if {why!r} else plan, "why": {why!r}, "measured": measured}}
 write("receipt.json", {{"strategy": "single", "world_size": 1, "memory": memory, "compiled": {{"layers": True}}}})
 for step in range(1, {steps} + 1):
     line = {{"kind": "train", "step": step, "tokens_per_second": 100.0 * step, "step_seconds": 1.0 / step, "loss": 2.0,
             "peak_memory_gib": 1.5}}
     with open(os.path.join(run, "metrics.jsonl"), "a") as out:
         out.write(json.dumps(line) + "\\n")
-plan = {{"phases": {{"backward": {{"peak_bytes": 110}}}}, "reserved_bytes": 130}}
-write(".tmp-plan.json", {{"plan": plan, "why": None, "changes": None}})
 {then}
 """
 SAVING_FAILS = 'write("run_state.json", {"error": "the disk is full", "phase": "export", "rank": 0}); sys.exit(1)'
@@ -472,7 +470,7 @@ EVERY = gpu_recipes.STEPS
 
 def trained(
     name: str, tmp_path: Path, patches: pytest.MonkeyPatch, then: str, steps: int = EVERY, limit: float = 60,
-    why: str | None = "the planner has not answered yet",
+    why: str | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
     """The row of a program in the training's place, and what was said of it while it ran."""
     program = PROGRAM.format(steps=steps, then=then, why=why)
@@ -511,9 +509,7 @@ def test_a_training_that_hangs_is_ended_and_keeps_its_speed(tmp_path: Path, monk
     assert not [each for each in psutil.Process().children(recursive=True) if "tmp-plan" in " ".join(each.cmdline())]
 
 
-def test_a_full_training_is_ended_when_speed_and_plan_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_training_is_ended_when_its_speed_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     row, said = trained(FULL, tmp_path, monkeypatch, ENDLESS)
     assert time.monotonic() - began < 30
@@ -522,15 +518,9 @@ def test_a_full_training_is_ended_when_speed_and_plan_are_known(
     assert row["reserved_bytes"] == {"measured": 120, "planned": 130}
 
 
-@pytest.mark.parametrize("why", ["FINETUNE_PLANNER=off", "the planner ended with 1", None])
-def test_a_plan_that_does_not_come_is_not_waited_for(
-    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_recipes, "PLAN_SECONDS", 0.1)
-    monkeypatch.delenv(PLANNER_SWITCH, raising=False)
-    gone = 'os.remove(os.path.join(run, ".tmp-plan.json")); ' + ENDLESS
-    row, _ = trained(FULL, tmp_path, monkeypatch, gone, why=why or gpu_recipes.NO_ANSWER)
-    assert (row["ok"], row["not_planned"]) == (True, why or gpu_recipes.NO_ANSWER)
+def test_a_row_says_why_there_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, _ = trained(FULL, tmp_path, monkeypatch, ENDLESS, why="the planner ended with 1")
+    assert (row["ok"], row["not_planned"]) == (True, "the planner ended with 1")
     assert row["phases"]["backward"] == {"measured_bytes": 100, "planned_bytes": None}
 
 
@@ -758,7 +748,6 @@ def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLANNER_SWITCH, "wait")
     row = gpu_recipes.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["tokens_per_second"] > 0
@@ -791,7 +780,6 @@ def test_the_plans_configurations_are_recipes_that_differ() -> None:
 
 @pytest.mark.slow
 def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLANNER_SWITCH, "wait")
     name = "Llama-3.2-1B lora 2048"
     row = plan_gpu.measure(plan_gpu.configurations()[name], machine(tmp_path, 0.0))
     assert row["ok"], row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.main import app, main
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
+from lectures.command import LECTURES
 from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,7 @@ RUN = [
     "finetune merge",
     "finetune report runs/quickstart",
     "finetune report runs/a",
+    "finetune report runs/mine",
     "finetune eval runs/quickstart",
 ]
 # Commands that take longer, or more than a run on this machine; and where the like is run.
@@ -118,6 +121,9 @@ def test_is_understood(command: str) -> None:
         check_trainer([arguments.training_script, *arguments.training_script_args])
     elif program == "srun":
         check_trainer(words[words.index("python") + 1 :])
+    elif program == "python":
+        assert words[:2] == ["-m", "lectures"]
+        assert words[2] in LECTURES
     elif program == "pip":
         check_pip(words)
     else:
@@ -136,10 +142,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a clone is after README's first command, but for the size of its run."""
     folder = tmp_path_factory.mktemp("clone")
     recipe = write_resume_recipe(folder, steps=4, dropout=0.0)
-    for name in ("quickstart", "a", "b"):
+    for name in ("quickstart", "a", "b", "mine"):
         assert train([str(recipe), f"output_dir={folder / 'runs' / name}"]) == 0
     for name in ("recipes", "accelerate_configs", "data", "finetune"):
         (folder / name).symlink_to(ROOT / name)
+    rows = [{"instruction": f"Say {number}.", "output": f"{number}."} for number in range(60)]
+    (folder / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

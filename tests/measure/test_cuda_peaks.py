@@ -13,7 +13,9 @@ from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phases, peak_bytes
 from finetune.measure.units import GIB
 from finetune.training.memory_report import memory_facts
+from finetune.training.plan_request import PlanRequest
 
+REQUEST = PlanRequest({}, ((7,),), 1, flat=True, nodes=1, ranks_of_node=1, device="some GPU", memory=GIB)
 FRESH = count(40)  # a GPU that no test has seen: the peaks are kept for the life of a process
 
 
@@ -89,7 +91,7 @@ def test_the_run_reports_the_largest_phase_and_each_phase_its_own(allocator: All
     window.records.append(StepRecord(1, 0.1, 1.0, 1.0, 1e-3, 10, 10, 1.0, 0.0))
     assert window.flush(allocator.device)["peak_memory_gib"] == 20
     assert memory_of(allocator.device).peak == 20 * GIB, "what an out-of-memory error says"
-    measured = memory_facts({"plan": None, "why": "off"}, seen, allocator.device)["measured"]
+    measured = memory_facts(REQUEST, seen, allocator.device)["measured"]
     assert (measured["process_peak_bytes"], measured["reserved_bytes"]) == (20 * GIB, 21 * GIB)
 
 

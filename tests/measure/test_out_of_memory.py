@@ -15,8 +15,7 @@ from finetune.measure.out_of_memory import Memory, does_not_fit, is_out_of_memor
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
-from finetune.training import session
-from finetune.training.planner_process import PlannerProcess
+from finetune.training import memory_report, session
 from finetune.training.step import run_steps
 from tests.support.recipes import tiny, write_recipe
 from tests.support.soak_resume import MEASURED
@@ -139,7 +138,8 @@ def test_in_the_middle_of_a_run(
 ) -> None:
     """At the third step of six; the same command then continues to the end of the same curve."""
     backward, calls = Accelerator.backward, []
-    monkeypatch.setattr(PlannerProcess, "result", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
+    answer = {"plan": PLAN, "why": None, "changes": None}
+    monkeypatch.setattr(memory_report, "ask_planner", lambda *_, **__: answer)
 
     def fail(self: Accelerator, loss: torch.Tensor, **options: Any) -> None:
         calls.append(1)

@@ -15,10 +15,10 @@ import pytest
 
 from finetune.architecture import loss
 from finetune.cli.main import main
+from finetune.closed_form.estimate import estimate
 from finetune.errors import DoesNotFit
 from finetune.model.known_configs import full_config
 from finetune.planner import command
-from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
 from finetune.planner.pick import candidates
 from finetune.recipe.gpus import Gpus, parse_gpus

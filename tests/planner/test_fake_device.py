@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.architecture.attention import varlen_attention
-from finetune.planner.constants import CUBLAS_WORKSPACE
+from finetune.closed_form.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.planner.constants import COMPONENTS
+from finetune.closed_form.constants import COMPONENTS
 from finetune.planner.trace.fake_model import host_pages, no_data
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy

@@ -1,4 +1,4 @@
-"""Two gloo ranks, launched: the plan beside the run, its bytes and its collectives, against what the run counted."""
+"""Two gloo ranks, launched: the plan of the run, its bytes and its collectives, against what the run counted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
+from finetune.planner import plan_of_run
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import launch
 from tests.support.planned import Case, models
 from tests.support.recipes import tiny, write_recipe
@@ -83,18 +83,18 @@ sys.exit(cells.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
-def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLANNER_SWITCH, "wait")
+def test_the_plan_is_the_run(strategy: str, tmp_path: Path) -> None:
     recipe = write_measured(tmp_path)
     words = [f"accelerate_config={strategy}"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     assert launch([recipe], ranks=2, words=words, program=str(program), timeout=600) == [0]
     memory: dict[str, Any] = json.loads((tmp_path / "run" / "receipt.json").read_text("utf-8"))["memory"]
-    assert memory["why"] is None
+    plan, why = plan_of_run(tmp_path / "run")
+    assert plan is not None, why
     if strategy.startswith("fsdp2"):  # the memory of the others is held to runs in test_planned_engines.py
         for name in ("forward", "backward", "step"):
-            there, here = memory["measured"]["phases"][name], memory["planned"]["phases"][name]
+            there, here = memory["measured"]["phases"][name], plan["phases"][name]
             assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
     work = plan_recipe(load_recipe(recipe, words).recipe, None, ranks=2).work
     assert work is not None

@@ -1,15 +1,15 @@
-"""Every recipe fits its own budget by its plan; README's table of recipes and GiB is made of the plans."""
+"""Every recipe fits its own budget by its plan; docs/recipes.md shows these plans."""
 
 from __future__ import annotations
 
 import pytest
 
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
-from tests.support.recipe_plans import NAME, in_readme, plan, table
+from tests.support.recipe_plans import NAME, on_page, plan, table
 from tests.support.recipe_results import known, recipes, sha256_of
 
 PLANNED = known(NAME)
@@ -33,7 +33,7 @@ def closed_ones() -> dict[str, int]:
 
 def test_the_table_is_made_of_the_plans() -> None:
     """Else: python benchmarks/plan_recipes.py"""
-    assert in_readme() == table(PLANNED)
+    assert on_page() == table(PLANNED)
 
 
 def test_no_recipe_was_changed_since_it_was_planned() -> None:

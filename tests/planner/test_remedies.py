@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.shape import FAMILIES
 from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import pick
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.explain import explain_plan
 from finetune.planner.remedies import (
     CLOSED_FORM,

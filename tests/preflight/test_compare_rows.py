@@ -242,7 +242,7 @@ def test_a_job_is_launched_with_its_row_s_settings(recipe: Path, tmp_path: Path)
     [
         (["--vary", "training.sead=1"], "--vary: training.sead: is unknown; did you mean training.seed?"),
         (["--rows", "r.yaml", "--vary", "training.seed=1"], "--vary: stands beside --rows r.yaml"),
-        (["--lecture", "memory"], "run `python -m lectures memory`"),
+        (["--lecture", "memory"], "--lecture: the lectures moved; in a checkout, run `python -m lectures memory`"),
     ],
 )
 def test_the_command_refuses_before_a_job(

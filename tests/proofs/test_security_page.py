@@ -62,7 +62,7 @@ def test_each_verb_has_its_row() -> None:
 
 
 def test_it_is_linked() -> None:
-    for page in ("README.md", "docs/guide.md"):
+    for page in ("README.md", "docs/troubleshooting.md"):
         assert "SECURITY.md" in (ROOT / page).read_text("utf-8"), page
 
 

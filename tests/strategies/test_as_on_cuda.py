@@ -29,6 +29,7 @@ from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.train import _chosen_recomputation
 from finetune.training.memory_report import describe_memory, memory_facts
+from finetune.training.plan_request import PlanRequest
 from tests.support import launching
 from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.recipes import least_recipe
@@ -224,11 +225,12 @@ def test_memory_is_told_by_cudas_allocator(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 6 << 30)
     phases: Any = {"step": SimpleNamespace(peak_bytes=4 << 30, allocated_bytes=3 << 30)}
-    facts = memory_facts({"plan": None, "why": "off"}, phases, GPU)
+    request = PlanRequest({}, ((7,),), 1, flat=True, nodes=1, ranks_of_node=1, device="some GPU", memory=1)
+    facts = memory_facts(request, phases, GPU)
     assert facts["measured"]["by"] == "CUDA's allocator"
     assert facts["measured"]["reserved_bytes"] == 6 << 30
     assert "CUDA's allocator 6.000" in describe_memory(facts)
-    on_cpu = memory_facts({"plan": None, "why": "off"}, phases, CPU)["measured"]
+    on_cpu = memory_facts(request, phases, CPU)["measured"]
     assert (on_cpu["by"], on_cpu["reserved_bytes"]) == ("live tensors", None)
 
 

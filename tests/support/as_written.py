@@ -29,7 +29,6 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
-from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import ROOT
 from tests.support.chat_families import GEMMA, QWEN3
 from tests.support.hub import Hub, running_hub
@@ -133,7 +132,7 @@ def run(job: TrainingJob, hub: Hub) -> int:
     """The recipe by its launcher, its Hub the loopback one; the exit code."""
     environment = {name: value for name, value in environment_for_child().items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(job.folder / "hf")}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": "", PLANNER_SWITCH: "off"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"FINETUNE_CACHE": str(job.folder / "cache")}
     environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with job.log.open("wb") as log:

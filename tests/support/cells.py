@@ -38,8 +38,7 @@ def launch(
     done = subprocess.run(
         [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
-        env={"FINETUNE_PLANNER": "off"}  # unless a test of it turns it on
-        | os.environ
+        env=os.environ
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         | {PORTS: ",".join(map(str, free_ports(len(recipes))))},
         capture_output=True,

@@ -10,8 +10,8 @@ import time
 from itertools import product
 from typing import Any
 
+from finetune.closed_form.estimate import estimate
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from finetune.planner.closed_form.recomputation import choose_recomputation
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy

@@ -26,9 +26,9 @@ import torch
 from torch import _meta_registrations, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from finetune.closed_form.constants import CUBLAS_WORKSPACE
 from finetune.measure.units import GIB
 from finetune.model.known_configs import CONFIGS
-from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.caching_allocator import CachingAllocator
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device

@@ -1,4 +1,4 @@
-"""The plan of a recipe on its own budget, and README's table made of the plans."""
+"""The plan of a recipe on its own budget, and the table in docs/recipes.md that shows the plans."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli.recipe_list import budget_text, purpose_of
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import FinetuneError
-from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
 from finetune.planner.plan_recipe import Planned
 from finetune.recipe.gpus import gpus_of
@@ -17,7 +17,7 @@ from tests.support.cells import ROOT
 from tests.support.recipe_results import recipes, sha256_of
 
 NAME = "plan_recipes"  # of the results
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "recipes.md"
 HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
 GIB = 2**30
 
@@ -43,7 +43,7 @@ def plan(path: Path) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """README's table: smallest budgets first, as it stood."""
+    """The page's table: smallest budgets first, as it stood."""
     lines = []
     for name, path in recipes().items():
         budget = load_recipe(path).recipe.budget
@@ -55,8 +55,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return HEAD + "".join(line for _, _, line in sorted(lines))
 
 
-def in_readme() -> str:
+def on_page() -> str:
     """The table as it stands there."""
-    text = README.read_text("utf-8")
+    text = PAGE.read_text("utf-8")
     begin = text.index("| recipe | made for |")
     return text[begin : text.index("\n\n", begin) + 1]

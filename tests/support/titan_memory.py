@@ -32,8 +32,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.measure.units import GIB
-from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.depth.caching_allocator import CachingAllocator
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device

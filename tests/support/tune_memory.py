@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune.planner.constants import CUBLAS_WORKSPACE
+from finetune.closed_form.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.repeat_layers import repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
 from finetune.planner.trace.fake_model import no_data

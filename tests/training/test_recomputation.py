@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.planner.closed_form import recomputation
+from finetune.closed_form import recomputation
 from finetune.train import main
 from finetune.training import worst_step
 from finetune.training.session import agree_on_recomputation

@@ -203,7 +203,7 @@ def test_from_the_hub(tmp_path: Path, base: Path, first: Path, monkeypatch: pyte
         recipe = write(tmp_path, base, {"model": {"adapter": "me/adapter", "adapter_revision": "v1"}})
 
         def train(*words: str) -> tuple[int, str]:
-            more = {"FINETUNE_PLANNER": "off", "OMP_NUM_THREADS": "1"}
+            more = {"OMP_NUM_THREADS": "1"}
             done = run_python(hub, ["finetune/train.py", str(recipe), *words], tmp_path, **more)
             return done.returncode, done.stderr
 

@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from finetune.planner.constants import rounded_up
+from finetune.closed_form.constants import rounded_up
 from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20

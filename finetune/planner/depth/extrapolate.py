@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.constants import COMPONENTS
+from finetune.closed_form.constants import COMPONENTS
 from finetune.planner.depth.layer_kinds import SHALLOW
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
 from finetune.probe.layers import with_layers_alone

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
+from finetune.closed_form.constants import CAST_WEIGHTS
 from finetune.measure.live_tensors import NONE
-from finetune.planner.constants import CAST_WEIGHTS
 from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
 FIRST = 2  # index of the first layer that is repeated; as many layers follow the repeated ones

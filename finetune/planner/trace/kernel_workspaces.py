@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS, rounded_up
+from finetune.closed_form.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS, rounded_up
 from finetune.planner.trace.recorder import AroundOperation, Recorder
 
 EFFICIENT_BLOCK = 64

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn import functional
 
-from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
+from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 

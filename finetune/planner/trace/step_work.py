@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 
+from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.flops import Operation
 
 STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/step/ reduces once a step

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from finetune.closed_form.constants import COMPONENTS
 from finetune.measure.live_tensors import NONE
-from finetune.planner.constants import COMPONENTS
 
 LAYER = re.compile(r"\.layers\.(\d+)\b")
 

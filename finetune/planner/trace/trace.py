@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentatio
 from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.choice import why_left_off
+from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase, Phases
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
-from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data

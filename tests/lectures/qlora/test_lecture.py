@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form.constants import COMPONENTS
 from finetune.errors import EnvironmentMismatch
-from finetune.planner.constants import COMPONENTS
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from lectures.output import LectureRequest

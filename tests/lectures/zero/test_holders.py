@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import EnvironmentMismatch
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.constants import STEP_PHASES
 from finetune.report.pictures import new_figure
 from lectures.zero.holders import HELD_PARTS, RankHolding, holders_table, holding_of, sent_in_words
 from lectures.zero.holders_picture import draw_holders, draw_holding

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.paths import CHECKOUT
-from finetune.planner.constants import STEP_PHASES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe

@@ -8,7 +8,7 @@ import pytest
 
 from lectures.zero.terms import Gpt2Step, ZeroJob, zero_terms
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "zero_table.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "zero_table.md"
 PARAMETERS, WTE = 774_030_080, 50_257 * 1280
 # Stage, offload, bytes a parameter, after an update, parameters whole, and torch.cuda.memory_allocated in bytes.
 MEASURED = {

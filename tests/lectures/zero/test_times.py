@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planner.constants import STEP_PHASES
+from finetune.closed_form.constants import STEP_PHASES
 from finetune.planner.roofline import not_overlapped
 from lectures.zero.notes import HOMEWORK
 from lectures.zero.times import copied, modelled, rates_of_the_notes, sent

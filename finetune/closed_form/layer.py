@@ -2,8 +2,8 @@
 
 Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, apply_rotary_pos_emb),
 architecture/own_layers/ (lora_linear.py, norm_and_gate.py), bitsandbytes (autograd/_functions.py: MatMul4Bit) and
-CUDA's autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which runs
-them.
+CUDA's autocast lists (ATen/autocast_mode.h). tests/closed_form/test_closed_form.py compares it with the trace, which
+runs them.
 Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
 
 To add a tensor: find the step that makes it, and write one line with its shape, times HALF or FLOAT32 bytes.
@@ -14,8 +14,8 @@ To add a tensor: find the step that makes it, and write one line with its shape,
     kept_when_selective    selective recomputation keeps it: the result of a product, attention's output
 
 A transient that several steps see (a norm's output, the gradient that bypasses attention) is added to each of them, as
-`norm_output` and `residual_gradient` are below. Then run tests/planner/test_closed_form.py; where the trace has another
-figure, `finetune plan RECIPE --json` shows the trace's bytes by component.
+`norm_output` and `residual_gradient` are below. Then run tests/closed_form/test_closed_form.py; if the trace has
+another figure, `finetune plan RECIPE --json` shows the trace's bytes by component.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from finetune.planner.closed_form.shape import QUANTISED_BLOCK, Linear, Shape
-from finetune.planner.constants import FLASH_BLOCK, FLOAT32, HALF, rounded_up
+from finetune.closed_form.constants import FLASH_BLOCK, FLOAT32, HALF, rounded_up
+from finetune.closed_form.shape import QUANTISED_BLOCK, Linear, Shape
 
 NORMS = ("norm1", "norm2")  # the steps with which a half of a layer begins
 

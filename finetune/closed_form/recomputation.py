@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import FinetuneError
 from finetune.measure.host_memory import available_bytes
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
-from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
-from finetune.planner import constants as c
-from finetune.planner.closed_form.layer import LayerNumerics, LayerStep, layer_steps
-from finetune.planner.closed_form.shape import shape_of
-from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER, FLOAT32, HALF
+from finetune.closed_form import constants as c
+from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER, FLOAT32, HALF
+from finetune.closed_form.layer import LayerNumerics, LayerStep, layer_steps
+from finetune.closed_form.shape import shape_of
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -26,7 +26,7 @@ cached_strategy = lru_cache(read_strategy)  # of a few names, thousands of times
 
 
 class Bytes(Counter[str]):
-    """Bytes by component, one of planner/constants.py."""
+    """Bytes by component, one of closed_form/constants.py."""
 
     def plus(self, more: Mapping[str, int]) -> Bytes:
         """A copy to which these bytes are added; negative ones are subtracted."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.planner import constants as c
-from finetune.planner.closed_form.layer import NORMS, LayerStep
-from finetune.planner.closed_form.rank import Bytes, RankSizes
-from finetune.planner.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
+from finetune.closed_form import constants as c
+from finetune.closed_form.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
+from finetune.closed_form.layer import NORMS, LayerStep
+from finetune.closed_form.rank import Bytes, RankSizes
 
 
 def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: int) -> Bytes:

@@ -1,7 +1,7 @@
 """A plan by arithmetic: no torch, a few milliseconds, so that thousands of variants can be searched.
 
-The same phases and components as the trace; tests/planner/test_closed_form.py compares the two. Each phase's peak is
-the largest of a few moments.
+The phases and components are the trace's; tests/closed_form/test_closed_form.py compares the two. Each phase's peak
+is the largest of a few moments.
 
     shape.py     the sizes of the model's matrices, from config.json
     layer.py     the tensors of one layer, step by step
@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.planner import constants as c
-from finetune.planner.closed_form.peaks import backward, forward
-from finetune.planner.closed_form.rank import Bytes, RankSizes, cached_strategy
-from finetune.planner.closed_form.shape import FAMILIES
-from finetune.planner.constants import CUDA_CONTEXT, FLOAT32, HALF, NCCL_BUFFERS, ROUNDED_AT_ONCE
+from finetune.closed_form import constants as c
+from finetune.closed_form.constants import CUDA_CONTEXT, FLOAT32, HALF, NCCL_BUFFERS, ROUNDED_AT_ONCE
+from finetune.closed_form.peaks import backward, forward
+from finetune.closed_form.rank import Bytes, RankSizes, cached_strategy
+from finetune.closed_form.shape import FAMILIES
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.planner.constants import FLOAT32
+from finetune.closed_form.constants import FLOAT32
 from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.sections.lora_checks import ends_of
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER, ROUNDED_AT_ONCE, loss_chunk_rows
+from finetune.closed_form.estimate import RESERVED, estimate, unsupported
+from finetune.closed_form.rank import RankSizes, read_strategy
+from finetune.closed_form.shape import shape_of
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupported
-from finetune.planner.closed_form.rank import RankSizes, read_strategy
-from finetune.planner.closed_form.shape import shape_of
-from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER, ROUNDED_AT_ONCE, loss_chunk_rows
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
@@ -136,7 +136,7 @@ def test_what_a_layer_keeps_under_selective_recomputation(adapters: bool) -> Non
 
 
 def test_components_and_phases_are_the_plans_own() -> None:
-    from finetune.planner.constants import COMPONENTS
+    from finetune.closed_form.constants import COMPONENTS
 
     job = recipe(quantization=Quantization(load_in_4bit=True))
     found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB"))

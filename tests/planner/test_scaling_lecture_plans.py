@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune.closed_form.shape import FAMILIES
 from finetune.paths import CHECKOUT
-from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.command import plan_by_trace
 from finetune.planner.variants import changed
 from finetune.recipe.loader import load_recipe

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from finetune.closed_form import recomputation
+from finetune.closed_form.estimate import estimate
+from finetune.closed_form.recomputation import choose_recomputation, chosen_words
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form import recomputation
-from finetune.planner.closed_form.estimate import estimate
-from finetune.planner.closed_form.recomputation import choose_recomputation, chosen_words
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Data, DataSet, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.sections.training import RECOMPUTATIONS
