@@ -193,7 +193,7 @@ def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, coun
     """The document within max_length, as data.truncation says; None if none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
-        mistakes.add(f"{row.place}: nothing in this row is learned; give it a longer text")
+        mistakes.add(f"{row.place}: nothing in this row is supervised; give it a longer text")
         return None
     if length <= limit:
         return document

@@ -75,7 +75,7 @@ def _template_notes(store: StoredDocuments) -> Iterator[str]:
     if count := facts[OTHERWISE]:
         yield (
             f"{name}: rows with an answer that the chat template writes or asks for otherwise when it is the last: "
-            f"{count:,}; data.train_on: each_turn learns every answer as the model is asked for it"
+            f"{count:,}; data.train_on: each_turn supervises every answer as the model is asked for it"
         )
     if count := facts[UNREASONED]:
         yield (

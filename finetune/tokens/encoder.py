@@ -45,7 +45,7 @@ class ReasoningLeftOut(RowError):
     def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
         self.index = index
         super().__init__(
-            f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {remedy}, or give "
+            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; {remedy}, or give "
             "data.chat_template one that writes it"
         )
 
@@ -90,7 +90,7 @@ class Encoder:
         """The row's text and its supervised spans. Raises RowError."""
         script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
         if not script.supervised:
-            raise RowError("nothing in this row is learned; give an assistant turn the weight 1, or remove the row")
+            raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
@@ -145,7 +145,7 @@ class Encoder:
     def _passage_script(self, passage: Passage) -> Script:
         end = self._tokenizer.eos_token
         if not end:
-            raise RowError("the tokenizer has no end-of-text token to learn; use one that has an eos_token")
+            raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
         # People write an end of text by hand. The tokenizer adds its own one.
         text = passage.prompt + passage.completion.removesuffix(end)
         start = 0 if self._data.train_on == "all" else len(passage.prompt)

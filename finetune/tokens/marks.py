@@ -36,7 +36,7 @@ class OmittedFromHistory(BadRow):
     def __init__(self, does: str, index: int) -> None:
         """`does`: the template's action on the turn, as in "leaves out the text of"."""
         super().__init__(
-            f"the chat template {does} turn {index + 1}, which is learned; set data.train_on: "
+            f"the chat template {does} turn {index + 1}, which is supervised; set data.train_on: "
             "each_turn (every answer an example of its own) or completion, or weight 0 on that turn"
         )
 
