@@ -409,8 +409,14 @@ def test_each_tools_own_defaults_where_the_file_says_nothing(tmp_path: Path) -> 
     ],
 )
 def test_one_key_more(values: Values, more: Values, key: str, expected: Any, tmp_path: Path) -> None:
-    assert value(imported(tmp_path, values, gpus="4x80GB"), key) != expected
+    if id(values) not in WITHOUT_MORE:
+        WITHOUT_MORE[id(values)] = imported(tmp_path, values, gpus="4x80GB")
+    assert value(WITHOUT_MORE[id(values)], key) != expected
     assert value(imported(tmp_path, values | more, gpus="4x80GB"), key) == expected
+
+
+# Imports of configurations to which one key is added, by their identity.
+WITHOUT_MORE: dict[int, Imported] = {}
 
 
 @pytest.mark.parametrize(

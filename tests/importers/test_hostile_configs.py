@@ -279,7 +279,7 @@ SECTIONS = ["model", "checkpointer", "tokenizer", "dataset", "optimizer", "lr_sc
 @pytest.mark.parametrize("key", SECTIONS)
 def test_torchtunes_sections_of_another_kind(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd: list[Any] = ["a word", 5, ["x"], [{"a": [{"b": 1}]}], {"_component_": ["x"]}, {"_component_": 5}]
-    for instead in odd:
+    for instead in odd[SECTIONS.index(key) % 2 :: 2]:
         (file := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(TUNE_LORA | {key: instead}))
         assert main(["import", str(file), "--tool", "torchtune"]) in (0, 2)
         assert "Traceback" not in capsys.readouterr().err
