@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import make_optimizer
-from finetune.planner.variants import changed
+from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.pictures import COLOURS, new_figure

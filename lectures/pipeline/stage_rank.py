@@ -15,8 +15,7 @@ from accelerate import Accelerator
 
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
-from finetune.planner.trace.trace import STEPS
-from finetune.planner.trace.worst_batches import worst_batches
+from finetune.planner import STEPS, worst_batches
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble

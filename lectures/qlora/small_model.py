@@ -21,9 +21,7 @@ from finetune.closed_form.constants import GRADIENTS, OPTIMIZER_STATE, STEP_PHAS
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
 from finetune.model.optimizer import unwrap_optimizer
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.trace.trace import STEPS
-from finetune.planner.trace.worst_batches import worst_batches
+from finetune.planner import STEPS, Plan, worst_batches
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.strategies.accelerator import build_accelerator
@@ -64,7 +62,7 @@ def save_small_llama(folder: Path) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def planned_parts(planned: Planned) -> PartBytes:
+def planned_parts(planned: Plan) -> PartBytes:
     """By the plan's own names for tensors."""
     ends = {name: planned.phases[name].end for name in STEP_PHASES}
     return PartBytes(
