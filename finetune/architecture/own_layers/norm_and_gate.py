@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -71,7 +72,8 @@ def compute_norms_and_gates(model: nn.Module) -> None:
         kinds: dict[tuple[Any, ...], Any] = {}  # one trial for each class with the same settings
         for module in list(model.modules()):
             known: Any = module
-            if "forward" in vars(module):
+            # One that takes more than hidden states (Mamba 2's norm has a gate) computes something else with them.
+            if "forward" in vars(module) or len(signature(type(module).forward).parameters) != 2:
                 continue
             if isinstance(getattr(module, "weight", None), Tensor) and not list(module.children()):
                 epsilon = next((name for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
@@ -117,11 +119,17 @@ def recognise_norm(module: nn.Module, epsilon: str) -> KnownNorm | None:
             if not isinstance(expected, Tensor) or expected.shape != hidden.shape or expected.dtype != dtype:
                 return None
             candidates = [
-                each
-                for each in candidates
-                if _agree(_Norm.apply(hidden, trial.weight, value, each.offset), expected)  # type: ignore[no-untyped-call]
+                each for each in candidates if _agree(_formula(hidden, trial.weight, value, each.offset), expected)
             ]
     return candidates[0] if candidates else None
+
+
+def _formula(hidden: Tensor, weight: Tensor, epsilon: float, offset: float | None) -> Tensor:
+    """A norm, written as the textbook has it."""
+    normed = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + epsilon)
+    if offset is None:
+        return weight * normed.to(hidden.dtype)
+    return (normed * (weight.float() + offset)).to(hidden.dtype)
 
 
 def _agree(result: Tensor, expected: Tensor) -> bool:
