@@ -27,7 +27,7 @@ class FinetuneError(Exception):
 
 
 class RecipeError(FinetuneError):
-    """All mistakes of a recipe, one entry each: `place: key: what is wrong; remedy`."""
+    """All mistakes in a recipe, one entry each: `place: key: problem; remedy`."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
         super().__init__("\n".join(mistakes))
@@ -35,7 +35,7 @@ class RecipeError(FinetuneError):
 
 
 class DataError(FinetuneError):
-    """All mistakes found in the data, one entry each: `file:line: what is wrong; remedy`."""
+    """All mistakes found in the data, one entry each: `file:line: problem; remedy`."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
         super().__init__("\n".join(mistakes))

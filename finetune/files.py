@@ -87,7 +87,7 @@ def _digest_of(value: object) -> str:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file, or of a folder's list of names: without it a rename can outlive its file's content."""
+    """fsync a file, or a folder's list of names: without it a rename can outlive its file's content."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for a writer
     try:
         os.fsync(descriptor)
@@ -164,7 +164,7 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
 
     Args:
         option: The option that named the path, for the message: `--output`.
-        folder: The output is a folder. The caller checks what the folder already contains.
+        folder: The output is a folder. The caller checks its present content.
     """
     kind = "folder" if folder else "file"
     try:
@@ -203,9 +203,9 @@ def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends one JSON object a line in one write each, so that a reader sees complete lines.
+    """Append one JSON object per line, each in one write, so that a reader sees complete lines.
 
-    Numbers keep their full precision; NaN and infinity, which JSON lacks, become null.
+    Numbers keep their full precision. NaN and infinity, which JSON lacks, become null.
     """
     with disk_errors(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -221,7 +221,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; torn ones, of a crash or a damaged disk, are passed over."""
+    """A JSONL file's complete lines. Torn ones, from a crash or a damaged disk, are passed over."""
     return [row for row, _ in _lines(path) if row is not None]
 
 
@@ -249,7 +249,7 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
-    """Each line and what it holds; None where it is torn."""
+    """Each line and its value; None if it is torn."""
     with open_regular(path) as file:
         for line in file:
             row = None
@@ -272,8 +272,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Around writing `path`: a full or unwritable disk becomes EnvironmentMismatch, one line that also says what is
-    `kept` and what to do."""
+    """Put this around writing `path`. A full or unwritable disk becomes EnvironmentMismatch: one line that also says
+    what is `kept` and what to do.
+    """
     try:
         yield
     except OSError as error:
@@ -301,7 +302,7 @@ _one_thread = threading.Lock()  # a record lock excludes other processes alone
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """While the block runs no other thread or process is in one of the same `path`, which is made."""
+    """Within the block, no other thread or process is in one for the same `path`, which is made."""
     with _one_thread, open(path, "w", encoding="utf-8") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

@@ -38,28 +38,28 @@ def printable(text: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """A text of several lines, for a terminal: line ends and tabs stay, what it would obey is replaced."""
+    """Text with several lines, for a terminal. Line ends and tabs stay; control sequences are replaced."""
     return _HARMFUL.sub(REPLACEMENT, text)
 
 
 def has_controls(text: str) -> bool:
-    """Whether a name holds what no terminal, log or command line should be given: controls, tabs, ends of lines."""
+    """Whether a name holds characters that no terminal, log or command line should get: controls, tabs, line ends."""
     return _SPLIT_LINES.search(text) is not None
 
 
 def one_line(text: object, length: int = 300) -> str:
-    """A stranger's words in one line of a message: an exception of a library, a name."""
+    """A stranger's words in one line of a message: a library's exception, a name."""
     words = without_controls(" ".join(str(text).split()))
     return words if len(words) <= length else words[: length - 3] + "..."
 
 
 def obeyed_by_none(text: str) -> str:
-    """The text as it may go to a terminal: of what that obeys, only what this program writes itself."""
+    """The text in a form that a terminal may show: it obeys only this program's own sequences."""
     return _FILTER.sub(lambda match: match[1] or REPLACEMENT, text)
 
 
 class PlainStream:
-    """A text stream that writes `obeyed_by_none` of what it is given; other attributes are those of the wrapped one."""
+    """A text stream that writes `obeyed_by_none(text)`. Its other attributes are the wrapped stream's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -73,14 +73,14 @@ class PlainStream:
 
 
 class LastingStream:
-    """A text stream whose write and flush never raise; other attributes are those of the wrapped stream."""
+    """A text stream whose write and flush never raise. Its other attributes are the wrapped stream's."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """`stream` None: the process was started without one."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what the stream accepts; characters that its encoding lacks become question marks."""
+        """Write the text; characters that the stream's encoding lacks become question marks."""
         text = obeyed_by_none(text)
         with suppress(OSError, ValueError):  # ValueError: closed
             try:
@@ -146,7 +146,7 @@ def plain_output() -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Discard what libraries print while small models are built and loaded; exceptions still pass."""
+    """Discard libraries' prints while small models are built and loaded; exceptions still pass."""
     from transformers.utils import logging as transformers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()

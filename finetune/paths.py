@@ -29,7 +29,8 @@ def kind_of_file(mode: int) -> str:
 
 
 def in_home(text: str) -> str:
-    """`~/models/x` with the user's home folder, which no shell puts in for a recipe; other texts stay as they are."""
+    """`~/models/x` with the user's home folder, because no shell expands it in a recipe. Other texts stay as they
+    are."""
     return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
 
 

@@ -88,7 +88,7 @@ def find_secret(text: str, known: Iterable[str]) -> tuple[int, str] | None:
 
 
 def secret_key(value: Any, known: Iterable[str], key: str = "") -> tuple[str, str] | None:
-    """Dotted key and kind of the first secret in a document of mappings and lists; None where there is none."""
+    """Dotted key and kind of the first secret in a document with mappings and lists; None if there is none."""
     if isinstance(value, str):
         secret = find_secret(value, known)
         return (key, secret[1]) if secret else None
@@ -130,7 +130,9 @@ def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> s
 
 
 def _hidden_between(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
-    """Of a text in which characters that nobody sees may be within a secret: each secret is hidden with those in it."""
+    """Hide secrets in a text that may have invisible characters inside them. Each secret is hidden with those
+    characters.
+    """
     places = [at for at, letter in enumerate(text) if not INVISIBLE.match(letter)]
     plain = "".join(text[at] for at in places)
     spans = [match.span() for value in known for match in re.finditer(re.escape(value), plain)]
@@ -180,6 +182,6 @@ def _user() -> str:
 
 
 def variables(pattern: str) -> dict[str, str]:
-    """Environment variables whose names match; a value that is not a plain word or number is shown as `set`."""
+    """Environment variables with matching names. A value that is not a plain word or number is shown as `set`."""
     matching = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(pattern, name)}
     return {name: redact(value) if _PLAIN.fullmatch(value) else "set" for name, value in matching.items()}

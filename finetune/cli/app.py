@@ -1,4 +1,4 @@
-"""What all verbs of `finetune` share: the application, its arguments, and how a user's mistake is reported."""
+"""Shared by all verbs of `finetune`: the application, its arguments, and how a user's mistake is reported."""
 
 from __future__ import annotations
 

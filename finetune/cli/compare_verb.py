@@ -73,7 +73,7 @@ def compare(
 
 
 def _asked_rows(strategies: str | None, vary: list[str], file: Path | None) -> list[AskedRow]:
-    """The rows of one of the three options, or of the usual strategies. Raises FinetuneError."""
+    """The rows from one of the three options, or from the usual strategies. Raises FinetuneError."""
     from finetune.preflight.compare_rows import rows_of_file, rows_of_options
 
     if file is None:

@@ -23,7 +23,7 @@ def preview(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What will be learned? Rows as the model sees them, and findings over all data. Exit code 2 if refused."""
+    """Show the rows as the model sees them, and findings over all data. Exit code 2 if training would refuse them."""
 
     def work() -> dict[str, Any]:
         if html is not None:
@@ -58,7 +58,8 @@ def import_recipe(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
+    """Convert a configuration from axolotl, LLaMA-Factory, TRL or torchtune into a recipe, and list what is left
+    out."""
 
     def work() -> dict[str, Any]:
         from finetune.importers import convert, known_tool, listed, write_recipe

@@ -242,7 +242,7 @@ def launch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
+    """Print the file that starts the recipe on its machines: a Slurm job, or the lines to run on each."""
 
     def work() -> dict[str, Any]:
         from finetune.launch.script import plan_launch, script, write_script

@@ -19,7 +19,7 @@ from finetune.wording import counted
 
 @dataclass(frozen=True)
 class Listed:
-    """The facts of a recipe by which it is chosen."""
+    """The facts by which a recipe is chosen."""
 
     name: str
     path: Path
@@ -43,10 +43,10 @@ class Found:
 
 
 def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPES) -> Found:
-    """The recipes of a folder that fit into `gpus` and are of `model`, whose name or size is enough.
+    """The recipes in a folder that fit into `gpus` and belong to `model`, by name or size.
 
-    Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises FinetuneError
-    for a text that does not name GPUs, and EnvironmentMismatch where the package was installed without its recipes.
+    With GPUs, the nearest fit comes first, that is the largest; otherwise the smallest. Raises FinetuneError for text
+    that does not name GPUs, and EnvironmentMismatch if the package was installed without its recipes.
     """
     room = None if gpus is None else budget_of(parse_gpus(gpus))
     every, left_out = _read_all(folder)
@@ -118,7 +118,7 @@ def _model(name_or_path: str) -> str:
 
 
 def _is_called(listed: Listed, model: str) -> bool:
-    """Whether a part of the model's or the recipe's name is this; 3b is not a part of 13b, nor 1 of 3.1."""
+    """Whether this is a part of the model's or the recipe's name; 3b is not a part of 13b, nor 1 of 3.1."""
     part = re.compile(rf"(?<![0-9.]){re.escape(model.strip())}(?![0-9.])", re.IGNORECASE)
     return any(part.search(name) for name in (listed.model, listed.name))
 
@@ -136,7 +136,7 @@ def _size(listed: Listed) -> tuple[float, int]:
 
 
 def _hint(every: Sequence[Listed], of_model: Sequence[Listed], gpus: str | None, model: str | None) -> str:
-    """Which recipes there are, where none was found."""
+    """The available recipes, if none was found."""
     if not of_model:
         return f"no recipe for a model called {model}; there are: {', '.join(sorted({each.model for each in every}))}"
     least = min(of_model, key=_size)

@@ -1,4 +1,4 @@
-"""After a run: chat, evaluate, merge and export. This module is the only one that other packages import.
+"""After a run: chat, evaluate, merge and export. Other packages import this module only.
 
 Each function takes a run's folder, and a checkpoint's step or None for the run's result. Functions import what they
 need when they are called, so importing this module loads no torch.
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def run_at(run: Path, step: int | None) -> Path:
-    """The folder of the run's result, or of the run as it was at `step`, exported first. Raises FinetuneError."""
+    """The folder with the run's result, or with the run at `step`, exported first. Raises FinetuneError."""
     from finetune.finished_run.export_step import run_at as at
 
     return at(run, step)
@@ -53,7 +53,7 @@ def converse(
     temperature: float,
     seed: int | None,
 ) -> None:
-    """Answer the prompts, or what is typed if there are none, through `say`. Raises FinetuneError."""
+    """Answer the prompts, or typed lines if there are none, through `say`. Raises FinetuneError."""
     from finetune.finished_run.chat import HELP, WHO, GenerationSettings, chat_loop, open_run, typed_lines
 
     session = open_run(run_at(run, step))

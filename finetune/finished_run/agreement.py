@@ -1,7 +1,7 @@
-"""How far a merged model is from its base with the adapter: their next tokens, over held-out answers.
+"""Compares a merged model with its base and adapter, by their next tokens in held-out answers.
 
-Both are computed in float32 from the weights as they are stored, so that what differs is the weights and not the
-rounding of two ways to multiply them.
+Both are computed in float32 from their stored weights, so the difference is in the weights, not in the rounding of two
+ways to multiply them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Agreement:
     loss: float = 0.0
 
     def add(self, expected: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Logits [compared, vocabulary] of the adapter model and of the compared one."""
+        """Logits [compared, vocabulary] from the adapter model and the compared one."""
         expected, logits = expected.double(), logits.double()
         log_expected, log_compared = expected.log_softmax(-1), logits.log_softmax(-1)
         self.tokens += len(targets)
@@ -55,7 +55,8 @@ class Agreement:
         self.loss -= float(log_compared.gather(-1, targets[:, None]).sum())
 
     def as_json(self) -> dict[str, Any]:
-        """Share of the same top token, mean KL in nats, largest difference of two logits, mean loss of the data."""
+        """Share with the same top token, mean KL in nats, largest difference between two logits, mean loss on the
+        data."""
         return {
             "top1": self.same_top / self.tokens,
             "kl": self.kl / self.tokens,
@@ -66,7 +67,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Reference:
-    """The adapter model's logits, which the others are compared with."""
+    """The adapter model's logits, with which the others are compared."""
 
     documents: Sequence[ComparedDocument]
     logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
@@ -124,8 +125,9 @@ def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
 
 @contextmanager
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
-    """Each layer's own weights are float32 while it computes, and again what they were when it has: one layer at a
-    time. Quantised layers compute in float32 from their dequantised weights."""
+    """Within the block, each layer's weights are float32 while it computes, and return to their format afterwards: one
+    layer at a time. Quantised layers compute in float32 from their dequantised weights.
+    """
     packed = set(quantized_layers(model))
     handles: list[Any] = []
     before = [(layer, layer.compute_dtype) for layer in packed if hasattr(layer, "compute_dtype")]

@@ -117,7 +117,7 @@ def chat_loop(
 
 
 class PlainStreamer(TextStreamer):
-    """Prints an answer word by word; of what a model writes a terminal obeys nothing."""
+    """Prints an answer word by word. A terminal obeys nothing in a model's text."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(without_controls(text), stream_end)
@@ -141,7 +141,7 @@ def _stream_answer(
 
 
 def _run_command(session: ChatSession, settings: GenerationSettings, command: str, argument: str) -> str:
-    """Run a slash command; returns what to print."""
+    """Run a slash command; returns the text to print."""
     match command:
         case "/reset":
             session.base.history.clear()
@@ -193,7 +193,7 @@ def answers_to(
 
 
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:
-    """What the user types, until Ctrl-D; arrow keys go back to earlier lines. Ctrl-C begins a line anew."""
+    """The user's lines, until Ctrl-D; arrow keys go back to earlier lines. Ctrl-C starts a line anew."""
     with suppress(ImportError):  # not every Python is built with it
         import readline  # noqa: F401  # importing it is what teaches `input` the keys
     while True:

@@ -27,10 +27,10 @@ from finetune.wording import counted
 
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
-    """The trainer's own evaluation, of the finished model and of its base.
+    """The trainer's own evaluation, for the finished model and its base.
 
-    Loss is the mean over every supervised token of the held-out rows, perplexity its exponential. `recorded` is what
-    the run wrote when it evaluated the exported weights. Raises FinetuneError when no rows are held out.
+    Loss is the mean over every supervised held-out token, perplexity its exponential. `recorded` is the run's own
+    figure for the exported weights. Raises FinetuneError if no rows are held out.
     """
     recipe = run.recipe
     if recipe.data.eval is None:
@@ -80,7 +80,7 @@ def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextMa
 
 
 def held_out_in_words(figures: dict[str, Any]) -> str:
-    """A table, and what the run itself wrote down."""
+    """A table, and the run's own figure."""
     documents, tokens = counted(figures["documents"], "held-out document"), counted(figures["tokens"], "token")
     lines = [f"{documents}, {tokens} that would be learned:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
     lines += [f"{n:8}{figures[n]['loss']:>9.4f}{figures[n]['perplexity']:>13.2f}" for n in ("base", "tuned")]
@@ -92,12 +92,12 @@ def held_out_in_words(figures: dict[str, Any]) -> str:
 def task_figures(
     run: FinishedRun, device: torch.device, tasks: Sequence[str], *, include: Path | None, limit: int | None
 ) -> dict[str, Any]:
-    """name -> task -> metric -> value, `name` being base and tuned; lm-eval's own settings and metrics.
+    """name -> task -> metric -> value, with `name` base and tuned; lm-eval's own settings and metrics.
 
     Args:
         tasks: lm-eval's names; * matches any letters.
-        include: A folder with task files of the user's own.
-        limit: Questions of each task; None: all of them.
+        include: A folder with the user's own task files.
+        limit: Questions per task; None: all.
 
     Raises:
         EnvironmentMismatch: lm-eval is not there, or a task's data cannot be had.

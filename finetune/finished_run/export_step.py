@@ -1,4 +1,4 @@
-"""`finetune export`: a checkpoint of a run as the folder of a run that ended at its step.
+"""`finetune export`: a run's checkpoint as the folder of a run that ended at its step.
 
     FOLDER/
         adapter/ or model/   bitwise what the training would have exported at that step
@@ -104,7 +104,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _manifest_hash(checkpoint: Path) -> str:
-    """The hash that a checkpoint's manifest states of itself, and so of every file; empty where it has none."""
+    """A checkpoint manifest's own hash, which covers every file; empty if it has none."""
     try:
         return str(read_object(checkpoint / "MANIFEST.json", MANIFEST_BYTES).get("sha256", ""))
     except FinetuneError:
@@ -150,7 +150,7 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
 def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The checkpoint's weights by the model's names, in the export's number format; tied ones are one tensor.
 
-    Raises FinetuneError where they are not the model's, NothingTrained where they are those of the run's start.
+    Raises FinetuneError if they are not the model's, NothingTrained if they equal the run's start.
     """
     stored, dtype = checkpoint.groups["model"], export_dtype(recipe)
     first_names: dict[int, str] = {}
@@ -178,7 +178,7 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
 
 
 def _generation_config(recipe: Recipe, model: Any) -> Any:
-    """The base's own, as `from_pretrained` reads it; where it has none, the configuration's, which `model` has."""
+    """The base's own, as `from_pretrained` reads it; if it has none, the configuration's, which `model` has."""
     section = recipe.model
     try:
         return GenerationConfig.from_pretrained(resolve_model_path(section.name_or_path), revision=section.revision)
@@ -187,7 +187,7 @@ def _generation_config(recipe: Recipe, model: Any) -> Any:
 
 
 def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
-    """What the run wrote down, as far as the step; of its last weights nothing."""
+    """Copy the run's records up to the step, and nothing about its last weights."""
     for name in EXPORTED_RECORDS:
         if leaves_folder(run_dir / name, run_dir):
             raise FinetuneError(f"{run_dir / name}: is a link that leaves the run's folder; put the file there")
@@ -208,6 +208,6 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
 
 
 def describe_export(facts: dict[str, Any]) -> str:
-    """What the verb shows."""
+    """The verb's output."""
     command = shlex.join(["finetune", "chat", str(facts["folder"])])
     return f"exported step {facts['step']}: {facts['product']}\ntalk to it: {command}"

@@ -1,4 +1,4 @@
-"""A finished run's model, loaded again: the base as training had it, quantised where it was, and what was learned."""
+"""Loads a finished run's model again: the base as in training, quantised if it was, and the trained weights."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
 
 
 def _refuse_lacking(run: FinishedRun, adapted: PeftModel) -> None:
-    """peft passes over what a file does not have, and the model would answer as its base."""
+    """Refuse an adapter file with missing tensors: peft passes over them, and the model would answer like its base."""
     stored = read_header(run.product / ADAPTER_WEIGHTS)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if lacking := sorted(wanted.keys() - stored.keys()):

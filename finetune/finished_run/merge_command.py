@@ -1,4 +1,4 @@
-"""`finetune merge`: which base, into which folder, and how well the result agrees with what was trained."""
+"""`finetune merge`: which base, into which folder, and how well the result agrees with the trained model."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def merge_run(
     prompts: int,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Writes run_dir/merged and its merge.json, and returns that.
+    """Write run_dir/merged and its merge.json, and return that.
 
     Args:
-        dtype: Of the merged weights; None: the recipe's `model.dtype`.
-        base: None: own, and for a run with a quantised base that of the two which agrees best with the adapter.
+        dtype: The merged weights' format; None: the recipe's `model.dtype`.
+        base: None: own, or with a quantised base the one of two that agrees best with the adapter.
         prompts: Held-out documents to compare by; 0: nothing is compared, and dequantized is taken.
 
     Raises:
@@ -105,7 +105,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _verify(
     run: FinishedRun, merge: Merge, merged: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The figures of each candidate, and of the base without the adapter, by the same documents."""
+    """Figures for each candidate, and for the base without the adapter, from one set of documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     log(f"comparing over {counted(len(documents), 'document')}")
@@ -155,7 +155,7 @@ def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """What the verb shows: the folder, a table, and what to make of it."""
+    """The verb's output: the folder, a table, and advice."""
     size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
     start = facts.get("started_from")
     lineage = [f"its training started from the adapter {start}, which is in it"] if start else []

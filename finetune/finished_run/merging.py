@@ -42,7 +42,7 @@ NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md
 
 @dataclass(frozen=True)
 class Merge:
-    """What is merged: everything is on disk but the names."""
+    """The parts to merge. Everything is on disk except the names."""
 
     recipe: Recipe
     base: BaseWeights
@@ -70,7 +70,7 @@ class Merge:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embeddings, with those of new tokens."""
+        """Rows in the embeddings, including new tokens'."""
         return self.shapes()[self.embedding][0]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,8 +89,8 @@ class Merge:
         """One tensor of the merged model, on the host.
 
         Args:
-            dtype: Of floating-point tensors; others keep theirs.
-            dequantized: Where training had a quantised weight, dequantise that, instead of the base's own.
+            dtype: For floating-point tensors; others keep theirs.
+            dequantized: If training had a quantised weight, dequantise that one instead of using the base's own.
         """
         if name in self.adapter.replaced:
             return self.adapter.read(self.adapter.replaced[name]).to(dtype, copy=True)
@@ -175,7 +175,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
 def write_merged(
     merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
 ) -> None:
-    """Weights, config and tokenizer into `folder`, which is created."""
+    """Write weights, config and tokenizer into `folder`, which is created."""
     folder.mkdir(parents=True)
     with disk_errors(folder):
         _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)

@@ -1,7 +1,7 @@
-"""What an adapter adds to parameters that are not a layer's weight, as the experts of a mixture, by tensors of files.
+"""An adapter's sums on parameters that are no layer's weight, such as a mixture's experts, by the files' tensors.
 
-transformers 5 holds experts as one parameter of three dimensions and saves most of them as one matrix an expert. Its
-own conversion, which only rearranges numbers, turns the sum that an adapter adds into the files' tensors.
+transformers 5 holds experts as one three-dimensional parameter and saves most of them as one matrix per expert. Its own
+conversion, which only rearranges numbers, turns an adapter's sum into the files' tensors.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class AdaptedParameter:
 def adapted_parameters(
     structure: PreTrainedModel, layers: Mapping[str, Mapping[str, str]], targets: list[str]
 ) -> dict[str, AdaptedParameter]:
-    """Those of an adapter's `layers` that are not linear layers or embeddings, by their name among the layers.
+    """The adapter's `layers` that are not linear layers or embeddings, by their name among the layers.
 
-    `targets` are its `target_parameters`; the innermost wrapper has the first of them in the order of the module.
+    `targets` are its `target_parameters`. The innermost wrapper has the first of them in the module's order.
     """
     found = {}
     for name, keys in layers.items():
@@ -89,7 +89,7 @@ class ParameterDeltas:
         return set(self._owner)
 
     def of(self, name: str) -> Tensor:
-        """What is added to this tensor, float32."""
+        """The sum on this tensor, float32."""
         parameter = self._owner[name]
         if parameter.path not in self._kept:
             self._kept[parameter.path] = self._in_files(parameter, self._delta(parameter))

@@ -1,4 +1,4 @@
-"""An exported adapter, one layer at a time: what it makes of a base weight, by peft's own merging."""
+"""An exported adapter, one layer at a time: its effect on a base weight, by peft's own merging."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """adapter_config.json and the tensors of adapter_model.safetensors, which stay on disk."""
+    """adapter_config.json and the tensors in adapter_model.safetensors, which stay on disk."""
 
     settings: Mapping[str, Any]
     patterns: tuple[Mapping[str, int], Mapping[str, float]]  # rank_pattern, alpha_pattern
@@ -59,7 +59,7 @@ class AdapterFile:
         return tensor
 
     def start(self, layer: str, weight: Tensor) -> Tensor:
-        """What the adapter's initialisation left of a layer's weight, in its number format."""
+        """The rest of a layer's weight after the adapter's initialisation, in its number format."""
         if not self.moves_the_base or self._is_embedding(layer):
             return weight
         remainder: Tensor = self._begun(layer, weight).get_base_layer().weight
@@ -93,7 +93,7 @@ class AdapterFile:
         return any(name.startswith("embedding") for name in self.layers[layer])
 
     def _begun(self, layer: str, weight: Tensor) -> Any:
-        """peft's layer on this weight at the start of training. It holds the rest of the base weight."""
+        """peft's layer on this weight at the training's start. It holds the rest of the base weight."""
         return (
             _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
             .get_base_model()
@@ -103,8 +103,8 @@ class AdapterFile:
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.
 
-        `weight` is the frozen one that the adapter was trained with, float32 [out, in], or [rows, width] of
-        embeddings. Held meanwhile are two tensors of its size, with DoRA four. Raises FinetuneError when adapter and
+        `weight` is the frozen one that the adapter was trained with, float32 [out, in], or [rows, width] for
+        embeddings. Two tensors with its size are held meanwhile, with DoRA four. Raises FinetuneError if adapter and
         weight do not fit.
         """
         tensors = self.layers[layer]
@@ -126,7 +126,7 @@ class AdapterFile:
 
 
 def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
-    """The adapter of a finished run, by the names of the model that was trained."""
+    """A finished run's adapter, by the trained model's names."""
     config = look_at_adapter(folder)
     with in_one_line(lambda error: FinetuneError(f"{folder}: not an adapter of this model: {words_of(error)}")):
         return _opened(folder, config, names)
@@ -193,7 +193,7 @@ class BaseWeights:
         return BaseWeights(files, shapes, {**self.stored_as, new: old})
 
     def layer(self, path: str, names: WholeNames) -> str:
-        """What a layer of the trained model is called here."""
+        """The trained model's layer, by its name here."""
         return names.in_file(f"{path}.weight", self.files).removesuffix(".weight")
 
     def read(self, name: str) -> torch.Tensor:

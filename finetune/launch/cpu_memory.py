@@ -1,7 +1,7 @@
-"""What libraries keep of a process's memory on a CPU, bounded.
+"""Limits the memory that libraries keep in a process on a CPU.
 
-oneDNN compiles kernels for each shape of a product, and rows have ever-new lengths. It keeps those of 1,024 products,
-and so does torch's wrapper of it; what one of the two lets go the other still holds. Figures: docs/log.md.
+oneDNN compiles kernels for each product's shape, and rows have ever-new lengths. It keeps kernels for 1,024 products,
+and so does torch's wrapper around it: a kernel that one drops, the other still holds. Figures: docs/log.md.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _KEPT = "256"  # products, 0.3 MB each; a row of SmolLM2 with adapters takes abo
 
 
 def bound_libraries(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torch's libraries read once, at their first product; what the user has set stays.
+    """Set the variables that torch's libraries read once, at their first product. The user's own settings stay.
 
-    To be called before torch is imported. A waiting thread spins for microseconds and then sleeps: a step of the
-    quickstart takes 0.46 s on two cores, 1.0 s beside another program; where threads spin for as long as torch would
-    have them, 0.41 s and 1.5 to 1.8 s. Threads that sleep at once made 0.90 s of an earlier 0.57 s (docs/log.md).
+    Call it before torch is imported. A waiting thread spins for microseconds and then sleeps: a quickstart step takes
+    0.46 s on two cores, 1.0 s beside another program. With torch's longer spinning it takes 0.41 s and 1.5 to 1.8 s.
+    Threads that sleep at once made 0.90 s out of an earlier 0.57 s (docs/log.md).
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -30,9 +30,9 @@ def bound_libraries(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc return the free pages of its heap to the kernel; elsewhere nothing.
+    """Make glibc return its heap's free pages to the kernel; elsewhere do nothing.
 
-    A small allocation that lives on, at the end of a heap of freed activations, keeps all of them resident.
+    One small allocation that lives on at the end of a heap with freed activations keeps all of them resident.
     """
     if sys.platform != "linux":
         return

@@ -15,13 +15,13 @@ _REFUSED = "does not have a deterministic implementation"  # torch 2.11 to 2.13:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """Within, torch takes deterministic kernels alone, where `wanted` and on CUDA; afterwards torch is as before.
+    """Within the block, torch uses deterministic kernels only, if `wanted` and on CUDA. Afterwards torch is as before.
 
-    Kernels of a CPU are deterministic anyway. torch only warns of what it has no such kernel for where it is told
-    `warn_only`, but then flash attention's backward is not deterministic either, so an error it is.
+    CPU kernels are deterministic anyway. With `warn_only` torch would only warn about a missing kernel, but then flash
+    attention's backward is not deterministic either. So it is an error.
 
     Raises:
-        EnvironmentMismatch: torch has no deterministic kernel for an operation of this model.
+        EnvironmentMismatch: torch has no deterministic kernel for an operation in this model.
     """
     if not wanted or device.type != "cuda":
         yield

@@ -16,9 +16,9 @@ ENGINE = "pt_autograd"  # how torch's autograd names its threads, which no fork 
 
 
 def can_fork() -> bool:
-    """Whether a child of this process could train: on Linux, as long as autograd has no threads here.
+    """Whether this process's child could train: on Linux, as long as autograd has no threads here.
 
-    A thread that has just started may have no name yet; then torch refuses to train in the child, which fails.
+    A thread that has just started may have no name yet. Then torch refuses to train in the child, which fails.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,5 @@
-"""What torch and cuBLAS read once of the environment on a GPU; each rank sets it itself, whoever started the rank."""
+"""Environment variables that torch and cuBLAS read once on a GPU. Each rank sets them itself, however it was
+started."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses 
 
 
 def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set them for a training, before torch is imported; what the user has set stays. A run on a CPU reads none.
+    """Set them for a training, before torch is imported. The user's own settings stay. A run on a CPU reads none.
 
-    Rows have ever-new lengths, and so has every activation: with expandable segments what the allocator has cached is
-    one range of addresses, so that a request takes the end of it instead of a segment of its own. For a deterministic
-    training cuBLAS gets eight workspaces of 4 MiB, one of the two settings with which it sums in one order also where
-    several streams multiply.
+    Rows have ever-new lengths, and so has every activation. With expandable segments the allocator's cache is one
+    address range, so a request takes its end instead of a new segment. For a deterministic training cuBLAS gets eight
+    workspaces with 4 MiB each. This is one of the two settings with which it sums in one order even when several
+    streams multiply.
     """
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -34,9 +35,9 @@ def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def gpu_of_rank(local_rank: int) -> int:
-    """The number of this rank's GPU, among the GPUs that its process sees.
+    """This rank's GPU number among the GPUs that its process sees.
 
-    A launcher shows every rank all the machine's GPUs. `srun --gpus-per-task=1`, or one container a rank, shows each
+    A launcher shows every rank all GPUs on the machine. `srun --gpus-per-task=1`, or one container per rank, shows each
     rank one GPU as number 0. If ranks 2 and 3 see only two of four GPUs, these are numbers 0 and 1.
     """
     import torch
@@ -48,7 +49,7 @@ def gpu_of_rank(local_rank: int) -> int:
 def libraries_on_gpu(index: int, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Make libraries use this GPU from now on: DeepSpeed and torch's device meshes read its number from LOCAL_RANK.
 
-    If the block raises, LOCAL_RANK is restored, because it decides which rank of the machine prints for all.
+    If the block raises, LOCAL_RANK is restored, because it decides which rank on the machine prints for all.
     """
     before = environment.get("LOCAL_RANK")
     if before is not None:

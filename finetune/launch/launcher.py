@@ -1,7 +1,7 @@
-"""What started this process, and with which settings: read from the process table and the environment.
+"""Finds out what started this process, and with which settings, from the process table and the environment.
 
-Launchers pass on less than they were given: `accelerate launch --cpu --num_processes 2` silently starts one process; a
-bare `accelerate launch` follows a default config in the user's cache; no environment variable reveals either. The
+Launchers pass on less than they were given. `accelerate launch --cpu --num_processes 2` silently starts one process. A
+bare `accelerate launch` follows a default config in the user's cache. No environment variable shows either, but the
 launcher's own command line does.
 """
 
@@ -93,7 +93,7 @@ _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
 
 
 def refuse_left_over(environment: Mapping[str, str], *, by_launcher: bool) -> None:
-    """Raise EnvironmentMismatch for variables of ranks that make no rank: of another launcher, left in a shell."""
+    """Raise EnvironmentMismatch for rank variables that make no rank: another launcher's, left in a shell."""
     counts = {name: environment[name] for name in _COUNTS if name in environment}
     for name, text in counts.items():
         if not (text.isascii() and text.isdigit() and len(text) < 7):
@@ -118,7 +118,7 @@ def _left_over(name: str, value: str, problem: str) -> EnvironmentMismatch:
 
 
 def speaks_for_ranks(name: str = "RANK", environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process prints what all ranks would: rank 0, or one that is no rank, whatever RANK says."""
+    """Whether this process prints for all ranks: rank 0, or a process that is no rank, whatever RANK says."""
     rank = environment.get(name, environment.get("SLURM_PROCID", "0"))
     among_ranks = under_launcher(environment) or {"MASTER_ADDR", "SLURM_PROCID"} & environment.keys()
     return not among_ranks or not rank.isdigit() or int(rank) == 0
@@ -162,7 +162,7 @@ BY_TRAIN_VERB, BY_TORCHRUN, BY_ACCELERATE = "FINETUNE_RANKS", "TORCHELASTIC_RUN_
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process, by what it leaves in the environment."""
+    """Whether a launcher started this process, by its traces in the environment."""
     return any(name in environment for name in (BY_TRAIN_VERB, BY_TORCHRUN, BY_ACCELERATE))
 
 
@@ -224,7 +224,7 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
 
 
 def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
-    """Processes of all machines: --num_processes of accelerate is their number, torchrun counts those of a machine."""
+    """Processes on all machines. accelerate's --num_processes is this number; torchrun counts those on one machine."""
     total = _option(options, "--num_processes", "--num-processes")
     if total is None and _is_torchrun(options):
         each = _option(options, "--nproc_per_node", "--nproc-per-node") or inherited.get("PET_NPROC_PER_NODE", "")
@@ -234,7 +234,7 @@ def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> in
 
 
 def _before_script(words: Sequence[str]) -> list[str]:
-    """The launcher's own arguments: those before our entrypoint, which may be the verb `train`."""
+    """The launcher's own arguments: everything before our entrypoint, which may be the verb `train`."""
     for index, word in enumerate(words):
         by_verb = word == "train" and words[index - 1] in ("finetune", _CLI_MODULE)
         if by_verb or word.endswith("train.py") or word == "finetune.train":

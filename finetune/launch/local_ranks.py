@@ -41,9 +41,9 @@ def is_rank_already(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def ranks_here(plan: LaunchPlan) -> int:
-    """How many processes train: one for each GPU of the budget, two on a CPU for a strategy of several.
+    """How many processes train: one per GPU in the budget; two on a CPU for a strategy that needs several.
 
-    1 where the trainer itself will say that the machine has no GPU.
+    1 if the trainer itself will report that the machine has no GPU.
 
     Raises:
         EnvironmentMismatch: the recipe is made for several machines, or for more GPUs than are here.
@@ -91,14 +91,14 @@ def check_rank_count(count: int, *, gpus: int) -> None:
 
 
 def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
-    """Run the command as `count` ranks until all have ended; returns the exit code of the run.
+    """Run the command as `count` ranks until all have ended; returns the run's exit code.
 
-    The first signal of STOPPING reaches every rank once, as SIGTERM: before training begins it ends a rank
-    without a traceback, afterwards the step is finished and saved, for as long as that takes. A second SIGINT kills all
-    ranks. When a rank fails, the others get SIGTERM, at once where it was rank 0, which has said why, and 30 s.
+    The first signal in STOPPING reaches every rank once, as SIGTERM. Before training begins it ends a rank without a
+    traceback. Afterwards the step is finished and saved, however long that takes. A second SIGINT kills all ranks. When
+    a rank fails, the others get SIGTERM: at once after rank 0, which has printed the reason, otherwise after 30 s.
 
     Returns:
-        0, or the code of the rank that failed first (1 for one that was killed), or 130 after a signal.
+        0, or the first failed rank's code (1 for one that was killed), or 130 after a signal.
     """
     group = _Ranks(command, _environments(count, on_cpu=on_cpu))
     with _received_signals() as received:
@@ -113,7 +113,7 @@ def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
 
 
 class _Ranks:
-    """The processes of a run, each in a session of its own, so that a signal of the terminal reaches this one alone."""
+    """A run's processes, each in its own session, so that a terminal's signal reaches this process alone."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self._command, self._environments = list(command), environments
@@ -138,7 +138,7 @@ class _Ranks:
         return None in codes
 
     def obey(self, received: list[int]) -> None:
-        """Pass on what this process received, and end ranks whose time is up."""
+        """Pass on this process's signals, and end ranks whose time is up."""
         now = time.monotonic()
         if not self._terminated and any(process.poll() == -signal.SIGTERM for process in self._processes):
             received.append(signal.SIGTERM)  # to a rank before its training, of which that is the default action
@@ -207,7 +207,7 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 def _environments(count: int, *, on_cpu: bool) -> list[dict[str, str]]:
-    """torchrun's variables for each rank; its OMP_NUM_THREADS too, which the trainer raises where ranks use the CPU."""
+    """torchrun's variables for each rank, with its OMP_NUM_THREADS, which the trainer raises if ranks use the CPU."""
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: whether as many started as were asked for, and over which network."""
+"""How a run's ranks find each other: whether as many started as asked for, and over which network."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
 
 
 def _check_torchrun_variables(launch: Launch) -> None:
-    """Refuse torchrun's variables (PET_NPROC_PER_NODE, ...) under `accelerate launch`, which silently ignores them."""
+    """Refuse torchrun's variables (PET_NPROC_PER_NODE, ...) under `accelerate launch`, because it silently ignores
+    them.
+    """
     if not launch.by_accelerate:
         return
     requested = dict(setting.split("=", 1) for setting in launch.settings)
@@ -83,7 +85,7 @@ def choose_interface(launch: Launch) -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface from whose address this machine would send to `address`; None where it is the loopback."""
+    """The interface that this machine would use to reach `address`; None if it is the loopback."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -108,8 +110,8 @@ def collective_timeout(recipe: Recipe) -> timedelta:
 
 @contextmanager
 def rendezvous(launch: Launch) -> Iterator[None]:
-    """Around the creation of the process group: prints after a minute which address it waits for. Ctrl-C ends a rank of
-    several at once.
+    """Put this around the creation of the process group. After a minute it prints the address it waits for. Ctrl-C ends
+    one of several ranks at once.
 
     Raises:
         NoRendezvous: the ranks did not find each other; the message names rank, address, reason and what to check.

@@ -1,7 +1,7 @@
 """`finetune launch`: writes the file that starts a recipe on its machines, to be read, submitted or run. No torch here.
 
-launcher.py, slurm.py and rendezvous.py read the same options again in every rank. What they and the strategy would
-refuse on the machines is refused here, before a job waits in a queue.
+launcher.py, slurm.py and rendezvous.py read the same options again in every rank. Anything that they and the strategy
+would refuse on the machines is refused here, before a job waits in a queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARK = "# Made by: finetune launch "
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Which launcher starts how many ranks of what on which machines."""
+    """The launcher, the ranks it starts, and the machines."""
 
     launcher: Launcher
     loaded: LoadedRecipe
@@ -57,10 +57,10 @@ class LaunchPlan:
 def plan_launch(
     recipe: Path, overrides: Sequence[str], *, launcher: str, nodes: int | None = None, gpus_per_node: int | None = None
 ) -> LaunchPlan:
-    """The launch of a recipe on these machines, or on those of its budget where no number is given.
+    """The launch for a recipe on these machines, or on its budget's if no number is given.
 
-    On a CPU one machine has two ranks; of several machines each has one, which uses all cores. Raises RecipeError, and
-    FinetuneError where the strategy does not fit the machines.
+    On a CPU, one machine has two ranks. With several machines each has one, which uses all cores. Raises RecipeError,
+    and FinetuneError if the strategy does not fit the machines.
     """
     if launcher not in LAUNCHERS:
         raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
@@ -93,7 +93,7 @@ def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
-    """Why the trainer would refuse these machines, or which ranks would be idle."""
+    """Reasons why the trainer would refuse these machines, or why ranks would be idle."""
     strategy, world = plan.strategy, plan.world
     each = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
     where = f"{plan.nodes} x {each}"
@@ -160,7 +160,7 @@ def _by_hand(plan: LaunchPlan) -> list[str]:
 
 
 def line_of_machine(plan: LaunchPlan) -> str:
-    """The line that starts one of several machines by hand: machine R, ADDRESS_OF_0 is that of machine 0."""
+    """The line that starts one of several machines by hand: machine R; ADDRESS_OF_0 is machine 0's address."""
     return f"{_starter(plan, machine='R', first='ADDRESS_OF_0', port=str(_PORT))} {shlex.join(plan.words)}"
 
 

@@ -1,15 +1,15 @@
 """Stopping: a signal sets a flag, the step finishes, the run saves.
 
-What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15's launchers):
+The signals that reach the trainer (read in torch 2.13's elastic agent and accelerate 1.15's launchers):
 
 - One process, `accelerate launch`: Ctrl-C reaches launcher and trainer; the launcher ends after 0.25 s. SIGTERM and
   SIGKILL reach the launcher alone. So we ask the kernel to send us SIGTERM when the launcher dies.
 - Several processes (torchrun, `accelerate launch`): each rank has its own session. The agent passes SIGINT, SIGTERM
-  and SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills the ranks that remain after 30 s
-  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, the agent sends the others SIGTERM: so ranks leave
+  and SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills the remaining ranks after 30 s
+  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, the agent sends the others SIGTERM. So ranks leave
   together, after a barrier.
-- `finetune train`: one process is the trainer itself. Several have sessions of their own, and local_ranks.py sends them
-  one SIGTERM for the first signal, and SIGKILL for a second Ctrl-C.
+- `finetune train`: one process is the trainer itself. Several have their own sessions. local_ranks.py sends them one
+  SIGTERM for the first signal, and SIGKILL for a second Ctrl-C.
 
 So only a second SIGINT ends the process at once; further SIGTERMs change nothing.
 """
@@ -42,7 +42,7 @@ BROKEN_OFF = "broken off without saving"
 
 @dataclass
 class StopRequest:
-    """Truthy once a signal came; `signal_name` is that of the first one."""
+    """Truthy once a signal came; `signal_name` is the first one's."""
 
     signal_name: str | None = None
 
@@ -52,10 +52,11 @@ class StopRequest:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within, the signals of STOPPING end this process as Ctrl-C does, with 130 and one word, while there is nothing to
-    save yet; `stop_on_signals` takes over where there is.
+    """Within the block, signals in STOPPING end this process like Ctrl-C, with 130 and one word, while there is nothing
+    to save yet. `stop_on_signals` takes over later.
 
-    Not one of several ranks: it may wait for the others in a library, where only a signal's default action ends it.
+    One of several ranks is left alone: it may wait for the others in a library, where only a signal's default action
+    ends it.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -137,11 +138,11 @@ def _is_heard(number: signal.Signals) -> bool:
 
 
 def die_with_launcher() -> bool:
-    """Asks the kernel to send this process SIGTERM when its launcher dies; returns whether the kernel agreed.
+    """Ask the kernel to send this process SIGTERM when its launcher dies; returns whether the kernel agreed.
 
-    Only under `accelerate launch` or torchrun, whose trainer otherwise outlives its launcher (after SIGTERM to the
-    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Within
-    `stop_on_signals` that signal saves, earlier it ends the process; child processes do not inherit it.
+    Only under `accelerate launch` or torchrun. Their trainer otherwise outlives them (after SIGTERM to a one-process
+    launcher, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Within
+    `stop_on_signals` that signal saves; earlier it ends the process. Child processes do not inherit it.
     """
     if not under_launcher() or not die_with_parent(signal.SIGTERM):
         return False

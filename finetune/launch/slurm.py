@@ -62,7 +62,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand(part: str, text: str) -> Iterator[str]:
-    """The hosts of one entry of the list; several brackets give every combination."""
+    """The hosts in one list entry; several brackets give every combination."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part

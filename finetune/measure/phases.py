@@ -73,9 +73,12 @@ class Phases:
         *,
         watch: bool = True,
     ) -> None:
-        """`existing` are tensors made before the first phase, counted from its start; the planner passes a `ledger`
-        whose callback records each storage. Without `watch` operations are not examined, so host memory and
-        collectives are not counted; on CUDA, where the allocator counts the rest, that measures for free."""
+        """Args:
+        existing: Tensors made before the first phase, counted from its start.
+        ledger: The planner's, whose callback records each storage.
+        watch: Examine operations. Without it, host memory and collectives are not counted; on CUDA the allocator
+            counts the rest, so measuring is free.
+        """
         self.device = device
         self.enabled = enabled
         self.current = ""  # the phase that runs, or in which an error was raised
@@ -110,18 +113,18 @@ class Phases:
 
     @property
     def seen(self) -> dict[str, Phase]:
-        """What was measured since the last `take`."""
+        """The measurements since the last `take`."""
         return dict(self._seen)
 
     def take(self) -> dict[str, Phase]:
-        """What was measured since the last call."""
+        """The measurements since the last call."""
         phases, self._seen = self._seen, {}
         return phases
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """A line of metrics for each rank and phase since the last call: on rank 0 those of all ranks, elsewhere none.
+        """A metrics line for each rank and phase since the last call: on rank 0 for all ranks, elsewhere none.
 
-        It is a collective, so every rank must call it; when off there is no collective and no line.
+        This is a collective, so every rank must call it. Switched off, there is no collective and no line.
         """
         if not self.enabled:
             return []
@@ -164,7 +167,8 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch compiles under this mode too, which then sees what a compiled graph calls and not what it fuses."""
+        """torch compiles under this mode too. The mode then sees a compiled graph's calls, not the operations it
+        fuses."""
         return True
 
     def __torch_dispatch__(

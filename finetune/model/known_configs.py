@@ -162,7 +162,8 @@ def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
 
 
 def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the architecture's own names replaced by those in COMMON_NAMES, which it accepts as well."""
+    """The configuration with the architecture's own names replaced by those in COMMON_NAMES, which it accepts as
+    well."""
     if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
         return config
     from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing

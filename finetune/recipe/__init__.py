@@ -1,4 +1,4 @@
-"""What the user writes: the typed recipe, read strictly, and the GPUs and strategy files that it names.
+"""The user's input: the typed recipe, read strictly, with its GPUs and strategy files.
 
 May import: errors, output_stream, paths, redaction.
 """

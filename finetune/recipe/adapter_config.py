@@ -1,7 +1,7 @@
-"""Does the adapter that `model.adapter` names fit the recipe's `lora`? Read off its adapter_config.json; no torch.
+"""Checks that `model.adapter`'s adapter fits the recipe's `lora`, from its adapter_config.json; no torch.
 
-The recipe stays the one place that says what is trained: an adapter with other settings is refused, with the section
-to write.
+The recipe stays the one place that says what is trained. An adapter with other settings is refused, with the section to
+write.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOVES_THE_BASE, REPEATABLE = ("pissa", "olora", "corda", "loftq", "lora_ga"), ("
 
 
 def names_a_folder(name: str) -> bool:
-    """Whether `model.adapter` means a folder of this machine, there or not, and no repository of the Hub."""
+    """Whether `model.adapter` means a folder on this machine, present or not, rather than a Hub repository."""
     if Path(name).is_dir() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         return True
     return Path(name).parent.is_dir()
@@ -54,7 +54,7 @@ def folder_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
-    """What is wrong with an adapter's folder for a recipe, with the remedy; None where nothing is, or it is a Hub's."""
+    """The fault in an adapter's folder for a recipe, with the remedy; None if there is none, or if it is on the Hub."""
     if name is None or not names_a_folder(name):
         return None
     folder = Path(name)
@@ -77,7 +77,7 @@ def lacks_weights(name: str, *, pickled: bool) -> str:
 
 
 def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
-    """What in an adapter_config.json keeps the recipe from training that adapter; None where nothing does."""
+    """The setting in an adapter_config.json that keeps the recipe from training that adapter; None if it fits."""
     try:
         config = json.loads(text)
         kind = config.get("peft_type")

@@ -1,7 +1,7 @@
-"""Checks over several values of a recipe: those that pydantic, which sees one value at a time, does not make.
+"""Checks over several values in a recipe. pydantic sees one value at a time.
 
-Sections of schema.py call these when their own values are valid. Each raises one pydantic error that holds every
-CrossCheck found; mistakes.py places them in the file.
+Sections in schema.py call these when their own values are valid. Each raises one pydantic error with every CrossCheck
+found; mistakes.py places them in the file.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CrossCheck:
 
 
 def refuse(checks: Iterable[CrossCheck]) -> None:
-    """Raise all of these as one error of their section; nothing where there are none."""
+    """Raise all of these as their section's one error; do nothing if there are none."""
     if failed := list(checks):
         text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in failed)
         raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": failed})
@@ -105,7 +105,7 @@ def check_data_set(entry: DataSet) -> None:
 
 
 def layouts_with(columns: Iterable[str]) -> list[str]:
-    """The layouts that have all of these columns, by our names; in the order of preference."""
+    """The layouts that have all these columns, by our names, in order of preference."""
     return [name for name in ROW_COLUMNS if {*columns} <= {*ROW_COLUMNS[name], *OPTIONAL_COLUMNS[name]}]
 
 
@@ -233,7 +233,7 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
 
 
 def _best_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
-    """What cannot be compared or exported: weights of an evaluation that there is not, or that is not saved."""
+    """Evaluations that cannot be compared or exported: there is none, or it is not saved."""
     training = recipe.training
     if training.load_best_model_at_end and recipe.data.eval is None:
         remedy = "add data.eval: {fraction: 0.05}, or set it to false"
@@ -253,7 +253,7 @@ def steps_between(interval: float, total_steps: float) -> int:
 
 
 def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] | None:
-    """What is wrong, and the remedy, where the best evaluation may be one without a checkpoint; else None."""
+    """The problem and the remedy if the best evaluation may have no checkpoint; else None."""
     if not recipe.training.exports_best or recipe.data.eval is None:
         return None
     evaluated = steps_between(recipe.eval_steps, total_steps)
@@ -298,14 +298,14 @@ def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
 
 
 def rows_of_run(training: Training, rows: int) -> int:
-    """Rows that a whole run learns from, each counted every time; `rows` are those of an epoch."""
+    """The rows that a whole run trains on, with repeats; `rows` is one epoch's."""
     if training.max_steps is not None:
         return training.max_steps * training.global_batch_size
     return math.ceil(training.num_train_epochs * rows)
 
 
 def local_model_problem(name: str) -> str | None:
-    """What is wrong with a name that can only be a folder's: a Hub name has one slash at most, and no dot before it."""
+    """The fault in a name that can only be a folder's: a Hub name has at most one slash, and no dot before it."""
     if not (name.startswith((".", os.sep, "~")) or name.count("/") > 1 or os.path.isdir(name)):
         return None
     place = printable(name) if len(name) <= LONGEST_PATH else shown(name)

@@ -1,6 +1,6 @@
-"""How other tools name what a recipe says: axolotl, LLaMA-Factory, TRL and transformers' Trainer, torchtune, unsloth.
+"""Other tools' names for a recipe's settings: axolotl, LLaMA-Factory, TRL, transformers' Trainer, torchtune, unsloth.
 
-A key of theirs gets an error that names ours. Where a key has no counterpart, the answer says what takes its place.
+A foreign key gets an error with our key. If it has no counterpart, the answer says what to use instead.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ REPLACED: dict[str, str] = {
 
 
 def answer_for(key: str) -> str | None:
-    """What to write instead of another tool's key, or None where no tool has it."""
+    """The text to write instead of another tool's key, or None if no tool has it."""
     if key in RENAMED:
         return f"write {RENAMED[key]}"
     return REPLACED.get(key)

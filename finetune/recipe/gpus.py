@@ -40,7 +40,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of each node, and the bytes that one of them gives to a program."""
+    """The GPUs in each node, and the bytes that one GPU offers a program."""
 
     count: int
     memory: int
@@ -49,15 +49,15 @@ class Gpus:
 
     @property
     def gb(self) -> float:
-        """Memory of one GPU in GB as its maker states it, which recipes' budgets say too."""
+        """One GPU's memory in GB as its vendor states it. Recipes' budgets use it too."""
         return MODELS[self.name].gb if self.name in MODELS else self.memory / 1e9
 
 
 def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
-    """GPUs by memory (in GB of 10^9 bytes, as makers state it) or by name; None for `cpu`.
+    """GPUs by memory (GB as 10^9 bytes, as vendors state it) or by name; None for `cpu`.
 
-    `nodes`: of `--nodes`, where it was given. Raises FinetuneError for another text, for an unknown name, for 0 of
-    anything, and where `nodes` contradicts the text.
+    `nodes`: from `--nodes`, if given. Raises FinetuneError for other text, an unknown name, a 0, and for `nodes` that
+    contradict the text.
     """
     words = text.strip().upper().replace(" ", "")
     if words == "CPU":

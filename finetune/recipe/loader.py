@@ -77,7 +77,7 @@ class _Source:
         self.mistakes.append((None, f"{COMMAND_LINE}: {printable(key)}: {text}"))
 
     def error(self) -> RecipeError:
-        """All mistakes, in the order of the file and then of the command line; secrets in them are hidden."""
+        """All mistakes, in the file's order, then the command line's. Secrets in them are hidden."""
         known = known_secrets()
         source = cover_secrets(self.text, known)
         ordered = sorted(self.mistakes, key=lambda m: (m[0].line, m[0].column) if m[0] else (math.inf, 0))
@@ -101,10 +101,10 @@ class _Source:
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
     """Read a recipe; `overrides` are `dotted.key=value` and win over the file.
 
-    `here`: the recipe is to be trained on this machine as it is. So its folders must exist here, and its strategy must
-    be able to train it. `path` may also be the name of a recipe in the package, which then has that recipe's files too.
-    Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
-    a caret; those of overrides as `command line: key: ...`.
+    `here`: the recipe will be trained on this machine as it is. So its folders must exist here, and its strategy must
+    be able to train it. `path` may also be a packaged recipe's name; its files then come from the package too. Raises
+    RecipeError with every mistake, each as `file:line:column: key: problem; remedy`, its source line and a caret; for
+    overrides as `command line: key: ...`.
     """
     source = _Source(file := find_recipe(path), text := _read(file), parse(text))
     for flaw in source.parsed.flaws:
@@ -195,8 +195,9 @@ def _read_file(file: pathlib.Path) -> bytes:
 
 
 def _read_pipe(file: pathlib.Path) -> bytes:
-    """Of `finetune check <(...)`: what comes until the writer's end, or one more than a recipe may have. Raises
-    OSError where nobody writes."""
+    """Read `finetune check <(...)`: everything until the writer ends, or one byte more than a recipe may have. Raises
+    OSError if nobody writes.
+    """
     read, waited, descriptor = b"", False, os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while len(read) <= MAX_BYTES:
@@ -247,7 +248,7 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
 
 
 def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
-    """Set the value at a path and create the sections above it; returns what prevents it, None where nothing does."""
+    """Set the value at a path and create the sections above it. Returns the obstacle, or None."""
     current: Any = value
     for index, part in enumerate(path):
         last = index == len(path) - 1

@@ -1,6 +1,6 @@
-"""The messages about an invalid recipe: place, key, what is wrong, remedy.
+"""Messages about an invalid recipe: place, key, problem, remedy.
 
-pydantic finds the mistakes; its messages name types and branches of unions, these name what to write.
+pydantic finds the mistakes. Its messages name types and union branches; ours name the text to write.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]
 
 
 def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
-    """Whether a missing key is there under a wrong name, about which another message is."""
+    """Whether a missing key is there under a wrong name, which has a message of its own."""
     named = re.compile(rf"(did you mean|write) {re.escape(dotted(missing.path))}(?![.\w])")
     return missing.text.startswith(MISSING) and any(other.at_key and named.search(other.text) for other in others)
 
@@ -136,7 +136,7 @@ def unknown_key(path: Path) -> str:
 
 
 def keys_of(section: Path) -> list[str]:
-    """The keys of the section at a path of the recipe."""
+    """The keys in the section at a recipe path."""
     return list(_section_at(section).model_fields)
 
 
@@ -184,7 +184,7 @@ class _Branch:
 
 
 def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
-    """pydantic's location without the names of union branches, which no recipe has."""
+    """pydantic's location without union branch names, because no recipe has them."""
     path: list[str | int] = []
     branches: list[_Branch] = []
     current = value
@@ -259,7 +259,7 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
 
 
 def _wants(path: Path, expected: str, written: Any) -> str:
-    """`is X; it must be Y`, and what to write where that is clear."""
+    """`is X; it must be Y`, with the text to write if that is clear."""
     if written is None:
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
         default = "" if info is None or info.is_required() else ", or remove the line for the default"
@@ -270,7 +270,7 @@ def _wants(path: Path, expected: str, written: Any) -> str:
 
 
 def _hint(path: Path, expected: str, written: Any) -> str | None:
-    """What to write instead of a value of the wrong kind."""
+    """The text to write instead of a wrongly typed value."""
     if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
         if isinstance(plain_scalar(str(written)), bool):  # tRUE and fALSE are texts without quotes too
             return "remove the quotes"

@@ -1,8 +1,8 @@
-"""`auto` of `training.mixed_precision` and `model.dtype`: the number format that the device computes fastest.
+"""`auto` for `training.mixed_precision` and `model.dtype`: the number format that the device computes fastest.
 
-Reading a recipe settles `auto`, by the recipe's budget and this processor's flags, without torch. The start of a
-training settles it again, for the device that computes and by timed products (measure/product_speed.py). The run's
-folder keeps the result.
+Reading a recipe settles `auto` without torch, from the recipe's budget and this processor's flags. A training's start
+settles it again, for the computing device and by timed products (measure/product_speed.py). The run folder keeps the
+result.
 
 Speed of [256, 256] products on one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN limited to each
 instruction set. Backward computes the second product, for the gradient of a layer's input:

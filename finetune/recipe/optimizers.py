@@ -1,7 +1,7 @@
-"""The optimizers a recipe can name, and what the kit has to know of each. No torch here.
+"""The optimizers that a recipe can name, and the facts that the kit needs about each. No torch here.
 
-A new optimizer is an entry in OPTIMIZERS and a word of `Optimizer`; model/optimizer.py builds those that are not
-bitsandbytes', and what stands for those under shards.
+A new optimizer is an entry in OPTIMIZERS and a word in `Optimizer`. model/optimizer.py builds those that are not
+bitsandbytes', and the replacements under shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bi
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What is known of an optimizer before it is built."""
+    """The facts about an optimizer before it is built."""
 
     moments: tuple[str, ...]  # entries of its state that have their parameter's shape
     moment_bytes: int | None  # of an element of a moment; None: as wide as the trained weight
@@ -32,21 +32,21 @@ class OptimizerSpec:
 
     @property
     def paged(self) -> bool:
-        """Whether its state is in CUDA's managed memory, which a CPU does not have."""
+        """Whether its state is in CUDA's managed memory. A CPU has none."""
         return self.unpaged is not None
 
     def library(self, *, sharded: bool) -> str:
-        """Whose update it is, of full tensors or of shards: the library's name, this kit's or another's."""
+        """The library that computes the update, for full tensors or for shards: this kit's name or another's."""
         if self.bitsandbytes_class is None:
             return "torch"
         return "finetune" if sharded else "bitsandbytes"
 
     def state_bytes(self, weight_bytes: int) -> int:
-        """Bytes of the moments of one trained weight that is `weight_bytes` wide."""
+        """Bytes of moments for one trained weight with `weight_bytes`."""
         return len(self.moments) * (self.moment_bytes or weight_bytes)
 
     def state_dtypes(self, weight_dtype: str) -> tuple[str, ...]:
-        """Number formats that the moments may have; with 8 bits, float32 for those of fewer than 4,096 elements."""
+        """The moments' possible number formats. With 8 bits, moments under 4,096 elements are float32."""
         return {None: (weight_dtype,), 1: ("float32", "uint8")}.get(self.moment_bytes, ("float32",))
 
 

@@ -1,4 +1,4 @@
-"""What is generated from the typed recipe: the JSON Schema for editors and the reference page."""
+"""Generates the JSON Schema for editors and the reference page from the typed recipe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Numbers may be written `2e-4`; only `true` and `false` are truth values, so `mix
 
 
 def reference_page() -> str:
-    """docs/recipe.md: every key with what it takes, its default and its meaning; and other tools' names."""
+    """docs/recipe.md: every key with its values, default and meaning, and other tools' names."""
     foreign = [f"| `{key}` | {answer_for(key)} |" for key in sorted([*RENAMED, *REPLACED])]
     table = ["## Keys of other tools", "", "| theirs | here |", "|---|---|", *foreign, ""]
     return "\n".join([REFERENCE_HEAD, *_sections(Recipe, ""), *table])
@@ -67,7 +67,7 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _takes(schema: dict[str, Any]) -> str:
-    """What a key takes, in words, from its JSON Schema."""
+    """A key's values in words, from its JSON Schema."""
     if "anyOf" in schema:
         return ", or ".join(dict.fromkeys(map(_takes, schema["anyOf"])))
     if "enum" in schema:

@@ -62,7 +62,7 @@ class LoadedRecipe:
 
 
 def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings") -> Iterator[tuple[Path, Any]]:
-    """Every leaf of a nested value with its path of keys and of indices, in order; what is empty is a leaf."""
+    """Every leaf in a nested value with its path of keys and indices, in order. An empty value is a leaf."""
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         entries = value.items()
@@ -108,7 +108,7 @@ def _in_one_line(value: Any) -> str:
 
 
 class _Writer(yaml.SafeDumper):
-    """Writes values in one line, and quotes what PyYAML takes for text and we for a number (1e5)."""
+    """Writes values in one line, and quotes text that PyYAML takes for text and we for a number (1e5)."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         plain = plain_scalar(text) == text and not re.search("[\n\r\x85\u2028\u2029]", text)

@@ -1,8 +1,8 @@
-"""The typed recipe, of the sections in sections/. The only place where a default lives.
+"""The typed recipe, made from the sections in sections/. Every default lives here alone.
 
-Keys carry Hugging Face's names where the meaning is the same. Nothing here imports torch, so that checking a
-recipe stays instant. Field descriptions say meaning, unit and frame of reference; docs/recipe.md and the JSON
-Schema are generated from them.
+Keys carry Hugging Face's names if the meaning is the same. Nothing here imports torch, so checking a recipe stays
+instant. Field descriptions give meaning, unit and frame of reference. docs/recipe.md and the JSON Schema are generated
+from them.
 """
 
 from __future__ import annotations

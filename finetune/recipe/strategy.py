@@ -34,10 +34,11 @@ _OTHER_TYPES = {"MULTI_CPU": "for ranks on a CPU write distributed_type: MULTI_G
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy as an Accelerate config file states it, and what follows from it.
+    """A strategy from an Accelerate config file, and its consequences.
 
-    Whoever depends on the strategy asks one of these properties. `kind` itself is for those who build an Accelerator
-    and a model by it (strategies/accelerator.py, assemble.py), so that a new kind answers here and is built there.
+    Code that depends on the strategy asks one of these properties. `kind` itself is for the code that builds an
+    Accelerator and a model from it (strategies/accelerator.py, assemble.py). So a new kind answers here and is built
+    there.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Strategy:
 
     @property
     def schedule(self) -> str | None:
-        """In what order a pipeline computes micro-batches, one of SCHEDULES; None: there is no pipeline."""
+        """The order in which a pipeline computes micro-batches, one of SCHEDULES; None: there is no pipeline."""
         return self.pipelines and self.pipelines.schedule
 
     @property
@@ -80,7 +81,7 @@ class Strategy:
 
     @property
     def shards_modules(self) -> bool:
-        """Whether parameters are DTensors over a mesh of ranks, sharded by rows, which the optimizer sees too."""
+        """Whether parameters are DTensors over a mesh of ranks, sharded by rows, for the optimizer too."""
         return self.kind == "fsdp"
 
     @property
@@ -90,7 +91,7 @@ class Strategy:
 
     @property
     def shards_optimizer_state(self) -> bool:
-        """Whether a rank updates only a shard of the trained weights, and holds the state of that."""
+        """Whether a rank updates only a shard of the trained weights, and holds only that shard's state."""
         return self.shards_modules or self.uses_engine
 
     def casts_weights_once(self, recipe: Recipe) -> bool:
@@ -117,12 +118,12 @@ class Strategy:
 
     @property
     def gradient_buckets(self) -> bool:
-        """Whether gradients are views of DDP's buckets, which are allocated from the beginning to the end."""
+        """Whether gradients are views into DDP's buckets, which stay allocated for the whole run."""
         return self.kind == "ddp"
 
     @property
     def layers_repeat(self) -> bool:
-        """Whether each layer gathers and frees what the one before it did; ZeRO-3 prefetches across layers."""
+        """Whether each layer gathers and frees the same as the one before it. ZeRO-3 prefetches across layers."""
         return self.zero_stage != 3
 
     @property
@@ -155,7 +156,7 @@ class Strategy:
 
     @property
     def replicates(self) -> bool:
-        """HSDP: whether there are several copies of the sharded model, whose gradients are reduced over the copies."""
+        """HSDP: whether several copies of the sharded model reduce their gradients over the copies."""
         mesh = self.settings.get("parallelism_config")
         return (
             self.shards_modules and mesh is not None and (mesh == {} or "parallelism_config_dp_replicate_size" in mesh)
@@ -166,15 +167,17 @@ class Strategy:
         return processes if self.distributed else 1
 
     def stage_count(self, ranks: int) -> int:
-        """Stages that share the decoder layers: under a pipeline each of `ranks`, or of its copy's."""
+        """The number of stages that share the decoder layers: all `ranks`, or one copy's, under a pipeline."""
         return max(1, ranks // self.pipelines.copies) if self.pipelines else 1
 
     def data_rank_count(self, ranks: int) -> int:
-        """How many of `ranks` have rows of their own: the stages of a pipeline compute the same rows."""
+        """How many of `ranks` have their own rows. A pipeline's stages compute the same rows."""
         return ranks // self.stage_count(ranks)
 
     def replica_count(self, ranks: int, per_node: int) -> int:
-        """Copies of the sharded model, or 1; as many as nodes of `per_node` ranks unless the file sets a number."""
+        """Copies of the sharded model, or 1. There are as many as nodes with `per_node` ranks, unless the file sets a
+        number.
+        """
         if not self.replicates:
             return 1
         return int(self.section("parallelism_config").get("parallelism_config_dp_replicate_size") or ranks // per_node)

@@ -66,7 +66,7 @@ class Flaw:
 
 @dataclass
 class Parsed:
-    """The value of a text, and the places of its keys and values."""
+    """A text's value, and the places of its keys and values."""
 
     value: Any = None
     keys: dict[Path, Place] = field(default_factory=dict)
@@ -108,8 +108,9 @@ def parse(text: str) -> Parsed:
 
 
 def yaml_value(text: str) -> Any:
-    """The value of a file in YAML 1.1, which other programs read too. Raises YAMLError, also for what the constructors
-    of tags answer with errors of half a dozen kinds."""
+    """The value of a YAML 1.1 file, which other programs read too. Raises YAMLError, also for the half dozen kinds of
+    errors that tag constructors raise.
+    """
     try:
         return yaml.safe_load(text)
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
@@ -236,7 +237,7 @@ def plain_scalar(text: str) -> Any:
 
 
 def number_trap(text: str) -> str | None:
-    """What to write instead of a number that YAML 1.1, or a person, spells another way; None for other text."""
+    """The text to write instead of a number that YAML 1.1, or a person, spells differently; None for other text."""
     plain = text.replace("_", "")
     value: float
     if isinstance(plain_scalar(text), (int, float)):

@@ -72,10 +72,10 @@ class Preview:
 
 
 def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, Any]] | None = None) -> Preview:
-    """Look at the data of a recipe. Data that training refuses is shown as far as it can be read.
+    """Look at a recipe's data. Data that training refuses is shown as far as it can be read.
 
-    `batches` answers what a training makes of the data: its `notes` are a line, and a finding for each of the others.
-    Raises FinetuneError when tokenizer or data sets cannot be had at all.
+    `batches` turns the data into a training's batch plan: its `notes` are a line, and one finding for each other line.
+    Raises FinetuneError if tokenizer or data sets cannot be had at all.
     """
     tokenizer = load_tokenizer(recipe)
     encoder = Encoder(tokenizer, recipe.data)
@@ -167,7 +167,7 @@ def _named(entry: DataSet) -> dict[str, Any]:
 
 
 def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str, Any]:
-    """What `prepare` counted, and the arithmetic of an epoch."""
+    """`prepare`'s counts, and one epoch's arithmetic."""
     rows, per_step = prepared.facts["rows"], recipe.training.global_batch_size
     middle, high = np.percentile(lengths, [50, 99])
     each = shares(prepared.pool, prepared.split, len(recipe.data.train))
@@ -208,7 +208,7 @@ def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[
 
 
 def _by_store(store: StoredDocuments, data: Data, begin: int | None) -> Iterator[tuple[str, np.ndarray]]:
-    """(what is odd, which documents of the data set)"""
+    """(the finding, its documents in the data set)"""
     if begin is not None:
         yield "two begin-of-text tokens at the start; remove the text's own from the row", doubled_begin(store, begin)
     if data.train_on != "all":  # then every last line break is learned, and ends nothing
@@ -268,7 +268,7 @@ def _copies(prepared: Prepared) -> Iterator[Oddity]:
 
 
 def length_histogram(lengths: np.ndarray, max_length: int, bins: int = 12) -> list[tuple[int, int, int]]:
-    """(from, below, documents) of equal bins from 0 to max_length, which belongs to the last."""
+    """(from, below, documents) for equal bins from 0 to max_length. max_length belongs to the last bin."""
     edges = np.unique(np.linspace(0, max_length + 1, bins + 1).round().astype(int))
     counts, _ = np.histogram(lengths, edges)
     return [(int(low), int(high), int(count)) for low, high, count in zip(edges, edges[1:], counts, strict=False)]

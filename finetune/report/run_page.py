@@ -78,7 +78,7 @@ def _missing(run: ReportedRun, alone: ReportedRun | None) -> str:
 
 
 def _process(run: ReportedRun) -> str:
-    """What the process took beside its tensors, where the run has measured that."""
+    """The process's memory beside its tensors, if the run measured it."""
     measured = (run.facts.receipt.get("memory") or {}).get("measured") or {}
     if measured.get("reserved_bytes"):
         return f"CUDA's allocator reserved {measured['reserved_bytes'] / GIB:.3f} GiB at its peak, caches included."
@@ -123,7 +123,7 @@ def _cell(value: Any) -> str:
 
 
 def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
-    """report.html of a run that is still training: 0.3 to 0.5 s for a thousand steps, nearly all of it drawing."""
+    """Write report.html for a run that is still training: 0.3 to 0.5 s for a thousand steps, nearly all for drawing."""
     with _failure_logged(log):
         write_report(read_runs([run_dir]), run_dir / PAGE_NAME)
 

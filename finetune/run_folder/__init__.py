@@ -1,4 +1,4 @@
-"""A run's folder on disk: who owns it, its checkpoints, its export, and the heartbeats of its ranks.
+"""A run's folder on disk: its owner, its checkpoints, its export, and its ranks' heartbeats.
 
-May import: strategies, tokens and what is below them.
+May import: strategies, tokens and everything below them.
 """

@@ -1,6 +1,6 @@
-"""Whose weights are exported: those of the last step, or of the evaluation with the lowest held-out loss.
+"""Decides which weights are exported: the last step's, or those with the lowest held-out loss.
 
-Evaluations from step 1 on count, by training.metric_for_best_model; each has a checkpoint (recipe/cross_checks.py).
+Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint (recipe/cross_checks.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Ex
 
 
 def _load(parts: Assembled, folder: Path) -> None:
-    """Weights from a checkpoint of which rank 0 verifies the hash of every byte."""
+    """Load a checkpoint's weights after rank 0 has verified the hash over every byte."""
     checkpoint = examine(folder, hashes=all_ranks().rank == 0)
     problems = all_ranks().gather(checkpoint if isinstance(checkpoint, str) else None)
     if problem := next(filter(None, problems), None):
@@ -75,7 +75,7 @@ def _load(parts: Assembled, folder: Path) -> None:
 
 
 def describe_exported(exported: Exported, state: TrainState) -> str:
-    """A line for the terminal: which step's weights, and what is known of their loss."""
+    """A line for the terminal: the exported step, and its loss if known."""
     if exported.loss is None:
         return f"exported: the weights of step {exported.step}, the last"
     named = "held-out loss" if exported.metric == "eval_loss" else exported.metric

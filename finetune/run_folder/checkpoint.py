@@ -1,13 +1,12 @@
-"""Checkpoints: tensors in safetensors, all else in JSON, no pickle; complete and hashed, or absent.
+"""Checkpoints: tensors in safetensors, everything else in JSON, no pickle; complete and hashed, or absent.
 
     checkpoints/step-00000100/
-        model-00000.safetensors  optimizer-00000.safetensors   a file for each group of tensors and rank that has any
+        model-00000.safetensors  optimizer-00000.safetensors   a file for each group and each rank with tensors
         state.json                                              everything that is not a tensor
-        MANIFEST.json                                           which file holds which elements of which tensor;
-                                                                size and SHA-256 of each file, and its own; that
-                                                                all numbers are finite
+        MANIFEST.json                                           the elements in each file; each file's size and
+                                                                SHA-256, and its own; that all numbers are finite
 
-Each rank writes the pieces it holds (strategies/pieces.py), rank 0 all else.
+Each rank writes the pieces it holds (strategies/pieces.py). Rank 0 writes everything else.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are complete and unchanged."""
+    """A checkpoint with complete and unchanged files."""
 
     path: Path
     step: int
@@ -72,23 +71,23 @@ def write_checkpoint(
     best: int | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Path:
-    """Saves a checkpoint and prunes older ones: whenever a crash comes, the old or the new one is complete.
+    """Save a checkpoint and prune older ones. Whenever a crash comes, the old or the new one is complete.
 
-    A valid checkpoint of the same step is left as it is: the same step of a run has the same state. Every rank calls
-    it; it returns when the checkpoint exists.
+    A valid checkpoint for this step is left as it is, because one step of a run has one state. Every rank calls this;
+    it returns when the checkpoint exists.
 
     Args:
-        run_dir: The run's folder, which every rank sees; its metrics are synced first, so that they reach as far as
+        run_dir: The run's folder, which every rank sees. Its metrics are synced first, so that they reach as far as
             the checkpoint.
         step: Finished optimizer steps.
-        tensors: Group -> name -> tensor, of any device, shape (0-dim too) and layout, or this rank's piece of it;
-            shared ones are stored once.
+        tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece;
+            shared tensors are stored once.
         state: Everything that is not a tensor, as JSON; no NaN or infinity.
         keep: Newest checkpoints to keep, at least 1; this one is always kept.
-        best: The step of one that is kept besides them.
+        best: The step of one that is kept beside them.
 
     Raises:
-        NotFinite: a tensor of any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
+        NotFinite: a tensor on any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
         EnvironmentMismatch: the disk is full or not writable, on any rank; earlier checkpoints are untouched.
     """
     refuse_not_finite(step, tensors, ranks)
@@ -117,7 +116,7 @@ def write_pieces(
     best: int | None,
     ranks: Ranks,
 ) -> Path:
-    """`write_checkpoint` of pieces that are known to be finite. When one rank fails, all of them raise."""
+    """`write_checkpoint` for pieces that are known to be finite. When one rank fails, all of them raise."""
     folder = step_folder(run_dir, step)
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     first = ranks.rank == 0
@@ -137,7 +136,9 @@ def write_pieces(
 
 
 def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
-    """What each rank's `act` returned, on every rank. When one rank fails, all raise: that one its own error."""
+    """The return value of each rank's `act`, on every rank. When one rank fails, all raise; that rank raises its own
+    error.
+    """
     failure, result = None, None
     try:
         result = act()
@@ -154,11 +155,11 @@ def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
 
 
 def _nothing() -> None:
-    """What other ranks do where rank 0 has a part of its own."""
+    """The other ranks' part while rank 0 does its own."""
 
 
 def _is_written(folder: Path, temporary: Path) -> bool:
-    """Whether the checkpoint is there already; else make the folder in which it is written."""
+    """Whether the checkpoint is there already; otherwise make the folder for it."""
     if folder.exists() and isinstance(examine(folder), Checkpoint):
         return True
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> d
 
 
 def _write_group(temporary: Path, group: str, own: OwnPieces, rank: int) -> dict[str, Any]:
-    """Write this rank's pieces of a group; returns their entries of the manifest."""
+    """Write this rank's pieces of a group; returns their manifest entries."""
     if not own.tensors and rank:
         return {"pieces": {}, "aliases": own.aliases}
     path = temporary / f"{group}-{rank:05d}.safetensors"
@@ -218,7 +219,7 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints in a run's folder whose files are all there, in order; contents are not hashed."""
+    """The steps of complete checkpoints in a run's folder, in order; contents are not hashed."""
     return sorted(_step(path) for path in _folders(run_dir) if isinstance(examine(path, hashes=False), Checkpoint))
 
 
@@ -227,10 +228,11 @@ def _step(folder: Path) -> int:
 
 
 def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
-    """Deletes all but the `keep` newest good checkpoints up to `step`, which was just written and is valid, and `best`.
+    """Delete all except the `keep` newest good checkpoints up to `step`, which was just written and is valid, and
+    `best`.
 
-    Bad ones do not count towards `keep`. Those of later steps can only be bad ones, which the run passed over when it
-    resumed and will write again.
+    Bad ones do not count towards `keep`. Checkpoints from later steps can only be bad: the run passed over them when it
+    resumed, and will write them again.
     """
     earlier = [path for path in _folders(run_dir) if _step(path) <= step]
     good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
@@ -240,7 +242,7 @@ def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
 
 
 def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint in `folder`, or what is wrong with it; without `hashes` only the sizes of files are compared."""
+    """The checkpoint in `folder`, or its fault; without `hashes` only file sizes are compared."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         return "its name is not step-NNNNNNNN"

@@ -1,4 +1,4 @@
-"""What model cards and reports show of a run, read from its folder. No torch here."""
+"""A run's facts for model cards and reports, read from its folder. No torch here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunFacts:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the described model is an adapter, which needs its base model."""
+        """Whether the described model is an adapter and needs its base model."""
         return self.recipe.lora is not None and not self.merged
 
     def evals(self) -> list[Mapping[str, Any]]:
@@ -55,9 +55,9 @@ class RunFacts:
         return sorted(lines, key=lambda line: line["step"])
 
     def exported_eval(self) -> Mapping[str, Any] | None:
-        """The evaluation of the exported weights: of the step that the receipt names, else the last; None: none.
+        """The exported weights' evaluation: at the receipt's step, else the last; None: there is none.
 
-        Of a checkpoint that was exported later it is that of its own step alone.
+        For a checkpoint that was exported later, only its own step counts.
         """
         evals = self.evals()
         step = self.receipt.get("export", {}).get("step")
@@ -65,18 +65,18 @@ class RunFacts:
         return next((line for line in evals if line["step"] == step), last)
 
     def holes(self) -> list[tuple[int, int]]:
-        """(first, last) of each stretch of steps without metrics."""
+        """(first, last) for each stretch of steps without metrics."""
         return missing_steps(self.metrics, int(self.state.get("step", 0)))
 
     def missing(self) -> str:
-        """What metrics.jsonl lacks, in words; empty where nothing is missing."""
+        """The gaps in metrics.jsonl, in words; empty if there are none."""
         return describe_missing(self.holes(), self.torn)
 
     def trained(self) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == "train"]
 
     def samples_by_prompt(self) -> dict[str, dict[str, Mapping[str, Any]]]:
-        """prompt -> {"before": line, "after": line} of samples.jsonl, in the order in which prompts were asked."""
+        """prompt -> {"before": line, "after": line} from samples.jsonl, in the order of the prompts."""
         answers: dict[str, dict[str, Mapping[str, Any]]] = {}
         for line in self.samples:
             answers.setdefault(str(line.get("prompt")), {})[str(line.get("when"))] = line
@@ -84,10 +84,10 @@ class RunFacts:
 
 
 def missing_steps(metrics: Sequence[Mapping[str, Any]], until: int) -> list[tuple[int, int]]:
-    """(first, last) of each stretch of steps that no training line covers, up to `until` finished steps.
+    """(first, last) for each stretch of steps without a training line, up to `until` finished steps.
 
-    How many steps a line covers follows from its own figures, for logging_steps may differ from start to start. The
-    steps since the last line are missing only where they would have made another line like it.
+    A line's own figures say how many steps it covers, because logging_steps may change between starts. Steps since the
+    last line are missing only if they would have made another line like it.
     """
     holes, reached, each = [], 0, 1
     for line in sorted((line for line in metrics if line.get("kind") == "train"), key=lambda line: line["step"]):
@@ -107,7 +107,7 @@ def _steps_of(line: Mapping[str, Any]) -> int:
 
 
 def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
-    """What metrics.jsonl lacks, in words; empty where nothing is missing."""
+    """The gaps in metrics.jsonl, in words; empty if there are none."""
     steps = ", ".join(f"{first:,} to {last:,}" if last > first else f"{first:,}" for first, last in holes)
     one = len(holes) == 1 and holes[0][0] == holes[0][1]
     parts = [f"no line for step{'' if one else 's'} {steps}"] if holes else []
@@ -156,7 +156,7 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 
 def _unusable(metrics: Path) -> int:
-    """Lines that cannot be read, or hold what no run writes."""
+    """Lines that cannot be read, or with contents that no run writes."""
     if not metrics.is_file():
         return 0
     return torn_lines(metrics) + sum(not is_as_written(line) for line in read_lines(metrics))

@@ -110,16 +110,16 @@ def claim_run_folder(
     asked: Asked | None = None,
     wait_seconds: float = 10.0,
 ) -> Claim:
-    """Locks the folder for this process's life and decides where the run starts. For rank 0 alone.
+    """Lock the folder for this process's life and decide where the run starts. For rank 0 alone.
 
     Afterwards the folder's state is `running`, temporary files are deleted, and metrics end exactly at the checkpoint.
 
     Args:
         run_dir: Made if missing.
-        resume: never: a run that is there already is renamed to `<run_dir>.previous-N`; nothing is deleted.
-        identity: `curve_identity(recipe)` and what else the curve depends on (fingerprint of the data, ...), as JSON.
+        resume: never: an existing run is renamed to `<run_dir>.previous-N`; nothing is deleted.
+        identity: `curve_identity(recipe)` and everything else the curve depends on (data fingerprint, ...), as JSON.
         command: The command that continues the run.
-        asked: The length that the recipe asks for: a finished run that is shorter, and else the same, is resumed.
+        asked: The recipe's length. A finished run that is shorter, and otherwise the same, is resumed.
         wait_seconds: How long to wait for a process that is still saving.
 
     Raises:
@@ -173,7 +173,7 @@ def _start(
 
 
 def _handed_over(run_dir: Path) -> bool:
-    """Whether there is what a finished run leaves; without it the run goes on from its last checkpoint and exports."""
+    """Whether a finished run's result is there. Otherwise the run continues from its last checkpoint and exports."""
     return any((run_dir / name).is_dir() for name in HANDED_OVER)
 
 
@@ -261,7 +261,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
-    """Writes the run's state after `step`, and whose weights were exported; returns the command that continues it."""
+    """Write the run's state after `step`, and the exported step; returns the command that continues the run."""
     known = read_state(run_dir)
     if known is None:
         raise FinetuneError(f"{run_dir}: the run's folder, or its {STATE}, was deleted or renamed while it trained")

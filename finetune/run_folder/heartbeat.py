@@ -1,4 +1,4 @@
-"""Heartbeats: each rank locks a small file in the run's folder and writes into it where it is.
+"""Heartbeats: each rank locks a small file in the run's folder and writes its position into it.
 
 The lock shows death: the kernel drops it with the process, also for other machines. The content shows a freeze: a
 stopped process no longer writes. Neither needs the network, on which a dead rank may leave the others waiting.

@@ -1,7 +1,7 @@
-"""A finished run whose recipe now asks for more steps: it goes on from its last checkpoint.
+"""A finished run whose recipe now asks for more steps continues from its last checkpoint.
 
-What it had handed over is moved to exports/end-NNNNNNNN, a folder that chat, eval, merge and push read, so that nothing
-in the run's folder is older than the run.
+Its result moves to exports/end-NNNNNNNN, a folder that chat, eval, merge and push read. So nothing in the run's folder
+is older than the run.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def go_on(
 ) -> tuple[Checkpoint, str] | None:
     """The checkpoint from which the finished run becomes the longer one, and a line for the user; None: not longer.
 
-    A last step that was short, since the rows ended there, is one that the longer run makes of more rows: where there
-    is a checkpoint before it, the run goes on from that one, and the last is deleted.
+    If the rows ended in a short last step, the longer run has more rows there. If there is a checkpoint before it, the
+    run continues from that one, and the last is deleted.
 
     Args:
         previous: The run's run_state.json.
         newest: Its newest valid checkpoint.
 
-    Raises FinetuneError where early stopping ended the run, or no checkpoint is left.
+    Raises FinetuneError if early stopping ended the run, or no checkpoint is left.
     """
     planned, done = asked.as_before(previous["identity"]), int(previous["step"])
     if asked.steps <= planned.steps:
@@ -101,7 +101,7 @@ def _out_of_patience(training: Training, checkpoint: Checkpoint) -> bool:
 
 
 def _in_words(asked: Asked, planned: Asked, start: int) -> str:
-    """Which rate goes on, and whether the longer run is the one that would have been planned."""
+    """The rate that continues, and whether the longer run equals the one that would have been planned."""
     training, rate = asked.training, learning_rate_schedule(asked.training, asked.steps)
     before = learning_rate_schedule(planned.training, planned.steps)
     finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
@@ -114,7 +114,7 @@ def _in_words(asked: Asked, planned: Asked, start: int) -> str:
 
 
 def set_aside(run_dir: Path, start: int, done: int) -> None:
-    """Move what the run handed over after `done` steps to exports/, and delete checkpoints after step `start`."""
+    """Move the run's result after `done` steps to exports/, and delete checkpoints after step `start`."""
     folder = run_dir / EXPORTS / f"end-{done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in EXPORTED_RECORDS:
@@ -132,7 +132,7 @@ def set_aside(run_dir: Path, start: int, done: int) -> None:
 
 
 def _exported_step(receipt: Path) -> int | None:
-    """The step whose weights were handed over: not the last where the best evaluation's were."""
+    """The step of the exported weights. It is not the last one if the best evaluation's were exported."""
     try:
         return json.loads(receipt.read_text(encoding="utf-8")).get("export", {}).get("step")  # type: ignore[no-any-return]
     except (OSError, ValueError):

@@ -45,7 +45,7 @@ def save(
     saves: Saves,
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint, or begin to; every rank calls it and writes what it holds. `then`: when it exists."""
+    """Write a checkpoint, or begin to. Every rank calls it and writes its own pieces. `then`: called when it exists."""
     run_dir, tensors, keep = Path(recipe.run_dir), checkpoint_tensors(parts), recipe.save_total_limit
     best = state.best_step if recipe.training.exports_best else None
     saves.save(run_dir, state.step, tensors, state.as_json(), keep=keep, best=best, then=then)
@@ -65,7 +65,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
 
 
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
-    """Trained weights from a checkpoint, in place, on every rank; the optimizer's state stays what it is."""
+    """Load trained weights from a checkpoint, in place, on every rank. The optimizer's state stays unchanged."""
     if parts.engine is not None:
         load_masters_from(parts.engine, checkpoint.groups["model"])
     else:
@@ -79,14 +79,14 @@ def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
 
 
 def restore_temporary(parts: Assembled, folder: Path) -> None:
-    """Verify what `save_temporary` wrote and fill weights and optimizer from it; returns when every rank has read."""
+    """Verify `save_temporary`'s checkpoint and fill weights and optimizer from it; returns when every rank has read."""
     ranks = all_ranks()
     _fill(parts, folder, hashes=ranks.rank == 0)
     ranks.gather(None)
 
 
 def remove_temporary(recipe: Recipe) -> None:
-    """Delete what `save_temporary` wrote, complete or not; for one rank."""
+    """Delete `save_temporary`'s checkpoint, complete or not; for one rank."""
     remove_folder(_temporary(recipe))
 
 
@@ -95,7 +95,7 @@ def _temporary(recipe: Recipe) -> Path:
 
 
 def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
-    """What this rank writes into a checkpoint: group -> name -> tensor or piece."""
+    """This rank's part of a checkpoint: group -> name -> tensor or piece."""
     if parts.engine is not None:
         return trained_pieces(parts.engine)
     reshard(parts.unwrapped_model)
@@ -132,7 +132,7 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
 
 
 def export_dtype(recipe: Recipe) -> torch.dtype | None:
-    """The number format of exported weights; None: that in which an adapter was trained."""
+    """The exported weights' number format; None: an adapter's training format."""
     return None if recipe.lora else getattr(torch, recipe.model.dtype)
 
 
@@ -189,7 +189,7 @@ def export_adapter(
 
 
 def _sort_layers(config_file: Path) -> None:
-    """peft writes a set of names, whose order is another one in each process."""
+    """Sort the names that peft writes as a set, because a set's order changes from process to process."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     lists = {key: config.get(key) for key in ("target_modules", "target_parameters", "exclude_modules")}
     write_json(config_file, config | {key: sorted(names) for key, names in lists.items() if isinstance(names, list)})
@@ -203,12 +203,12 @@ def export_model(
     *,
     dtype: torch.dtype,
 ) -> Path:
-    """Writes run_dir/model as safetensors, complete or not at all.
+    """Write run_dir/model as safetensors, complete or not at all.
 
     Args:
         model: Unwrapped, maybe sharded.
-        weights: All of its weights by its own names, whole and in `dtype`; tied ones are one tensor.
-        dtype: That of the weights.
+        weights: All its weights by its own names, whole and in `dtype`; tied ones are one tensor.
+        dtype: The weights' format.
     """
 
     def write(folder: Path) -> None:

@@ -21,7 +21,7 @@ GOLDEN, MIXED = -7046029254386353131, -4658895280553007687
 
 
 def not_finite(tensors: Mapping[str, Tensor | Piece], rank: int) -> list[str]:
-    """Names of the tensors whose piece on this rank holds a NaN or an infinity; integers hold none.
+    """Names of tensors whose piece on this rank holds a NaN or an infinity. Integers hold none.
 
     `tensors` are unsharded, sharded, or pieces; an unsharded one is checked on rank 0.
     """
@@ -53,10 +53,11 @@ def first_not_finite(path: Path) -> str | None:
 
 
 def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, str]:
-    """A checksum of each tensor's bits, 16 hexadecimal digits, the same for any number of ranks; every rank calls it.
+    """A checksum over each tensor's bits, 16 hexadecimal digits, the same for any number of ranks; every rank calls it.
 
-    The sum over elements of their bits times an odd number that follows from the position, modulo 2^64. A change of one
-    element always changes it (no odd number divides a power of two); of pairs of different tensors, one in 2^64 agrees.
+    It sums each element's bits times an odd number that follows from the position, modulo 2^64. A change of one element
+    always changes the sum, because no odd number divides a power of two. Of pairs of different tensors, one in 2^64
+    agrees.
     """
     sums = {}
     for name, value in tensors.items():

@@ -12,7 +12,7 @@ from finetune.untrusted.library_words import words_of
 
 
 def state_problem(saved: Mapping[str, Any]) -> str | None:
-    """What is wrong with the state of a checkpoint that was saved as a TrainState; None where it can be read."""
+    """The fault in a checkpoint's state that was saved as a TrainState; None if it can be read."""
     if "window" not in saved:  # of tests and tools that keep other things besides tensors
         return None
     try:
@@ -74,7 +74,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state from what `as_json` returned."""
+        """The state from `as_json`'s result."""
         best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
         records = [StepRecord(**record) for record in saved["window"]["records"]]
         return cls(

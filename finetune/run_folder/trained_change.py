@@ -1,4 +1,5 @@
-"""Did training change what it trained? Checksums of the start, kept in every checkpoint, compared with the end's."""
+"""Checks that training changed what it trained: checksums from the start, kept in every checkpoint, against the
+end's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from finetune.strategies.zero_state import trained_masters
 
 
 def trained_checksums(parts: Assembled) -> dict[str, str]:
-    """A checksum of each trained tensor's bits, the same for any number of ranks; every rank calls it."""
+    """A checksum over each trained tensor's bits, the same for any number of ranks; every rank calls it."""
     if parts.engine is not None:
         return checksums(trained_masters(parts.engine), all_ranks())
     reshard(parts.unwrapped_model)
@@ -22,10 +23,10 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
 
 
 def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:
-    """The trained tensors whose bits are those of the run's start; every rank calls it.
+    """The trained tensors with the same bits as at the run's start; every rank calls it.
 
-    None where that is not known: a run that an earlier release began has no checksums. Raises NothingTrained where all
-    of them are unchanged.
+    None if this is not known: a run that an earlier release began has no checksums. Raises NothingTrained if all are
+    unchanged.
     """
     if not start:
         return None
@@ -33,7 +34,7 @@ def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] |
 
 
 def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:
-    """The names whose checksums are those of the start. Raises NothingTrained where these are all names."""
+    """The names with the start's checksums. Raises NothingTrained if these are all names."""
     unchanged = sorted(name for name, checksum in now.items() if start.get(name) == checksum)
     if start and len(unchanged) == len(start):
         raise NothingTrained(

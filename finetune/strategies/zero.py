@@ -243,7 +243,8 @@ def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks:
 
 @contextmanager
 def loading_unsharded(plugin: DeepSpeedPlugin) -> Iterator[None]:
-    """Within the block, transformers loads as if there were no ZeRO-3. Under ZeRO-3 it refuses to quantise on the host."""
+    """Within the block, transformers loads as if there were no ZeRO-3. Under ZeRO-3 it refuses to quantise on the
+    host."""
     unset_hf_deepspeed_config()
     try:
         yield

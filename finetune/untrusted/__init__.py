@@ -1,4 +1,5 @@
-"""Strangers' files, looked at before a library reads them: sizes, kinds, numbers, and what they make this machine run.
+"""Checks of strangers' files before a library reads them: sizes, kinds, numbers, and programs that they make this
+machine run.
 
-May import: recipe, files and the modules on the ground floor. No torch here.
+May import: recipe, files and the modules on the lowest line. No torch here.
 """

@@ -1,6 +1,7 @@
-"""What a stranger's file makes this machine compute, first in a child process with limits on time and memory.
+"""Runs a stranger's computation in a child process first, with limits on time and memory.
 
-What ended within them is trusted from then on, by its hash: an empty file in `trusted/` of the cache folder.
+A computation that ended within them is trusted from then on, by its hash: an empty file in the cache folder's
+`trusted/`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ _found_here: dict[str, str | None] = {}  # in this process, also what was refuse
 def refused(
     kind: str, program: str, asked: dict[str, Any], *, seconds: int, mebibytes: int, known_by: str = ""
 ) -> str | None:
-    """Run a program once for what it is asked; None where it ends within its limits, else why it is refused.
+    """Run a program once on its input. None if it ends within its limits, else the reason for the refusal.
 
     Args:
-        kind: Of what it looks at; part of the hash.
-        program: Python that calls `limit()` after its imports, and `answer(word)`: "ok", or why it is refused. It is
-            trusted where it answers "ok", and not refused where it cannot run at all (no /proc, no such library).
-        asked: What it finds in `asked`, as JSON.
-        known_by: What it is trusted by, in place of `asked`: a file's own hash.
+        kind: The kind of input; part of the hash.
+        program: Python that calls `limit()` after its imports, and `answer(word)`: "ok", or the reason for a refusal.
+        "ok"
+            makes the input trusted. If the program cannot run at all (no /proc, no such library), nothing is refused.
+        asked: The input, as JSON, which the program finds in `asked`.
+        known_by: The key that it is trusted by, instead of `asked`: a file's own hash.
     """
     key = hashlib.sha256(json.dumps([TRUST, kind, program, known_by or asked, seconds, mebibytes]).encode()).hexdigest()
     if key not in _found_here:
@@ -95,7 +97,7 @@ def is_trusted(key: str) -> bool:
 
 
 def trust(key: str) -> None:
-    """Keep that what has this hash may run."""
+    """Remember that the input with this hash may run."""
     try:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         _file(key).touch()

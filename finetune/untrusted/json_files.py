@@ -1,4 +1,4 @@
-"""JSON files of strangers: regular, of a bounded size and depth, of the kind that is expected; else one line."""
+"""Strangers' JSON files: regular, with bounded size and depth, and the expected kind; else one line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_object(path: Path, most: int = MOST_JSON_BYTES, *, unique: bool = False
 
 
 def kind_of_value(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """A JSON value's kind in words."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, where it is not what its name says."""
+"""Tells a file's kind by its first bytes, if it is not what its name says."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SIGNATURES = (
 
 
 def kind_by_head(head: bytes) -> str | None:
-    """What begins with these bytes, 32 or more of them where there are as many; None for what is not known."""
+    """The kind of file that begins with these bytes (32 or more if there are as many); None if unknown."""
     begins = head.lstrip().lower() if head.lstrip()[:1] == b"<" else head
     return next((name for signature, name in SIGNATURES if begins.startswith(signature)), None)
 
 
 def not_rows(head: bytes) -> str | None:
-    """What is wrong with a data file that begins so, and the remedy; None where it may hold rows."""
+    """The fault in a data file with this beginning, and the remedy; None if it may hold rows."""
     kind = kind_by_head(head)
     if kind is None:
         return None

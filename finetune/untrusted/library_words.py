@@ -16,9 +16,9 @@ _PASSED_ON = ("OutOfMemoryError", "DistBackendError", "DistNetworkError")
 
 @contextmanager
 def in_one_line(line: Callable[[Exception], FinetuneError]) -> Iterator[None]:
-    """Around a library that reads a file: what it raises is raised again as `line(error)`, without a traceback.
+    """Put this around a library that reads a file: its errors are raised again as `line(error)`, without a traceback.
 
-    Rust's panics, which are no Exception, too; our own errors pass.
+    This includes Rust's panics, which are no Exception. Our own errors pass.
     """
     try:
         yield
@@ -72,7 +72,7 @@ def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
 
 
 def words_of(error: Exception, length: int = 300) -> str:
-    """What an exception says, in one line; of those that say only a key or nothing, their kind too."""
+    """An exception's text in one line, with its kind if the text is only a key or empty."""
     text = one_line(error, length)
     bare = isinstance(error, KeyError | IndexError | ZeroDivisionError | RecursionError | AssertionError) or not text
     return f"{type(error).__name__}{': ' if text else ''}{text}" if bare else text

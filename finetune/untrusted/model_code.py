@@ -1,7 +1,7 @@
-"""Python code that comes with a model: a recipe of the user's own may ask for it, a run's folder alone may not.
+"""Python code that comes with a model: only the user's own recipe may ask for it, never a run folder alone.
 
-`model.trust_remote_code: true` in a recipe that is trained here is this user's word, which is kept: an empty file in
-`trusted/` of the cache folder. The recipe in a run's folder was written by whoever trained the run.
+`model.trust_remote_code: true` in a recipe trained here is the user's word. It is kept as an empty file in the cache
+folder's `trusted/`. A run folder's recipe was written by whoever trained the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model's or an adapter's folder, looked at before a library opens anything in it.
+"""Checks a model's or an adapter's folder before a library opens anything in it.
 
-What transformers 5.24 and peft 0.21 would follow without being asked: an index that names pickles or files elsewhere,
-an adapter beside a model, in whose place the adapter's own base is loaded, weights of integers, which are cast.
+transformers 5.24 and peft 0.21 would follow these without being asked: an index that names pickles or files elsewhere,
+an adapter beside a model (its own base is loaded instead), and integer weights, which are cast.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LONGEST_NAME = 255  # bytes of a file's name, on every file system in use
 
 
 def look_at_model(folder: Path, *, whole: bool = False) -> None:
-    """Config, index and headers of the weights in a folder, so far as they are there; `whole`: weights must be.
+    """Check a folder's config, index and weight headers, as far as they are there. `whole`: weights must be there.
 
-    Raises FinetuneError, in one line that begins with the file: what is in it would not be loaded as it seems, or
+    Raises FinetuneError, in one line that begins with the file, if the contents would not be loaded as they seem, or
     would make a library read for ever.
     """
     config = look_at_config(folder)
@@ -55,9 +55,9 @@ def look_at_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read weights from: model.safetensors, or those of its index.
+    """The files that transformers would read weights from: model.safetensors, or the index's files.
 
-    Raises FinetuneError for an index with a name that is not that of a safetensors file in the folder.
+    Raises FinetuneError for an index with a name other than a safetensors file in the folder.
     """
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return [folder / SINGLE]
@@ -82,7 +82,7 @@ def plain_names(path: Path, weight_map: Any) -> Mapping[str, str]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a safetensors file, and of nothing outside of the folder that it is read in."""
+    """Whether this names a safetensors file inside the folder, and nothing outside it."""
     plain = name.endswith(".safetensors") and not name.startswith(".") and name.isprintable()
     return plain and len(name.encode()) <= LONGEST_NAME and Path(name).name == name
 
@@ -99,7 +99,7 @@ def _refuse_integers(file: Path, header: Mapping[str, TensorFacts]) -> None:
 
 
 def _is_a_buffer(name: str, facts: TensorFacts) -> bool:
-    """Masks, counters and positions, which checkpoints of earlier releases hold: GPT-2's causal masks are of bytes."""
+    """Masks, counters and positions in checkpoints from earlier releases: GPT-2's causal masks are bytes."""
     last = name.rpartition(".")[2]
     return last in ("bias", "masked_bias", "position_ids", "num_batches_tracked", "mask", "attn_mask") or (
         facts.dtype in ("I64", "I32") and last != "weight"
@@ -107,7 +107,7 @@ def _is_a_buffer(name: str, facts: TensorFacts) -> bool:
 
 
 def _refuse_index_at_odds(path: Path, headers: Mapping[Path, Mapping[str, TensorFacts]]) -> None:
-    """An index whose files lack a tensor that it says they have."""
+    """Refuse an index whose files lack a tensor that it lists."""
     if (path.parent / SINGLE).exists():
         return
     for tensor, name in read_object(path, MOST_INDEX)["weight_map"].items():

@@ -1,4 +1,4 @@
-"""What of a stranger's file runs: a chat template, a tokenizer's patterns, patterns for a model's layers."""
+"""The parts of strangers' files that run: a chat template, a tokenizer's patterns, patterns for a model's layers."""
 
 from __future__ import annotations
 

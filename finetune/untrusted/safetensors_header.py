@@ -1,6 +1,6 @@
-"""The header of a safetensors file: names, number formats, shapes, and ranges of bytes that are the whole file.
+"""A safetensors file's header: names, number formats, shapes, and byte ranges that cover the whole file.
 
-8 bytes: the header's length, little-endian     the header: JSON, {name: {dtype, shape, data_offsets}}     the data
+8 bytes: the header's length, little-endian | the header: JSON, {name: {dtype, shape, data_offsets}} | the data
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _cut_off(size: int, length: int) -> str:
 
 
 def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """(begin, end) of a tensor's bytes in the data, which its format and shape determine too."""
+    """(begin, end) of a tensor's bytes in the data, which must match its format and shape."""
     shown = one_line(name, 80)
     if has_controls(name) or len(name) > MOST_LETTERS:  # it would come back in messages and in what is written
         raise _no_safetensors(path, f"has a tensor whose name is no module's, {shown}")

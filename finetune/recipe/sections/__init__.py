@@ -1,4 +1,4 @@
-"""The sections of a recipe, with their defaults: a module for each part of the page.
+"""A recipe's sections with their defaults: one module for each part of the page.
 
-May import: what recipe/ may, cross_checks.py and optimizers.py.
+May import: the same as recipe/, cross_checks.py and optimizers.py.
 """

@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and the kinds of values that several of them have."""
+"""The base class for all recipe sections, and value types that several sections share."""
 
 from __future__ import annotations
 

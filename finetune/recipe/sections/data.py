@@ -1,4 +1,4 @@
-"""What is learned from: data sets, how their rows are read, and how they become tokens."""
+"""The training data: data sets, how their rows are read, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DataSet(Section):
 
     @property
     def short_name(self) -> str:
-        """The stem of the first file, or the last part of the data set's path; letters, digits, dots and dashes."""
+        """The first file's stem, or the last part of the data set's path: letters, digits, dots and dashes."""
         files = [self.data_files] if isinstance(self.data_files, str) else self.data_files
         name = PurePath(files[0]).stem if files else PurePath(self.path).name
         return re.sub(r"[^\w.-]+", "_", name).strip("_") or "set"
@@ -61,7 +61,7 @@ class EvalFraction(Section):
 
 
 class Data(Section):
-    """What is learned from."""
+    """The training data."""
 
     train: list[DataSet] = Field(min_length=1, description="Data sets, mixed by weight.")
     eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
@@ -78,29 +78,29 @@ class Data(Section):
 
     @property
     def eval_sets(self) -> list[DataSet]:
-        """The data sets of held-out rows; none where `eval` is null or a share of the training rows."""
+        """The data sets with held-out rows; none if `eval` is null or a share of the training rows."""
         return self.eval if isinstance(self.eval, list) else []
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        """What the template is given when the model is prompted: what all training sets say, nothing if they differ."""
+        """The template's variables when the model is prompted: those of all training sets, or none if they differ."""
         first = self.train[0].chat_template_kwargs
         return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
 
     @property
     def eval_names(self) -> list[str]:
-        """The name of each of `eval_sets` in metrics: its file's or its own, with its place where names are equal."""
+        """The name for each of `eval_sets` in metrics: its file's or its own, with its place if names are equal."""
         names = [entry.short_name for entry in self.eval_sets]
         distinct = len(set(names)) == len(names)
         return names if distinct else [f"{name}_{place}" for place, name in enumerate(names, 1)]
 
     @property
     def metrics(self) -> list[str]:
-        """What metric_for_best_model may name: the loss of all held-out rows, and of each of several data sets."""
+        """The values for metric_for_best_model: the loss over all held-out rows, and over each of several data sets."""
         names = self.eval_names if len(self.eval_sets) > 1 else []
         return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
 
     @property
     def sets(self) -> list[DataSet]:
-        """All data sets, those of training first."""
+        """All data sets, training sets first."""
         return [*self.train, *self.eval_sets]

@@ -1,7 +1,7 @@
 """DeepSpeed's own keys that a strategy file may set in `deepspeed_config`, beside Accelerate's.
 
-What a file leaves out, strategies/zero.py sets by the model. Ranges are narrower than DeepSpeed's where it takes a
-value and fails later: a window of 0 divides by zero, a hysteresis of 0 never lowers the scale.
+strategies/zero.py sets keys that a file leaves out, from the model. Our ranges are narrower than DeepSpeed's where it
+accepts a value and fails later: a window of 0 divides by zero, a hysteresis of 0 never lowers the scale.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def engine_settings(section: Mapping[str, Any]) -> dict[Where, dict[str, Any]]:
 
 
 def engine_mistakes(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key, and what is wrong with its value or beside the others of a `deepspeed_config`."""
+    """Each wrong key in a `deepspeed_config`, and the problem with its value alone or beside the others."""
     values: dict[str, Any] = {}
     for name, key in ENGINE_KEYS.items():
         if name in section:

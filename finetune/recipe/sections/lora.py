@@ -1,4 +1,4 @@
-"""Low-rank adapters: what gets one, of which rank, and how it begins."""
+"""Low-rank adapters: the layers that get one, its rank, and its initial values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lora(Section):
         return self
 
     def rank_of(self, path: str) -> int:
-        """The rank of the adapter on the module or parameter of this path."""
+        """The adapter's rank on the module or parameter with this path."""
         return lora_checks.by_pattern(self.rank_pattern, path, self.r)
 
     @property
@@ -55,5 +55,5 @@ class Lora(Section):
 
     @property
     def names_single_layers(self) -> bool:
-        """Whether some name holds a number, by which layers may get adapters that differ."""
+        """Whether some name holds a number, so that layers may get different adapters."""
         return lora_checks.names_single_layers(self)

@@ -1,4 +1,4 @@
-"""Which values of `lora` do not go together, and how its patterns find a path: peft's own rules, without peft."""
+"""Checks that values in `lora` fit together, and how its patterns find a path: peft's own rules, without peft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_lora(lora: Lora) -> None:
 
 
 def by_pattern(patterns: Mapping[str, Value], path: str, default: Value) -> Value:
-    """What the first pattern that fits the end of `path` says; peft's get_pattern_key (peft/utils/other.py)."""
+    """The value of the first pattern that fits the end of `path`: peft's get_pattern_key (peft/utils/other.py)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
 
@@ -59,7 +59,7 @@ def _target_mistakes(lora: Lora) -> Iterator[CrossCheck]:
 
 
 def _pattern_mistakes(lora: Lora) -> Iterator[CrossCheck]:
-    """What is no regular expression; keys of the two patterns are such, names of lists are not."""
+    """Invalid regular expressions. The two patterns' keys are such, names in lists are not."""
     excluded = [("exclude_modules", lora.exclude_modules)] if isinstance(lora.exclude_modules, str) else []
     ranks = [("rank_pattern", key) for key in lora.rank_pattern]
     for place, pattern in (*excluded, *ranks, *(("alpha_pattern", key) for key in lora.alpha_pattern)):
@@ -77,5 +77,5 @@ def _parameter_mistakes(lora: Lora) -> Iterator[CrossCheck]:
 
 
 def ends_of(paths: Iterable[str], name: str) -> list[str]:
-    """The paths that a name of a list means: it, or what ends with a dot and it."""
+    """The paths that a list's name matches: the name itself, or a path that ends with a dot and the name."""
     return [path for path in paths if path == name or path.endswith(f".{name}")]

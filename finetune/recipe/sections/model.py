@@ -1,4 +1,4 @@
-"""What is trained: the base model, its quantisation, and the machines that the recipe is made for."""
+"""The trained model: its base, its quantisation, and the machines that the recipe is made for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention
 
 
 class Budget(Section):
-    """What the recipe is made for."""
+    """The machines that the recipe is made for."""
 
     gpus: int = Field(0, ge=0, le=MOST_GPUS, description="GPUs per node; 0 means the CPU.")
     gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")

@@ -1,4 +1,4 @@
-"""Which values of `model` do not go together: the new tokens are texts, each named once."""
+"""Checks that values in `model` fit together: the new tokens are texts, each named once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check_new_tokens(section: ModelSection) -> None:
 
 
 def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
-    """Why this strategy cannot train the new tokens' rows beside adapters, and the remedy; None where it can.
+    """The reason, with a remedy, why this strategy cannot train the new tokens' rows beside adapters; None if it can.
 
-    peft 0.21 takes the rows out of sharded embeddings by a collective of CUDA's alone (TrainableTokensLayer), which
-    no test of ours has seen run.
+    peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has (TrainableTokensLayer). No
+    test of ours has seen it run.
     """
     if not recipe.model.new_tokens or recipe.lora is None or not (strategy.uses_engine and strategy.shards_parameters):
         return None

@@ -1,4 +1,4 @@
-"""Names of files, folders and repositories that a recipe gives: what a shell, a terminal and a disk can take."""
+"""Checks a recipe's names for files, folders and repositories: a shell, a terminal and a disk must accept them."""
 
 from __future__ import annotations
 

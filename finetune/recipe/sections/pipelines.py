@@ -1,7 +1,7 @@
-"""The pipeline that the name of an Accelerate config asks for.
+"""Reads a pipeline from an Accelerate config's name.
 
-Accelerate has no word for a pipeline and refuses keys that it does not know, so what is ours stands in the file's name:
-`1f1b`, or `1f1b_ddp2` for two of them beside each other.
+Accelerate has no word for a pipeline and refuses unknown keys. So our part stands in the file's name: `1f1b`, or
+`1f1b_ddp2` for two pipelines beside each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(rf"({'|'.join(SCHEDULES)})(?:_ddp(.*))?")
 
 
 class Pipelines(NamedTuple):
-    """In what order micro-batches are computed, and how many copies of the pipeline there are."""
+    """The order in which micro-batches are computed, and the number of pipeline copies."""
 
     schedule: str
     copies: int
@@ -46,9 +46,9 @@ def can_interleave(stages: int, micro_batches: int) -> bool:
 
 
 def pipelines_named(name: str) -> Pipelines | None:
-    """What a file of this name, without its ending, asks for; None: no pipeline.
+    """The pipelines that a file with this name, without its ending, asks for; None: no pipeline.
 
-    Raises RecipeError for a name that does not say how many copies there are, and would silently be plain DDP.
+    Raises RecipeError for a name without the number of copies, because it would silently be plain DDP.
     """
     match = _NAME.fullmatch(name)
     if match is None:

@@ -1,4 +1,4 @@
-"""What comes out of a run: answers to look at, and where the result goes."""
+"""A run's results: answers to look at, and the place where the result goes."""
 
 from __future__ import annotations
 

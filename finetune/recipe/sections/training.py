@@ -88,7 +88,8 @@ class Training(Section):
 
     @property
     def accelerate_precision(self) -> str:
-        """Accelerate's `mixed_precision`: the layers of float8 are the model's, so it has the format of all else."""
+        """Accelerate's `mixed_precision`. float8 layers belong to the model, so this is the format for everything
+        else."""
         return "bf16" if self.float8 else self.mixed_precision
 
     @property
@@ -104,7 +105,7 @@ class Training(Section):
 
     @property
     def exports_best(self) -> bool:
-        """Whether the weights of the best evaluation are exported; else those of the last step."""
+        """Whether the best evaluation's weights are exported, rather than the last step's."""
         if self.load_best_model_at_end is None:
             return self.early_stopping_patience is not None
         return self.load_best_model_at_end
@@ -115,5 +116,5 @@ class Training(Section):
         return self
 
     def warmup_of(self, total_steps: int) -> int:
-        """Optimizer steps of the warmup: `warmup_steps`, or `warmup_ratio` of the run rounded up."""
+        """The warmup in optimizer steps: `warmup_steps`, or `warmup_ratio` times the run, rounded up."""
         return math.ceil(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps

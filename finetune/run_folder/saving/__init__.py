@@ -1,4 +1,4 @@
-"""Saving a checkpoint: what this rank writes, and writing it while training goes on.
+"""Saving a checkpoint: this rank's part, and writing it while training continues.
 
-May import: strategies, tokens and what is below them.
+May import: strategies, tokens and everything below them.
 """

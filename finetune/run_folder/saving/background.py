@@ -1,8 +1,11 @@
-"""Checkpoints written while training goes on: copied to host memory, then written, hashed and synced by a thread.
+"""Checkpoints written during training: copied to host memory, then written, hashed and synced by a thread.
 
-One is written at a time. A save and the end of a run wait for the write before them, and raise what made it fail; so
-that no step comes in between, `failed` is a reason to stop. A crash during a write leaves the older checkpoint, since a
-checkpoint gets its name when it is complete (checkpoint.py).
+    training thread:  step | copy | step | step | step ...
+    writer thread:          write, hash, sync, rename
+
+One checkpoint is written at a time. A save and the run's end wait for the write before them, and raise its error.
+`failed` is a reason to stop, so that no step comes in between. A crash during a write leaves the older checkpoint,
+because a checkpoint gets its name when it is complete (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ class BrokenOff(Exception):
 
 @contextmanager
 def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[Saves]:
-    """The saves of a run; at the end of the block the last one is complete, or its failure is raised.
+    """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 
-    Every rank enters it at the same time. Where the block fails, the checkpoint that is being written is still
-    finished, since it may be the newest good one. With measure_phases every save is in the foreground, so that the
-    figures of a phase are its own.
+    Every rank enters it at the same time. If the block fails, the checkpoint being written is still finished, because
+    it may be the newest good one. With measure_phases every save is in the foreground, so that a phase's figures are
+    its own.
     """
     group = None
     if dist.is_initialized():  # the thread's collectives are not to mix with those of training
@@ -103,8 +106,8 @@ class Saves:
     ) -> None:
         """`write_checkpoint`, once the write before it is complete; every rank calls it.
 
-        It returns when no step can change what is written. `then` is called when the checkpoint exists, perhaps by
-        another thread. Raises NotFinite, and EnvironmentMismatch where the write before it failed, on every rank.
+        It returns when no step can change the written values. `then` is called when the checkpoint exists, perhaps by
+        another thread. Raises NotFinite, and EnvironmentMismatch if the write before it failed, on every rank.
         """
 
         def write(pieces: Mapping[str, OwnPieces], ranks: Ranks) -> None:
@@ -132,7 +135,7 @@ class Saves:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written; raise what made the latest write fail."""
+        """Return when no checkpoint is being written; raise the latest write's error."""
         self.settle()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -164,7 +167,7 @@ class Saves:
         return gather(thing)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether every machine has room for the copies of its ranks, beside the peak of their training."""
+        """Whether every machine has room for its ranks' copies beside their training's peak."""
         if not self._background:
             return False
         own_left, growth = self._room()

@@ -1,6 +1,6 @@
-"""What a checkpoint's MANIFEST.json may say: plain names of files in its folder, and pieces that are in these files.
+"""The allowed content of a checkpoint's MANIFEST.json: plain file names in its folder, and pieces inside these files.
 
-A manifest's hash shows that it was not damaged, and not who wrote it: a stranger's run folder has right hashes too.
+A manifest's hash shows that it was not damaged, but not who wrote it: a stranger's run folder has right hashes too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sha256_of(path: Path) -> str:
 
 
 def self_hash(manifest: Mapping[str, Any]) -> str:
-    """The hash that a manifest states of itself, of all that it says besides."""
+    """A manifest's hash over everything else that it says."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -59,7 +59,7 @@ def stored_groups(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def known_aliases(manifest: Mapping[str, Any], groups: Mapping[str, Mapping[str, Stored]]) -> dict[str, dict[str, str]]:
-    """Group -> name -> the name whose tensor it shares. Raises ValueError for a name that there is not."""
+    """Group -> name -> the name whose tensor it shares. Raises ValueError for an unknown name."""
     aliases = {group: dict(named) for group, named in manifest["aliases"].items()}
     unknown = [name for group, named in aliases.items() for name in named.values() if name not in groups.get(group, {})]
     if unknown or aliases.keys() != groups.keys():

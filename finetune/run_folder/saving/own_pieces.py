@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its pieces of each group of tensors, in place or copied to host memory."""
+"""One rank's part of a checkpoint: its pieces of each tensor group, in place or copied to host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = Mapping[str, Tensor | Piece]
 
 @dataclass(frozen=True)
 class OwnPieces:
-    """This rank's pieces of one group of tensors."""
+    """This rank's pieces of one tensor group."""
 
     tensors: Mapping[str, Tensor]  # name -> the elements; names of the same tensor have one entry
     entries: Mapping[str, dict[str, Any]]  # name -> shape of the whole, dtype, first element, number of elements
@@ -31,7 +31,7 @@ def own_pieces(groups: Mapping[str, Tensors], rank: int) -> dict[str, OwnPieces]
     """This rank's pieces by group; views, nothing is copied.
 
     Args:
-        groups: Group -> name -> tensor, of any device, shape (0-dim too) and layout, or this rank's piece of it.
+        groups: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
     """
     return {group: _of_group(named, rank) for group, named in groups.items()}
 
@@ -64,7 +64,7 @@ def _of_group(named: Tensors, rank: int) -> OwnPieces:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors contiguous, each in a storage of its own: safetensors refuses views of one storage."""
+    """The tensors, contiguous, each in its own storage: safetensors refuses views into one storage."""
     result: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -77,8 +77,8 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class HostCopies:
     """Copies of a rank's pieces in host memory.
 
-    Those of tensors on a GPU are in pinned memory, which is allocated at the first copy and used again by each further
-    one, because pinning takes longer than copying. Those of tensors in host memory live as long as the result.
+    GPU tensors' copies are in pinned memory. It is allocated at the first copy and reused, because pinning takes longer
+    than copying. Copies of tensors in host memory live as long as the result.
 
     Args:
         on_gpu: Whether a tensor is on a GPU.
@@ -99,7 +99,7 @@ class HostCopies:
         return sum(pinned_bytes(nbytes) if pinned else nbytes for nbytes, pinned in sizes)
 
     def copied(self, pieces: Mapping[str, OwnPieces]) -> dict[str, OwnPieces]:
-        """The pieces with tensors that no step changes; those of a GPU are complete when its kernels so far are."""
+        """The pieces with tensors that no step changes. A GPU's are complete when its kernels so far are."""
         return {
             group: replace(own, tensors={name: self._copy(group, name, own) for name in own.tensors})
             for group, own in pieces.items()
