@@ -16,6 +16,7 @@ import yaml
 
 from finetune.data.sources import resolve
 from finetune.paths import SHIPPED
+from finetune.preflight.job import with_two_copies
 from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.resolved import LoadedRecipe
@@ -101,11 +102,8 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
     note = f"device: {ranks} on the CPU instead of {device}" if gpus or processes > 1 else ""
     yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, note)
     if strategy.replicates:
-        config = folder / f"{strategy.name}.yaml"
-        mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
-        config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
         note = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
-        yield RecipeChange({"accelerate_config": str(config)}, note)
+        yield RecipeChange({"accelerate_config": str(with_two_copies(strategy, folder))}, note)
     if "nvme" in strategy.offload_devices.values():
         yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
     if budget.gpus and not recipe.training.deterministic:

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
-from finetune.preflight.compare import Comparison, Row, compare
 from finetune.preflight.compare_rows import STRATEGY_KEY
+from finetune.preflight.comparison import Comparison, Row, compare
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 

@@ -27,13 +27,13 @@ from finetune.model.build import attention_name, decoder_parts, plain_structure,
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.model.small import CannotShrink, SmallModel, shortened, small_models
 from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
 from finetune.probe.padding import compare_padded
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
-from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.library_words import not_loaded
 from finetune.untrusted.model_folder import look_at_config
@@ -146,15 +146,22 @@ def _judged(
             try:
                 return small, judge(recipe, small, device, compute)
             except NotFiniteHere as error:
-                reason = str(error)
+                reason = f"made small, {error}"
             except Exception as error:  # sizes that do not go together: the next ones are larger
                 if isinstance(error, Differs) or type(error) is FinetuneError:
                     raise
-                reason = shortened(error)
-    except EnvironmentMismatch:
-        if not reason:
-            raise
-    raise cannot_probe(type(base).__name__, f"made small, {reason}")
+                reason = f"made small, {shortened(error)}"
+    except CannotShrink as error:
+        reason = reason or str(error)
+    raise cannot_probe(type(base).__name__, reason)
+
+
+def cannot_probe(name: str, reason: str) -> EnvironmentMismatch:
+    """The one-line error for a model that the probe has no answer for."""
+    return EnvironmentMismatch(
+        f"model.name_or_path: {name} could not be probed for wrong losses and gradients: {reason}; choose another "
+        "model, or correct its code"
+    )
 
 
 def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:

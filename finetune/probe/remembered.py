@@ -20,8 +20,8 @@ from filelock import FileLock
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.model.build import attention_name
+from finetune.model.small import NOT_OF_STRUCTURE
 from finetune.paths import PACKAGE
-from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 

@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
-from finetune.preflight.shrink import LARGEST, sample_texts, shrink_model, template_variables, train_tokenizer
+from finetune.model.small import LARGEST
+from finetune.preflight.shrink import sample_texts, shrink_model, template_variables, train_tokenizer
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder, RowError
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.small import SmallModel
 from finetune.probe import padding, remembered
 from finetune.probe.padding import PROMPT_LENGTHS, SAME, compare_padded, may_share_a_batch
 from finetune.probe.probe import probe
-from finetune.probe.shrink import SmallModel
 from tests.support.architectures import ARCHITECTURES, Way, recipe_of, save_shaken
 from tests.support.recipes import least_recipe
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.closed_form.constants import COMPONENTS
+from finetune.model.small import with_layers_alone
 from finetune.planner.depth.layer_kinds import SHALLOW
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
-from finetune.probe.layers import with_layers_alone
 from finetune.recipe.schema import Recipe
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.model.small import decoder_layers
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER
-from finetune.probe.layers import decoder_layers
 
 SHALLOW = 4  # where layers are alike: the first, the last, and two between
 

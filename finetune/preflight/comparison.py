@@ -24,7 +24,7 @@ from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compared
-from finetune.preflight.job_failure import failure_reason
+from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 

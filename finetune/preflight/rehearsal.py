@@ -8,7 +8,6 @@ a GPU's do, repeats them to a tolerance: its state is bitwise all the same, whic
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from finetune.preflight.job import (
     TrainingJob,
     ended_by_signals,
     kill_all,
+    relative_difference,
     started,
     wait_for_end,
     wait_until,
@@ -211,22 +211,15 @@ def same_curve(uninterrupted: list[tuple[Any, ...]], resumed: list[tuple[Any, ..
     """
     if len(uninterrupted) != STEPS or len(resumed) != STEPS:
         raise StepFailed(f"{len(uninterrupted)} steps were logged before the kill, {len(resumed)} by the resumed run")
-    for one, other in zip(uninterrupted, resumed, strict=True):
-        if not all(_as_near(*pair, tolerance) for pair in zip(one, other, strict=True)):
-            further = f", further apart than {tolerance:g}" if tolerance else ""
-            pair_seen = f"loss, gradient norm {one[1:]} before the kill, {other[1:]} resumed"
-            raise StepFailed(f"step {one[0]}: {pair_seen}{further}")
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        if any(relative_difference(*pair) > tolerance for pair in zip(after, before, strict=True)):
+            apart = f", further apart than {tolerance:g}" if tolerance else ""
+            values = f"loss, gradient norm {before[1:]} before the kill, {after[1:]} resumed"
+            raise StepFailed(f"step {before[0]}: {values}{apart}")
     again = f"steps {SAVED_AFTER + 1} to {STEPS} again: loss and gradient norm"
     if not tolerance:
         return f"{again} bitwise"
     return f"{again} within {tolerance:g}: a GPU's kernels sum in any order; bitwise by training.deterministic=true"
-
-
-def _as_near(one: float | None, other: float | None, tolerance: float) -> bool:
-    """None: an fp16 gradient overflowed."""
-    if one is None or other is None or not tolerance:
-        return one == other
-    return math.isclose(one, other, rel_tol=tolerance)
 
 
 def exported(run_dir: Path) -> str:
