@@ -29,9 +29,11 @@ from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_plan import plan_batches
+from finetune.training.cast_weights import cast_weights
 from finetune.training.loop import train
+from finetune.training.objectives import objective_of
 from finetune.training.run import Run
-from finetune.training.step.cast_weights import cast_weights
+from finetune.training.step import StepParts
 from tests.support.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
@@ -98,21 +100,25 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
     model: Any = build_model(recipe, accelerator.device)
     weights = cast_weights(recipe, read_strategy(recipe.accelerate_config), model)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, recipe))
-    run = Run(
-        recipe=recipe,
+    parts = StepParts(
         accelerator=accelerator,
         model=model.train(),
         optimizer=optimizer,
+        objective=objective_of(recipe),
+        phases=Phases(accelerator.device, enabled=False),
+        max_grad_norm=recipe.training.max_grad_norm,
+        weights=weights,
+    )
+    run = Run(
+        recipe=recipe,
+        plan=plan,
+        parts=parts,
         train_rows=prepared.train,
         eval_rows=None,
-        plan=plan,
         learning_rate=learning_rate_schedule(recipe.training, plan.total_steps),
         terminal=Terminal(plan.total_steps, silent=False, stream=io.StringIO()),
-        phases=Phases(accelerator.device, enabled=False),
         stop_requested=lambda: False,
         write_metrics=write_metrics,
         save=lambda state: None,
-        skip_gradient_sync=contextlib.nullcontext,  # one process has nothing to sync
-        weights=weights,
     )
     assert train(run, TrainState())

@@ -26,9 +26,8 @@ import bitsandbytes  # noqa: F401  # here, and not in each child
 import peft  # noqa: F401
 import transformers
 
-import finetune.planner.plan_recipe  # noqa: F401
 from benchmarks.common import write_result
-from finetune.planner.trace.fake_device import pretend_device
+from finetune.planner import Plan, pretend_device  # noqa: F401
 from tests.support.architecture_columns import COLUMNS, Cell, cell, right_way
 from tests.support.architectures import ARCHITECTURES, outcomes
 from tests.support.families_page import PAGE, entry_of, page_of, recorded

@@ -29,8 +29,9 @@ architecture/test_loss.py architecture/test_flash_kernels.py model/test_optimize
 probe/test_judge.py probe/test_remembered.py tokens/test_batches.py preflight/test_doctor.py
 preflight/test_gpu_proofs.py preflight/test_compare.py
 finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py
-training/test_train.py training/step training/test_compile.py architecture/test_compiled.py cli/test_train_verb.py
-proofs/test_pretended_gpu.py proofs/test_recipes_on_gpu.py""".split()
+training/test_train.py training/test_update.py training/test_late_reads.py training/test_compile.py
+architecture/test_compiled.py cli/test_train_verb.py proofs/test_pretended_gpu.py
+proofs/test_recipes_on_gpu.py""".split()
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {

@@ -21,18 +21,10 @@ from typing import TYPE_CHECKING
 from finetune.errors import STOPPED, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing, one_line
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
-from finetune.recipe.sections.engine_keys import engine_notes
 
 if TYPE_CHECKING:
-    from finetune.closed_form.recomputation import Chosen
-    from finetune.hub.start_adapter import StartAdapter
     from finetune.launch.launcher import Launch
     from finetune.recipe.schema import Recipe
-    from finetune.recipe.strategy import Strategy
-    from finetune.run_folder.folder import Claim
-    from finetune.tokens.dataset import Prepared
-    from finetune.training.batch_plan import BatchPlan
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 USAGE = (
@@ -50,9 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with segments_explained():
-            return run_recipe(load_recipe(arguments[0], arguments[1:], here=True))
+            loaded = load_recipe(arguments[0], arguments[1:], here=True)
+            announce(loaded.recipe)
+            launch = set_up_process(loaded.recipe)
+            from finetune.hub.around_training import push_after_training
+            from finetune.training.session import train_and_report
+            from finetune.training.start import prepare_start
+
+            start = prepare_start(loaded, launch)
+            code = train_and_report(start)
+            if code == 0 and launch.is_main:
+                push_after_training(start.recipe)
+            return code
     except FinetuneError as error:
-        # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
+        # All ranks fail alike, and one of them prints. If they did not find each other, one on each machine prints.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
         from finetune.launch.launcher import repeat_after_launcher, speaks_for_ranks
 
@@ -76,11 +79,10 @@ def announce(recipe: Recipe) -> None:
     print(one_line(line), flush=True)
 
 
-def run_recipe(loaded: LoadedRecipe) -> int:
-    """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    from finetune.launch.signals import StopRequest, die_with_launcher
+def set_up_process(recipe: Recipe) -> Launch:
+    """Set what libraries read when they are imported, and find out how this process was launched."""
+    from finetune.launch.signals import die_with_launcher
 
-    announce(loaded.recipe)
     die_with_launcher()  # before importing torch, because that takes minutes for a hundred ranks
     for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -88,126 +90,23 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.launch.gpu_environment import set_gpu_environment
 
     bound_libraries()  # before torch loads, and so the next
-    set_gpu_environment(deterministic=loaded.recipe.training.deterministic)
-    from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
-    from finetune.hub.start_adapter import find_start_adapter
-    from finetune.launch.launcher import continue_command, read_launch, under_launcher
+    set_gpu_environment(deterministic=recipe.training.deterministic)
+    from finetune.hub.around_training import refuse_secrets
+    from finetune.launch.launcher import read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
 
     if not under_launcher():
         os.environ |= slurm_ranks(os.environ)
-    from finetune.strategies.accelerator import check_launch, launch_notes, silence_libraries
+    from finetune.strategies.accelerator import silence_libraries
 
     launch = read_launch()
-    refuse_secrets(loaded.recipe)
-    silence_libraries(launch)
-    from finetune.architecture import attention
-    from finetune.model.build import attention_name, load_tokenizer
-    from finetune.model.optimizer import learning_rate_schedule
-    from finetune.probe.probe import probe
-    from finetune.strategies.accelerator import device_of
-    from finetune.tokens.dataset import prepare
-    from finetune.training.batch_notes import batch_notes
-    from finetune.training.formats import choose_formats, slow_formats_note
-    from finetune.training.run import check_best
-    from finetune.training.session import train_and_report
-    from finetune.training.start import Start
-    from finetune.training.trackers import check_trackers
-
-    loaded, formats = choose_formats(loaded, launch)
-    recipe = loaded.recipe
-    command = continue_command(launch, resume=recipe.training.resume)
-    strategy = check_launch(recipe, launch)
-    check_trackers(recipe)
-    idle = [*strategy.notes, *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)]
-    notes = [*launch_notes(launch, strategy), *idle, *check_before_training(recipe)]
-    if launch.is_main and (slow := slow_formats_note(recipe, device_of(launch))):
-        notes.append(slow)
-    for note in notes if launch.is_main else ():
-        print(note, file=sys.stderr)
-    tokenizer = load_tokenizer(recipe)
-    chosen = _chosen_recomputation(recipe, launch)
-    recipe = chosen.recipe
-    probed = probe(recipe, device_of(launch))
-    adapter = find_start_adapter(recipe)
-    prepared = prepare(recipe, tokenizer)
-    flat = attention_name(recipe) == attention.NAME
-    plan = _plan(recipe, strategy, launch, prepared, flat=flat)
-    learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
-    check_best(recipe, plan.total_steps)
-    claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
-    if claim is not None and claim.status != "finished":
-        print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
-    found = probed.as_json(), chosen.facts, formats
-    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest(), *found)
-    code = train_and_report(start)
-    if code == 0 and launch.is_main:
-        push_after_training(recipe)
-    return code
-
-
-def _plan(recipe: Recipe, strategy: Strategy, launch: Launch, prepared: Prepared, *, flat: bool) -> BatchPlan:
-    """This rank's share of every step; the stages of a pipeline share one, in micro-batches of one width."""
-    from finetune.training.batch_plan import one_width, plan_batches
-
-    width = None
-    if strategy.schedule is not None:
-        sets = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
-        width = one_width(recipe.training.per_device_batch_size, sets)
-    return plan_batches(
-        recipe,
-        len(prepared.train),
-        world_size=launch.world_size,
-        rank=launch.rank,
-        flat=flat,
-        stages=strategy.stage_count(launch.world_size),
-        width=width,
-    )
-
-
-def _chosen_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
-    """For this rank's own device; the ranks agree on the most that one of them chooses (training/session.py)."""
-    from finetune.closed_form.recomputation import choose_recomputation
-    from finetune.measure.out_of_memory import memory_of
-    from finetune.recipe.gpus import Gpus
-    from finetune.strategies.accelerator import device_of
-
-    device, ranks = device_of(launch), launch.local_world_size
-    found = Gpus(ranks, memory_of(device).total, "GPU", launch.nodes) if device.type == "cuda" else None
-    return choose_recomputation(recipe, found, ranks=ranks)
-
-
-def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:
-    """Rank 0 locks the run's folder, and writes into it what is known at the start."""
-    from finetune.files import write_json, write_text
-    from finetune.measure.environment import environment
-    from finetune.run_folder.folder import claim_run_folder, curve_identity
-    from finetune.run_folder.longer import Asked
-    from finetune.untrusted.model_code import trust_code
-
-    recipe = loaded.recipe
-    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
-    identity |= {"adapter fingerprint": adapter.sha256} if adapter else {}
-    claim = claim_run_folder(
-        Path(recipe.run_dir),
-        resume=recipe.training.resume,
-        identity=identity,
-        command=command,
-        asked=Asked(recipe.training, len(prepared.train)),
-    )
-    for note in claim.notes:
-        print(note, file=sys.stderr)
-    if claim.status != "finished":
-        folder = Path(loaded.recipe.run_dir)
-        write_text(folder / "recipe.yaml", resolved_yaml(loaded))
-        write_json(folder / "environment.json", environment())
-    if recipe.model.trust_remote_code:
-        trust_code(recipe.model.name_or_path, recipe.model.revision)
-    return claim
+    refuse_secrets(recipe)
+    silence_libraries(launch)  # before the libraries that log at their import
+    return launch
 
 
 def _wait_for_rank_0(code: int) -> int:
-    """Have other ranks end after rank 0: a launcher kills all ranks when one ends, and rank 0 prints the error."""
+    """Let other ranks end after rank 0. A launcher kills all ranks when one ends, and rank 0 prints the error."""
     if code not in (0, 130):
         from finetune.launch.launcher import speaks_for_ranks
 
@@ -217,7 +116,7 @@ def _wait_for_rank_0(code: int) -> int:
 
 
 def process_main(argv: Sequence[str] | None = None) -> int:
-    """`main` as the work of a whole process, perhaps one of several ranks. Returns the exit code."""
+    """`main` as a whole process, perhaps one of several ranks. Returns the exit code."""
     from finetune.launch.signals import stopped_by_signals
 
     keep_printing()

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune import planner
 from finetune.closed_form.constants import (
     CAST_WEIGHTS,
     COMPONENTS,
@@ -23,9 +24,7 @@ from finetune.closed_form.constants import (
 )
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.model.known_configs import planned_config
-from finetune.planner.command import plan_by_trace
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.variants import changed
+from finetune.planner import Plan, changed
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -62,7 +61,7 @@ class MemoryVariant:
 
     name: str
     recipe: Recipe
-    planned: Planned
+    planned: Plan
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -121,7 +120,7 @@ def _variants(recipe: Recipe) -> dict[str, Recipe]:
 
 def _planned(name: str, recipe: Recipe, asked: LectureRequest) -> MemoryVariant:
     asked.note(f"planning {asked.recipe.stem}, {name}")
-    return MemoryVariant(name, recipe, plan_by_trace(recipe, gpus_of(recipe.budget)))
+    return MemoryVariant(name, recipe, planner.plan(recipe, gpus_of(recipe.budget)))
 
 
 def _facts(variant: MemoryVariant) -> dict[str, Any]:

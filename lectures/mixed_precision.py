@@ -12,11 +12,11 @@ from torch import Tensor
 
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import make_optimizer
-from finetune.planner.variants import changed
+from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.pictures import COLOURS, new_figure
-from finetune.training.step.cast_weights import CastWeights
+from finetune.training.cast_weights import CastWeights
 from lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from lectures.real_model import RealModel, real_model
 
@@ -59,7 +59,6 @@ class Trace:
         self._casts = CastWeights(real.model, SIXTEEN_BITS, self._noted)
 
     def _noted(self, name: str, copy: Tensor) -> None:
-        name = name.removeprefix("model.")  # of what CastWeights puts around the model
         self.copies[name] = copy
         copy.register_hook(partial(self._keep, name))
 
@@ -68,15 +67,12 @@ class Trace:
 
     def forward_and_backward(self) -> tuple[Tensor, Tensor]:
         """Steps 2 to 4: loss and scaled loss; 16-bit gradients are kept, float32 ones are in `.grad`."""
-
-        def work() -> tuple[Tensor, Tensor]:
+        with self._casts.cast():
             with torch.autocast("cpu", SIXTEEN_BITS):
                 loss = self.real.mean_loss(self.real.steps[0][0])
             scaled = self.scaler.scale(loss)
             scaled.backward()
-            return loss.detach(), scaled.detach()
-
-        return self._casts.during(work)
+        return loss.detach(), scaled.detach()
 
     def update(self) -> bool:
         """Steps 5 and 6: unscale and update in float32; returns whether the scaler skipped the update."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from finetune import planner
 from finetune.errors import FinetuneError
-from finetune.planner.command import plan_by_trace
-from finetune.planner.roofline import CHIPS, compute_seconds
-from finetune.planner.trace.worst_batches import worst_batches
+from finetune.planner import CHIPS, compute_seconds, worst_batches
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.report.pictures import COLOURS, new_figure
@@ -56,7 +55,7 @@ def overlap_lecture(asked: LectureRequest) -> LectureResult:
         raise FinetuneError(f"gpu: {gpu}: the plan has no speeds of it; write gpu= and one of {', '.join(CHIPS)}")
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     asked.note(f"planning {asked.recipe.stem} on {gpu}")
-    planned = plan_by_trace(recipe, parse_gpus(f"1x{gpu}"))
+    planned = planner.plan(recipe, parse_gpus(f"1x{gpu}"))
     copied = {
         name: value.nbytes for name, value in worst_batches(recipe, 1)[0].items() if isinstance(value, torch.Tensor)
     }

@@ -210,18 +210,17 @@ def plan(
     """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
 
     def work() -> dict[str, Any]:
-        from finetune.planner import audit_in_words
-        from finetune.planner.command import PlanOptions, pick_in_words, plan_in_words
+        from finetune import planner
 
         if file is not None:
             check_output(file, "--output")
-        options, note = PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
+        options, note = planner.PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
         if audit:
-            result, text = audit_in_words([user_path(word) for word in words or []], note)
+            result, text = planner.audit([user_path(word) for word in words or []], note)
         elif pick:
-            result, text = pick_in_words(model, options, file, note)
+            result, text = planner.pick_in_words(model, options, file, note)
         else:
-            result, text = plan_in_words(words or [], options, model, note)
+            result, text = planner.plan_in_words(words or [], options, model, note)
         if not as_json:
             typer.echo(text)
         return result

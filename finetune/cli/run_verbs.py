@@ -15,6 +15,11 @@ from finetune.files import check_output
 from finetune.run_folder.facts import require_run_folder
 
 
+def _said(as_json: bool) -> Callable[[str], None]:
+    """Prints lines, or drops them where one JSON object is printed."""
+    return (lambda _: None) if as_json else typer.echo
+
+
 def chat(
     run: RunFolder,
     step: AtStep = None,
@@ -32,23 +37,13 @@ def chat(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
-        from finetune.finished_run.chat import (
-            HELP,
-            WHO,
-            GenerationSettings,
-            answers_to,
-            chat_loop,
-            open_run,
-            typed_lines,
-        )
-        from finetune.finished_run.export_step import run_at
+        from finetune import finished_run
 
-        session, settings = open_run(run_at(run, step)), GenerationSettings(max_new_tokens, temperature, seed)
+        chosen: Any = who  # checked above
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         if as_json:
-            return {"ok": True, "answers": answers_to(session, prompt or [], WHO[f"/{who}"], settings)}
-        if not prompt:
-            typer.echo(HELP)
-        chat_loop(session, prompt or typed_lines(), WHO[f"/{who}"], settings, typer.echo)
+            return {"ok": True, "answers": finished_run.answer(run, step, prompt or [], chosen, **settings)}
+        finished_run.converse(run, step, prompt or [], chosen, typer.echo, **settings)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)
@@ -115,21 +110,11 @@ def evaluate(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
-        from finetune.finished_run import evaluate
-        from finetune.finished_run.export_step import run_at
-        from finetune.finished_run.load import best_device, finished_run
+        from finetune import finished_run
 
-        opened, device = finished_run(run_at(run, step)), best_device()
-        result: dict[str, Any] = {}
-        if tasks is None or opened.recipe.data.eval is not None:
-            result["held_out"] = evaluate.held_out_figures(opened, device)
-            if not as_json:
-                typer.echo(evaluate.held_out_in_words(result["held_out"]))
-        if tasks is not None:
-            result["tasks"] = evaluate.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
-            if not as_json:
-                typer.echo(evaluate.tasks_in_words(result["tasks"]))
-        return {"ok": True, **result}
+        names = [] if tasks is None else tasks.split(",")
+        figures = finished_run.evaluate(run, step, names, _said(as_json), include=include, limit=limit)
+        return {"ok": True, **figures}
 
     run_verb(work, as_json=as_json)
 
@@ -153,13 +138,9 @@ def merge(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
-        from finetune.finished_run.export_step import run_at
-        from finetune.finished_run.merge_command import in_words, merge_run
+        from finetune import finished_run
 
-        log: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
-        facts = merge_run(run_at(run, step), dtype=dtype, base=base, prompts=verify, log=log)  # type: ignore[arg-type]
-        if not as_json:
-            typer.echo(in_words(facts))
+        facts = finished_run.merge(run, step, _said(as_json), dtype=dtype, base=base, prompts=verify)
         return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)
@@ -190,7 +171,7 @@ def push(
         folder = run
         if step is not None:  # torch is needed for nothing else here
             require_run_folder(run)
-            from finetune.finished_run.export_step import run_at
+            from finetune.finished_run import run_at
 
             folder = run_at(run, step)
         to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
@@ -228,22 +209,14 @@ def export(
         if folder is not None:
             check_output(folder, "--to", folder=True)
         require_run_folder(run)  # before torch is imported
-        from finetune.finished_run.export_step import describe_export, export_step, run_at
+        from finetune import finished_run
 
         if plain:
-            from finetune.finished_run.plain_adapter import describe_plain, export_plain
-
-            facts = export_plain(run_at(run, step), folder)
-            if not as_json:
-                typer.echo(describe_plain(facts))
-            return {"ok": True, **facts}
+            return {"ok": True, **finished_run.export_plain(run, step, folder, _said(as_json))}
         if step is None:
             raise FinetuneError(
                 f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter"
             )
-        facts = export_step(run, step, folder)
-        if not as_json:
-            typer.echo(describe_export(facts))
-        return {"ok": True, **facts}
+        return {"ok": True, **finished_run.export(run, step, folder, _said(as_json))}
 
     run_verb(work, as_json=as_json)

@@ -136,7 +136,7 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """The recipe says nothing, and the columns are those of no layout."""
     if "chosen" in names:
         pairs = f"preference rows ({in_quotes(names)}) are not trained on as pairs"
-        return f"{pairs}; to learn what was chosen add columns: {in_yaml(_columns_of_preferences(row))}"
+        return f"{pairs}; to train on the chosen answers add columns: {in_yaml(_columns_of_preferences(row))}"
     if suggested := _probable_columns(row):
         return (
             f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"
@@ -152,7 +152,7 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
             present = next(column for column in columns if column != missing[0])
             return f"the field {missing[0]!r} is missing next to {present!r}; add it, or columns: {{{missing[0]}: ...}}"
     ours = "columns: {text: ...}, or {prompt: ..., completion: ...}, or {messages: ...}"
-    return f"no known layout: the columns are {in_quotes(names) or 'none'}; name those to learn from by {ours}"
+    return f"no known layout: the columns are {in_quotes(names) or 'none'}; name those to train on by {ours}"
 
 
 def _probable_columns(row: Mapping[str, Any]) -> dict[str, str]:

@@ -102,7 +102,7 @@ def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Pas
         prompt_messages = len(chat.messages) - len(completion)
         supervised = [index >= prompt_messages and chat.supervised[index] for index in range(len(chat.messages))]
         if not any(supervised):
-            raise BadRow("'completion' has no assistant turn to learn; add one")
+            raise BadRow("'completion' has no assistant turn to supervise; add one")
         return replace(chat, supervised=supervised)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
@@ -189,7 +189,7 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
 
     roles = [message["role"] for message in checked]
     if "assistant" not in roles:
-        raise BadRow("no assistant turn, so nothing to learn; add one, or remove the row")
+        raise BadRow("no assistant turn, so nothing is supervised; add one, or remove the row")
     if not {"user", "tool"} & {*roles[: roles.index("assistant")]}:
         raise BadRow("the assistant speaks first; begin with a user turn (after an optional system one)")
     return Chat(checked, read_tools(view.get("tools")), supervised, _template_kwargs(view, layout))

@@ -47,9 +47,9 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
     if weight is None:
         return bool(message["role"] == "assistant")
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
+        raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (supervised)")
     if weight and message["role"] != "assistant":
-        raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are learned: remove it")
+        raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are supervised: remove it")
     return bool(weight)
 
 
@@ -76,7 +76,7 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
         if key not in result:
             continue
         if role != "assistant" and result[key]:
-            raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is learned: move or remove it")
+            raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is supervised: move or remove it")
         result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
     return result | {"content": _content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
 

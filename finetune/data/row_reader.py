@@ -161,7 +161,7 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if facts["unused_message_keys"]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
-        yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
+        yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
     count, token = facts["begins_of_text"]
     if count:
         yield (

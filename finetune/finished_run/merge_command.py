@@ -21,7 +21,7 @@ from finetune.finished_run.agreement import (
     run_reference,
 )
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
-from finetune.finished_run.merge import Merge, plan_merge, write_merged
+from finetune.finished_run.merging import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype

@@ -26,7 +26,7 @@ from torch import Tensor
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.finished_run.load import finished_run
-from finetune.finished_run.merge import NOT_THE_MODELS, Merge, plan_merge
+from finetune.finished_run.merging import NOT_THE_MODELS, Merge, plan_merge
 from finetune.model.text_part import PEFT_PREFIX
 from finetune.recipe.plain_lora import why_not_plain
 from finetune.recipe.schema import Recipe

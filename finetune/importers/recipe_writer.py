@@ -25,7 +25,7 @@ _SECTIONS: dict[str, Any] = {
 HEADINGS: dict[Level, str] = {
     "differs": "Left out, and the training differs by it:",
     "look": "To look at:",
-    "same": "Left out, without effect on what is learned:",
+    "same": "Left out, without effect on the training:",
 }
 
 

@@ -119,7 +119,7 @@ def _data(foreign: ForeignConfig) -> None:
         foreign.write("data.train_on", "all", "completion_only_loss")
     else:
         foreign.write("data.train_on", "all", "TRL's default for chats and texts")
-        reason = "of rows with a prompt and a completion TRL learns the completion: then data.train_on: completion"
+        reason = "in rows with a prompt and a completion TRL supervises the completion: then data.train_on: completion"
         foreign.leave("completion_only_loss", "look", reason, "not given")
 
     key, template = foreign.first("chat_template", "chat_template_path")

@@ -15,8 +15,16 @@ from transformers import PreTrainedModel
 
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
 from finetune.errors import FinetuneError
-from finetune.model.adapter_names import named_targets, names_near, refuse_unknown_names
-from finetune.model.adapter_reach import Targets, adapted_paths, is_excluded, kind_of, resolve_targets
+from finetune.model.adapter_targets import (
+    Targets,
+    adapted_paths,
+    is_excluded,
+    kind_of,
+    named_targets,
+    names_near,
+    refuse_unknown_names,
+    resolve_targets,
+)
 from finetune.recipe.schema import Lora
 
 

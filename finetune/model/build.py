@@ -27,7 +27,7 @@ from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.adapter_reach import language_model_path
+from finetune.model.adapter_targets import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
 from finetune.model.float8.layers import compute_in_float8

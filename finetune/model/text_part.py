@@ -34,7 +34,7 @@ from transformers.modeling_utils import set_zero3_state
 from finetune.architecture.loss import decoder_of
 from finetune.errors import FinetuneError
 from finetune.files import write_json
-from finetune.model.adapter_reach import adapted_paths, base_path
+from finetune.model.adapter_targets import adapted_paths, base_path
 from finetune.model.quantization import quantize_structure
 from finetune.recipe.sections.lora_checks import by_pattern
 
@@ -142,12 +142,6 @@ def remember_whole(part: PreTrainedModel, config: PreTrainedConfig) -> None:
     noted: Any = part
     if trained_config(config) is not config:
         noted.finetune_whole = config
-
-
-def part_of(model: PreTrainedModel) -> str | None:
-    """The kind of multimodal model whose text part this one is; None for any other."""
-    config = getattr(model, "finetune_whole", None)
-    return None if config is None else str(config.model_type)
 
 
 def names_in_whole(model: PreTrainedModel) -> WholeNames | None:

@@ -19,16 +19,17 @@ from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
-from finetune.planner import pick, remedies
-from finetune.planner.explain import explain_plan
-from finetune.planner.variants import changed
+from finetune.planner import candidates, remedies
+from finetune.planner.arithmetic import explain_plan
+from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.number_formats import fastest_for
 from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from finetune.planner.plan_recipe import Planned
+    from finetune.planner.plan_recipe import Plan
+    from finetune.tokens.batches import MicroBatch
 
 TRIES = 3  # plans of variants that certainly fit by the closed form
 TRACED, TRACES = 1, 3  # changes that make a recipe fit: as many are traced of those shown, in as many traces at most
@@ -66,8 +67,15 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) -> Planned:
-    """Plan by a trace. Raises FinetuneError; EnvironmentMismatch also where a library fails on fake tensors; with
+def plan_by_trace(
+    recipe: Recipe,
+    gpus: Gpus | None,
+    *,
+    batches: Sequence[MicroBatch] | None = None,
+    ranks: int | None = None,
+    must_fit: bool = False,
+) -> Plan:
+    """Plan by a trace. Raises FinetuneError; EnvironmentMismatch also if a library fails on fake tensors; with
     `must_fit` DoesNotFit, as soon as it is certain."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, prints when Accelerate imports it
@@ -75,7 +83,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
             from finetune.planner.plan_recipe import plan_recipe
 
         try:
-            return plan_recipe(recipe, gpus, must_fit=must_fit)
+            return plan_recipe(recipe, gpus, batches=batches, ranks=ranks, must_fit=must_fit)
         except FinetuneError:
             raise
         except Exception as error:  # of a library that does not support fake tensors
@@ -94,7 +102,8 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     overrides = [word for word in words if "=" in word]
     if recipes and model is not None:
         raise FinetuneError(
-            f"--model: {model}: stands beside {recipes[0]}; leave one out, or write model.name_or_path="
+            f"--model: {model}: use either --model or a recipe ({recipes[0]}), not both. To plan the recipe on another "
+            "model, write model.name_or_path="
         )
     if model is not None:
         return _plan_model(model, overrides, options, note)
@@ -130,7 +139,7 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note
         raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
     with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
         page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
-        content = pick.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
+        content = candidates.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
         page.write_text(json.dumps(content), "utf-8")
         recipe = load_recipe(page, overrides).recipe
     return _plan_loaded(recipe, gpus, options, note)
@@ -138,7 +147,7 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note
 
 def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
     planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
-    note(f"tracing {pick.variant_in_words(recipe)}; and probing the model")
+    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model")
     with without_gc():
         from finetune.probe.forked import probed_in_child
 
@@ -151,7 +160,7 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool)
 def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
     from finetune.planner.memory_table import plan_json, plan_text
-    from finetune.planner.roofline_report import roofline_json, roofline_lines
+    from finetune.planner.roofline import roofline_json, roofline_lines
     from finetune.training.batch_notes import notes_before_launch
 
     code = 0 if planned.fits else DoesNotFit.exit_code
@@ -180,8 +189,8 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
 def _noted(note: Note) -> remedies.PlanFunction:
     """`plan_by_trace`, whose beginning and verdict are noted."""
 
-    def plan(recipe: Recipe, gpus: Gpus) -> Planned:
-        note(f"tracing {pick.variant_in_words(recipe)}")
+    def plan(recipe: Recipe, gpus: Gpus) -> Plan:
+        note(f"tracing {candidates.variant_in_words(recipe)}")
         found = plan_by_trace(recipe, gpus)
         note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{'' if found.fits else ', does not fit'}")
         return found
@@ -224,7 +233,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > remedies.EDGE:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
-    note(f"{path.stem}: tracing {pick.variant_in_words(recipe)}")
+    note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
         planned = plan_by_trace(recipe, gpus)
     except FinetuneError as error:
@@ -240,7 +249,7 @@ class _Search:
     note: Note
     least: int | None = None
     refusal: FinetuneError | None = None
-    planned: dict[str, Planned] = field(default_factory=dict)
+    planned: dict[str, Plan] = field(default_factory=dict)
 
     def fits(self, recipe: Recipe) -> bool:
         try:
@@ -249,53 +258,59 @@ class _Search:
             needed, fits = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
             self.refusal = error
-            self.note(f"{pick.variant_in_words(recipe)}: refused")
+            self.note(f"{candidates.variant_in_words(recipe)}: refused")
             return False
         else:
             needed, fits = found.needed, found.fits
             self.planned[recipe.model_dump_json()] = found
-        self.note(f"{pick.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
+        self.note(f"{candidates.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
         self.least = needed if self.least is None else min(self.least, needed)
         return fits
 
 
-def _picked(recipe: Recipe, planned: Planned, gpus: Gpus, file: Path | None) -> Output:
-    text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
+def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Note) -> Output:
+    """The output of `finetune plan --pick`, written to `file` if one is named. Raises FinetuneError."""
+    if model is None or options.gpus is None:
+        raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
+    gpus = parse_gpus(options.gpus, options.nodes)
+    if gpus is None:
+        raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
+    recipe, planned = pick_recipe(model, gpus, note, asked=options.gpus)
+    text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
         file.write_text(text, "utf-8")
     result = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Note) -> Output:
-    """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
+def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple[Recipe, Plan]:
+    """The best recipe for a model on GPUs, planned by trace, and its plan.
 
     Args:
         note: Told of each variant when it is planned, which takes seconds to minutes.
+        asked: The GPUs as the user wrote them.
 
-    Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
+    Raises DoesNotFit if no variant fits.
     """
-    if model is None or options.gpus is None:
-        raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
-    gpus = parse_gpus(options.gpus, options.nodes)
-    if gpus is None:
-        raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
     config, source = planned_config(model)
     search = _Search(gpus, note)
-    if unsupported(pick.adapters(model, gpus), config, gpus) is None:
-        certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
-        search.least = pick.smallest(model, config, gpus)
-        tried = chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus))
+    if unsupported(candidates.adapters(model, gpus), config, gpus) is None:
+        certain = islice(candidates.fitting_recipes(model, config, gpus), TRIES)
+        search.least = candidates.smallest(model, config, gpus)
+        tried = chain(certain, candidates.last_resorts(model, config, gpus), candidates.offloaded(model, gpus))
         recipe = next(filter(search.fits, tried), None)
     else:
-        recipe = pick.by_plans(model, gpus, search.fits) or next(filter(search.fits, pick.offloaded(model, gpus)), None)
+        recipe = candidates.by_plans(model, gpus, search.fits)
+        recipe = recipe or next(filter(search.fits, candidates.offloaded(model, gpus)), None)
     if recipe is not None:
-        return _picked(recipe, search.planned[recipe.model_dump_json()], gpus, file)
+        return recipe, search.planned[recipe.model_dump_json()]
     if search.refusal is not None and not search.planned:
         raise search.refusal
     least = search.least or 0
-    room = "which has" if least > gpus.memory else "and torch's allocator, with gaps between tensors, more than its"
-    raise DoesNotFit(
-        f"--gpus: {options.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "
-        f"each GPU, {room} {gpus.memory / GIB:.1f}; use more or larger GPUs, or a smaller model"
-    )
+    message = f"--gpus: {asked or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
+    if least > gpus.memory:
+        message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
+    else:
+        message += f"{least / GIB:.1f} of {gpus.memory / GIB:.1f} GiB for tensors. Torch's allocator needs more than "
+        message += "the rest, because gaps remain between tensors. "
+    raise DoesNotFit(f"{message}Use more or larger GPUs, or a smaller model.")

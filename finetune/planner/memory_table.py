@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.closed_form.constants import COMPONENTS
 from finetune.measure.units import GIB
-from finetune.planner.plan_recipe import Planned
+from finetune.planner.plan_recipe import Plan
 from finetune.strategies.pipeline.timeline import alive_at_most
 from finetune.wording import counted
 
@@ -27,13 +27,13 @@ NAMES = ("weights", "gradients and optimizer", "activations and loss", "buffers"
 assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 
-def plan_text(planned: Planned) -> str:
+def plan_text(planned: Plan) -> str:
     """Verdict, reason, table, bars, and assumptions."""
     stages = ["", *_stages(planned)] if planned.stages else []
     return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), *stages, "", *_rest(planned)])
 
 
-def verdict(planned: Planned) -> str:
+def verdict(planned: Plan) -> str:
     """One sentence."""
     phase, peak = planned.peak
     where = f"{phase}, in {peak.module}" if peak.module else phase
@@ -52,7 +52,7 @@ def verdict(planned: Planned) -> str:
     return f"does not fit {gpus}: {needs}; {-spare:.1f} GiB too much"
 
 
-def _table(planned: Planned) -> Iterator[str]:
+def _table(planned: Plan) -> Iterator[str]:
     phases = planned.phases
     shown = [name for name in COMPONENTS if any(phase.peak.parts.get(name) for phase in phases.values())]
     yield f"{'GiB at the peak of':<24}" + "".join(f"{name:>10}" for name in phases)
@@ -62,7 +62,7 @@ def _table(planned: Planned) -> Iterator[str]:
     yield f"{'all tensors':<24}" + "".join(f"{phase.peak.nbytes / GIB:>10.2f}" for phase in phases.values())
 
 
-def _bars(planned: Planned) -> Iterator[str]:
+def _bars(planned: Plan) -> Iterator[str]:
     """Each phase's peak as a bar, relative to the GPU's memory or to the largest peak."""
     outside, phases = sum(planned.outside.values()), planned.phases
     largest = max(phase.peak.nbytes for phase in phases.values()) + outside
@@ -85,7 +85,7 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
     return bar
 
 
-def _stages(planned: Planned) -> Iterator[str]:
+def _stages(planned: Plan) -> Iterator[str]:
     """What each stage of a pipeline holds; the table and the bars before are of the one that needs most."""
     held = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
     wide = max(9, *map(len, held))
@@ -105,14 +105,14 @@ def _stages(planned: Planned) -> Iterator[str]:
         yield f"each stage is there {planned.layout.ranks} times, in as many pipelines"
 
 
-def micro_batches_alive(stage: Planned) -> int:
+def micro_batches_alive(stage: Plan) -> int:
     """Of a step, on this stage of a pipeline."""
     assert stage.stage is not None
     stages = stage.ranks // stage.layout.ranks
     return alive_at_most(stage.schedule or "", stage.stage, stages, stage.layout.micro_steps)
 
 
-def _rest(planned: Planned) -> Iterator[str]:
+def _rest(planned: Plan) -> Iterator[str]:
     if planned.outside:
         listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
         yield f"outside of tensors, GiB: {listed}"
@@ -126,7 +126,7 @@ def _rest(planned: Planned) -> Iterator[str]:
     yield from planned.notes
 
 
-def plan_json(planned: Planned) -> dict[str, Any]:
+def plan_json(planned: Plan) -> dict[str, Any]:
     """The plan; every size an integer number of bytes. Of a pipeline it is the stage's that needs most, and `stages`
     has all of them."""
     stages = [_stage_json(each) for each in planned.stages]
@@ -156,7 +156,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _stage_json(stage: Planned) -> dict[str, Any]:
+def _stage_json(stage: Plan) -> dict[str, Any]:
     runs = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last layer of each
     layers = runs[0] if len(runs) == 1 else runs
     return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

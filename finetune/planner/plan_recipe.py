@@ -15,9 +15,8 @@ from finetune.closed_form.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.known_configs import planned_config
-from finetune.planner.depth.caching_allocator import NoMemory, replay
+from finetune.planner.depth.caching_allocator import NoMemory, least_room, replay
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.least_room import least_room
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
 from finetune.planner.roofline import Layout
@@ -35,7 +34,7 @@ STAGES_AT_ONCE = 4  # stages of a pipeline that are traced beside each other, ha
 
 
 @dataclass(frozen=True)
-class Planned:
+class Plan:
     """What a recipe takes on one rank's GPU."""
 
     phases: dict[str, PhaseMemory]
@@ -54,7 +53,7 @@ class Planned:
     stage: int | None = None  # of a pipeline; None: all ranks are alike
     stage_layers: tuple[range, ...] = ()  # those that it holds, by its runs
     schedule: str | None = None  # of the pipeline
-    stages: tuple[Planned, ...] = ()  # each of the pipeline, where this is the one that needs most
+    stages: tuple[Plan, ...] = ()  # each of the pipeline, where this is the one that needs most
     # Of the GPU's memory at full depth, where the allocator was replayed.
     changes: Sequence[StorageChange] = field(default=(), repr=False, compare=False)
 
@@ -89,7 +88,7 @@ def plan_recipe(
     node: int | None = None,
     stage: int | None = None,
     must_fit: bool = False,
-) -> Planned:
+) -> Plan:
     """Plan one rank, of a pipeline the stage that needs most.
 
     Raises EnvironmentMismatch for an unknown model, and for what the trainer would refuse.
@@ -131,7 +130,7 @@ def plan_recipe(
     if strategy.gradient_buckets:
         work = with_ddp_reductions(work, deep.phases["step"].peak.parts["gradients"])
     outside, layout = outside if gpus else {}, _layout(request)
-    planned = Planned(deep.phases, outside, strategy.name, ranks, gpus, tuple(notes), work, layout)
+    planned = Plan(deep.phases, outside, strategy.name, ranks, gpus, tuple(notes), work, layout)
     planned = dataclasses.replace(planned, stage=stage, stage_layers=deep.stage_layers, schedule=strategy.schedule)
     if gpus is None:
         return planned
@@ -153,7 +152,7 @@ def _ranks_of(strategy: Strategy, gpus: Gpus | None, ranks: int | None) -> int:
     return count
 
 
-def _each_stage(plan: Callable[..., Planned], count: int) -> Iterator[Planned]:
+def _each_stage(plan: Callable[..., Plan], count: int) -> Iterator[Plan]:
     """The plan of each stage, a few at a time beside each other."""
     for first in range(0, count, STAGES_AT_ONCE):
         some = range(first, min(first + STAGES_AT_ONCE, count))
@@ -161,20 +160,20 @@ def _each_stage(plan: Callable[..., Planned], count: int) -> Iterator[Planned]:
             yield from map(planned, some)
 
 
-def _worst(stages: Sequence[Planned]) -> Planned:
+def _worst(stages: Sequence[Plan]) -> Plan:
     """The stage that needs most, with all of them."""
     worst = max(stages, key=lambda planned: max(planned.needed, planned.upper))
     return dataclasses.replace(worst, stages=tuple(stages))
 
 
-def _with_reserved_share(planned: Planned, reserved_share: float) -> Planned:
+def _with_reserved_share(planned: Plan, reserved_share: float) -> Plan:
     """With the allocator's reserved bytes as a multiple of the allocated ones."""
     allocated = planned.peak[1].nbytes
     most = int(reserved_share * allocated)
     return dataclasses.replace(planned, reserved=(allocated, most), upper=most + sum(planned.outside.values()))
 
 
-def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: int) -> Planned:
+def _with_allocator(planned: Plan, changes: Sequence[StorageChange], room: int) -> Plan:
     """With the reserved bytes of the allocator's replay; with less room, whether returning cached segments suffices."""
     replayed = partial(replay, expandable=expands_segments())
     peaks = replayed(changes)

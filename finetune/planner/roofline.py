@@ -15,14 +15,19 @@ meanwhile. Collectives and copies do not slow each other here, although cards wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
 from finetune.planner.trace.step_work import StepWork
+from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
+from finetune.wording import counted
+
+if TYPE_CHECKING:
+    from finetune.planner.plan_recipe import Plan
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
@@ -185,3 +190,223 @@ def not_overlapped(communication: float, computing: float, layers: int) -> float
     another layer."""
     one = communication / layers
     return one + max(0.0, communication - one - computing * (layers - 1) / layers)
+
+
+ASSUMED = (
+    "a bound, by makers' peaks: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, {memory:.2f} TB/s of memory, "
+    "{link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; no kernel reaches them"
+)
+
+ASSUMED_OF_OFFLOAD = (
+    "assumed of what is offloaded: {host:.0f} GB/s a GPU to the host, one way (PCIe), beside forward and backward and "
+    "not beside the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
+)
+
+SHOWN_SECONDS = 1e-3  # seconds of a step that are shown; what a batch's token ids take is less
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a plan on a known GPU."""
+
+    time: StepTime  # as the run computes: with its layers compiled or not
+    as_written: StepTime  # without compiled layers
+    scale: Sequence[StepTime]  # `time` on other numbers of ranks
+    compiled: bool
+    launches: float  # operations of all micro-steps and the update, without compiled layers
+
+    @property
+    def launch_seconds(self) -> float:
+        """What the host may take to launch an operation, without compiled layers, before the GPU waits for it."""
+        return self.as_written.seconds / self.launches
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.time.as_json(),
+            "scale": [each.as_json() for each in self.scale],
+            "compiled_layers": self.compiled,
+            "uncompiled_tokens_per_second": self.as_written.tokens_per_second,
+            "uncompiled_launch_seconds": self.launch_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """A step's forwards and backwards on the stages of a pipeline, by the order of its schedule."""
+
+    schedule: str
+    micro_batches: int
+    forward: Sequence[float]  # of one micro-batch on each stage: seconds on a known GPU, else GFLOP
+    backward: Sequence[float]
+    idle: float  # share of the stages' time
+    seconds: float | None  # of a step, with the update; None on a GPU of unknown speed
+    tokens: int  # of a step
+
+    @property
+    def idle_if_equal(self) -> float:
+        """The share where every stage takes as long."""
+        return bubble_of_equal_stages(self.schedule, len(self.forward), self.micro_batches)
+
+    def as_json(self) -> dict[str, Any]:
+        """Shares and seconds."""
+        known = self.seconds is not None
+        return {
+            "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
+            "bubble_share": self.idle,
+            "bubble_share_of_equal_stages": self.idle_if_equal,
+            "forward_seconds": list(self.forward) if known else None,
+            "backward_seconds": list(self.backward) if known else None,
+            "step_seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+        }
+
+
+def pipeline_time(planned: Plan) -> PipelineTime:
+    """Of a plan with stages. Messages take the slowest link that they cross, and no stage waits until its own have
+    arrived. The gradients of several pipelines are added up after that, over the same link."""
+    layout, chip = planned.layout, CHIPS.get(planned.gpus.name) if planned.gpus else None
+    forward, backward = ([_half(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2])
+    schedule = planned.schedule or ""
+    sending = update = 0.0
+    if chip is not None:
+        update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
+        sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
+        link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
+        sending = sent.payload_bytes / max(1, sent.calls) / link  # one message
+        update += max(_reduction(each, layout.ranks) for each in planned.stages) / link
+    spans = planned_spans(schedule, forward, backward, layout.micro_steps, sending)
+    seconds = max(span.end for span in spans) + update if chip is not None else None
+    tokens = layout.tokens * layout.micro_steps * layout.ranks
+    return PipelineTime(schedule, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
+
+
+def _reduction(stage: Plan, copies: int) -> float:
+    """Bytes that a stage of one of several pipelines sends to add up the gradients of all copies, in a ring."""
+    summed = stage.work.collectives.get("backward", {}).get("all_reduce", CollectiveStats())
+    return 2 * (copies - 1) / copies * summed.payload_bytes
+
+
+def _half(work: StepWork, chip: Chip | None, half: str) -> float:
+    """Seconds of a forward or a backward; on a GPU of unknown speed its GFLOP."""
+    return work.flops(half) / 1e9 if chip is None else compute_seconds(work, chip, half)
+
+
+def roofline_json(planned: Plan) -> dict[str, Any]:
+    """`communication` and `arithmetic` of one rank, per micro-step and update, and `speed` on a named GPU."""
+    work, layout = planned.work, planned.layout
+    communication = {
+        phase: {name: {"calls": each.calls, "bytes": each.payload_bytes} for name, each in collectives.items()}
+        for phase, collectives in work.collectives.items()
+    }
+    arithmetic = {
+        f"{phase}_flops_per_token": (work.flops(phase, "product") + work.flops(phase, "attention")) / layout.tokens
+        for phase in STEP_PHASES[:2]
+    }
+    arithmetic["attention_share"] = _attention_share(work)
+    arithmetic |= {f"{phase}_launches": work.launches(phase) for phase in STEP_PHASES}
+    speed = _speed(planned)
+    result = {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
+    return result | ({"pipeline": pipeline_time(planned).as_json()} if planned.stages else {})
+
+
+def roofline_lines(planned: Plan) -> Iterator[str]:
+    """What one rank sends and computes, and how long that takes at best."""
+    work, layout = planned.work, planned.layout
+    once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
+    for phase in STEP_PHASES:
+        for name, each in work.collectives.get(phase, {}).items():
+            if each.payload_bytes >= 2**20:
+                times = "step" if phase in once else "micro-step"
+                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
+    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
+    yield from _offload_lines(work)
+    share = _attention_share(work)
+    yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
+    launches = [work.launches(phase) for phase in STEP_PHASES]
+    speed = _speed(planned)
+    host = "" if speed is None else f"; the host has {speed.launch_seconds * 1e6:.0f} us to launch each"
+    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
+    yield f"without compiled layers: {counts}{host}"
+    if planned.gpus is not None and speed is not None:
+        yield from _speed_lines(planned.gpus.name, speed)
+    if planned.stages:
+        yield from _pipeline_lines(planned, pipeline_time(planned))
+
+
+def _offload_lines(work: StepWork) -> Iterator[str]:
+    """What is copied between GPU and host, and what the host computes; nothing of less than a MiB."""
+    for phase in STEP_PHASES:
+        times = "step" if phase == "step" else "micro-step"
+        for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
+            nbytes = work.nbytes(phase, place)
+            if nbytes >= 2**20:
+                yield f"{phase}: {nbytes / 2**30:.2f} GiB {words} a {times}"
+
+
+def _attention_share(work: StepWork) -> float:
+    both = [sum(work.flops(phase, *kinds) for phase in STEP_PHASES[:2]) for kinds in (("attention",), ())]
+    return both[0] / both[1]
+
+
+def _speed(planned: Plan) -> Speed | None:
+    """None where no GPU is named, some of the weights or states wait on a disk, or a rank is a stage of a pipeline."""
+    if planned.stage is not None or planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
+        return None
+    work, layout, chip = planned.work, planned.layout, CHIPS[planned.gpus.name]
+    scale = [] if planned.strategy == "single" else list(scaled_step_times(work, chip, layout))
+    as_written = step_time(replace(work, compiles=False), chip, layout, layout)
+    launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
+    return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
+
+
+def _assumed(chip: Chip) -> str:
+    units = {name: value / 1e9 for name, value in vars(chip).items()}
+    units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
+    return ASSUMED.format(**units)
+
+
+def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
+    chip, time, scale = CHIPS[gpu], speed.time, speed.scale
+    yield (
+        f"at most {time.tokens_per_second:,.0f} tokens/s on {time.layout.ranks} x {gpu}, "
+        f"{time.seconds:.2f} s a step, {time.exposed / time.seconds:.1%} of that communication that is not overlapped"
+    )
+    if speed.compiled:
+        yield (
+            "  of compiled layers, by matrix products and attention alone, because all else is fused; "
+            f"{speed.as_written.tokens_per_second:,.0f} with training.compile: false"
+        )
+    yield "  " + _assumed(chip)
+    if max(time.copies, time.host) >= SHOWN_SECONDS:
+        ranks = counted(min(time.layout.node, time.layout.ranks), "rank")
+        yield (
+            f"  {time.host:.2f} s of the host, {time.exposed_copies:.2f} s of copies that are not overlapped "
+            f"({time.copies:.2f} s in all)"
+        )
+        yield "  " + ASSUMED_OF_OFFLOAD.format(host=chip.host / 1e9, memory=HOST_MEMORY / 1e9, ranks=ranks)
+    if scale:
+        yield f"  {'ranks':<12}" + "".join(f"{each.layout.ranks:>11,}" for each in scale)
+        yield f"  {'tokens/s':<12}" + "".join(f"{each.tokens_per_second:>11,.0f}" for each in scale)
+        yield f"  {'exposed':<12}" + "".join(f"{each.exposed / each.seconds:>11.1%}" for each in scale)
+        largest = [each.layout.ranks for each in scale if each.layout.ranks > time.layout.rows]
+        if largest:
+            yield f"  from {largest[0]} ranks on, a step has more rows than global_batch_size: one for each rank"
+
+
+def _pipeline_lines(planned: Plan, time: PipelineTime) -> Iterator[str]:
+    micro_batches = counted(time.micro_batches, "micro-batch", "micro-batches")
+    yield (
+        f"{time.schedule} over {len(time.forward)} stages, {micro_batches} a step: {time.idle:.1%} of the stages' time "
+        f"in forward and backward is idle; {time.idle_if_equal:.1%} if every stage took as long"
+    )
+    unit, scale = ("GFLOP", 1.0) if time.seconds is None else ("ms", 1e3)
+    yield f"  {'stage':<14}" + "".join(f"{stage:>9}" for stage in range(len(time.forward)))
+    yield f"  {'forward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.forward)
+    yield f"  {'backward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.backward)
+    if time.seconds is not None and planned.gpus is not None:
+        yield (
+            f"at most {time.tokens / time.seconds:,.0f} tokens/s on {planned.ranks} x {planned.gpus.name}, "
+            f"{time.seconds:.2f} s a step"
+        )
+        yield "  " + _assumed(CHIPS[planned.gpus.name])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetune.architecture import attention
-from finetune.model.adapter_reach import expert_parameters
+from finetune.model.adapter_targets import expert_parameters
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.small import SmallModel

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.adapter_reach import describe_reach, reach
+from finetune.model.adapter_targets import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config

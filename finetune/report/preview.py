@@ -232,7 +232,7 @@ def unfinished(store: StoredDocuments, stops: Collection[int], max_length: int) 
 
     An earlier stretch may lack it, because the template ends that turn with a token that the model does not write.
     """
-    learned = np.asarray(store.learned)
+    learned = np.asarray(store.is_supervised)
     ends = learned.copy()
     ends[:-1] &= ~learned[1:]
     ends[store.offsets[1:] - 1] |= learned[store.offsets[1:] - 1]  # the next token belongs to another document

@@ -21,13 +21,12 @@ from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation.layers import keeps_products
 from finetune.errors import EnvironmentMismatch
-from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
+from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.float8.layers import float8_facts
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
-from finetune.model.text_part import part_of
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy

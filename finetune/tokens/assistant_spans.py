@@ -350,7 +350,7 @@ class SpanFinder:
         return None
 
     def _find_header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
-        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header. Raises BadRow.
+        """Where a turn's header ends: as before an answer in words, if the prompt holds it all. Raises BadRow.
 
         chat               ...Hi<end><bot><call>look<end>
         in words           ...Hi<end><bot>a<end>            so the header is <end><bot>

@@ -1,6 +1,7 @@
 """Rows of tokenised documents, their order, and the micro-batches of a rank.
 
-Which rows make a step depends on data, seed and global_batch_size alone. Everything but `prepare` is a pure function.
+Which rows make a step depends on data, seed and global_batch_size alone. All functions here are pure, except
+`prefetch`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ __all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step
 
 
 class MicroBatch(TypedDict, total=False):
-    """What one forward gets: [1, tokens] with the documents of all its rows, or [rows, longest] padded right."""
+    """The input of one forward: [1, tokens] with the documents of all its rows, or [rows, longest] padded right.
+
+    Two documents of 3 and 2 tokens as a flat batch of width 6; the sixth token is an unsupervised document. Of each
+    document only the last two tokens are supervised:
+
+        input_ids         a  b  c  d  e  0
+        position_ids      0  1  2  0  1  0
+        shift_labels      b  c  -  e  -  -
+        supervised        0  1     3
+        cu_seq_lens       0        3     5  6
+        document_lengths  3, 2, 1
+    """
 
     input_ids: torch.Tensor  # int64
     position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
@@ -32,16 +44,24 @@ class MicroBatch(TypedDict, total=False):
 def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, total_rows: int) -> np.ndarray:
     """The rows of step `step` (from 0), int64 [at most global_batch_size].
 
-    The stream of rows is one seeded permutation of all rows after another; step s takes its s-th stretch of
-    global_batch_size, and `total_rows` ends it, so the last step may be short: nothing is dropped, nothing doubled.
+    The stream of rows is one seeded permutation of all rows after another. Step s takes its s-th stretch of
+    global_batch_size, and `total_rows` ends the stream. So the last step may be short: no row is dropped or doubled.
+
+    With 5 rows, batches of 4 and 10 rows in all (two epochs):
+
+        stream   3 1 4 0 2 2 0 3 1 4
+        step 0   3 1 4 0
+        step 1           2 2 0 3
+        step 2                   1 4
     """
     first = step * global_batch_size
     end = min(first + global_batch_size, total_rows)
-    epochs = range(first // rows, -(-end // rows)) if first < end else ()
-    parts = [
-        _epoch_order(rows, seed, epoch)[max(first - epoch * rows, 0) : min(end - epoch * rows, rows)]
-        for epoch in epochs
-    ]
+    parts = []
+    if first < end:
+        for epoch in range(first // rows, -(-end // rows)):
+            epoch_start = epoch * rows
+            order = _epoch_order(rows, seed, epoch)
+            parts.append(order[max(first - epoch_start, 0) : min(end - epoch_start, rows)])
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -53,7 +73,7 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Documents(Protocol):
-    """What batches need of rows."""
+    """Rows, as batches need them."""
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64, unshifted, of each document in a row."""
@@ -69,38 +89,44 @@ def micro_batches(
     flat: bool,
     width: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's forwards for the rows of a step: the same number on every rank. Flat ones have `width` tokens, if
-    that is given: what is missing is one more document, of which nothing is learned.
+    """This rank's forwards for the rows of a step: the same number on every rank. With `width`, each flat batch is
+    padded to that many tokens by one unsupervised document.
 
-    Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch; a rank without a row gets a
-    batch of one unsupervised token, because its gradients must still be reduced.
+    Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch. A rank without a row gets a batch
+    of one unsupervised token, because its gradients must still be reduced.
+
+    With rows 0 to 9, 2 ranks and 2 rows a device, rank 0 has [0, 2], [4, 6], [8] and rank 1 has [1, 3], [5, 7], [9].
     """
-    share = per_device_batch_size * world_size
-    dealt = [indices[at : at + share][rank::world_size] for at in range(0, len(indices), share)]
-    documents = ([rows.documents(int(row)) for row in rows_of_batch] for rows_of_batch in dealt)
-    return [_batch(rows_of_batch, flat=flat, width=width) for rows_of_batch in documents]
+    result = []
+    rows_on_all_ranks = per_device_batch_size * world_size
+    for start in range(0, len(indices), rows_on_all_ranks):
+        own_indices = indices[start : start + rows_on_all_ranks][rank::world_size]
+        own_rows = [rows.documents(int(index)) for index in own_indices] or [[_unsupervised_document(1)]]
+        result.append(_flat_batch(own_rows, width) if flat else _padded_batch(own_rows))
+    return result
 
 
-def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool, width: int | None) -> MicroBatch:
-    if not rows:
-        rows = [[_nothing_learned(1)]]
-    if flat:
-        documents = [document for row in rows for document in row]
-        missing = 0 if width is None else width - sum(len(ids) for ids, _ in documents)
-        assert missing >= 0, f"{width - missing if width else 0} tokens in a micro-batch of {width}"
-        if missing:
-            documents.append(_nothing_learned(missing))
-        ends = np.cumsum([0] + [len(ids) for ids, _ in documents])
-        return MicroBatch(
-            **_joined([documents], int(ends[-1])),
-            cu_seq_lens=torch.from_numpy(ends.astype(np.int32)),
-            document_lengths=tuple(np.diff(ends).tolist()),
-        )
+def _flat_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int | None) -> MicroBatch:
+    documents = [document for row in rows for document in row]
+    tokens = sum(len(ids) for ids, _ in documents)
+    if width is not None:
+        assert tokens <= width, f"{tokens} tokens in a micro-batch of {width}"
+        if tokens < width:
+            documents.append(_unsupervised_document(width - tokens))
+    ends = np.cumsum([0] + [len(ids) for ids, _ in documents])
+    return MicroBatch(
+        **_joined([documents], int(ends[-1])),
+        cu_seq_lens=torch.from_numpy(ends.astype(np.int32)),
+        document_lengths=tuple(np.diff(ends).tolist()),
+    )
+
+
+def _padded_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> MicroBatch:
     return _joined(rows, max(sum(len(ids) for ids, _ in row) for row in rows))
 
 
-def _nothing_learned(tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """A document of so many tokens 0."""
+def _unsupervised_document(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document with this number of tokens, all 0."""
     return np.zeros(tokens, np.int64), np.full(tokens, IGNORE)
 
 
@@ -110,14 +136,14 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
     position_ids = np.zeros((len(rows), width), np.int64)
     shift_labels = np.full((len(rows), width), IGNORE, np.int64)
     for index, row in enumerate(rows):
-        at = 0
+        start = 0
         for ids, labels in row:
-            end = at + len(ids)
-            input_ids[index, at:end] = ids
-            position_ids[index, at:end] = np.arange(len(ids))
-            shift_labels[index, at : end - 1] = labels[1:]
-            at = end
-        position_ids[index, at:] = np.arange(width - at)
+            end = start + len(ids)
+            input_ids[index, start:end] = ids
+            position_ids[index, start:end] = np.arange(len(ids))
+            shift_labels[index, start : end - 1] = labels[1:]  # a document's last token predicts nothing
+            start = end
+        position_ids[index, start:] = np.arange(width - start)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -133,38 +159,43 @@ def without_learning(batch: MicroBatch) -> MicroBatch:
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
     """The batches on the device. On a GPU with `non_blocking`, each is copied from pinned memory on a second stream
-    while the one before it is computed on."""
+    while the batch before it is computed on.
+
+        copying stream   copy 0   copy 1      copy 2
+        present stream            compute 0   compute 1   compute 2
+    """
     device = torch.device(device)
     if device.type == "cpu" or not non_blocking:
         for batch in batches:
-            yield _moved(batch, lambda tensor: tensor.to(device))
+            yield _with_tensors(batch, lambda tensor: tensor.to(device))
         return
     module: Any = torch.get_device_module(device)
-    copies = module.Stream(device)
+    copying_stream = module.Stream(device)
     ahead: tuple[MicroBatch, torch.Event] | None = None
     for batch in batches:
-        with module.stream(copies):
-            moved = _moved(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
-            copied = copies.record_event()
+        with module.stream(copying_stream):
+            copied = _with_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            is_copied = copying_stream.record_event()
         if ahead is not None:
-            yield _received(*ahead)
-        ahead = moved, copied
+            yield _wait_for_copy(*ahead)
+        ahead = copied, is_copied
     if ahead is not None:
-        yield _received(*ahead)
+        yield _wait_for_copy(*ahead)
 
 
-def _received(batch: MicroBatch, copied: torch.Event) -> MicroBatch:
+def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
     """A copied batch, for use on the present stream."""
-    present: Any = torch.get_device_module(batch["input_ids"].device).current_stream()
-    present.wait_event(copied)
+    present_stream: Any = torch.get_device_module(batch["input_ids"].device).current_stream()
+    present_stream.wait_event(is_copied)
 
     def use(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(present)  # its memory belongs to the copying stream; keep it until this one is done
+        # The tensor's memory belongs to the copying stream; keep it until this stream is done with it.
+        tensor.record_stream(present_stream)
         return tensor
 
-    return _moved(batch, use)
+    return _with_tensors(batch, use)
 
 
-def _moved(batch: MicroBatch, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-    moved = {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    return cast(MicroBatch, moved)
+def _with_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+    changed = {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    return cast(MicroBatch, changed)

@@ -1,8 +1,15 @@
 """Data sets, tokenised once into a content-addressed folder of memory-mapped arrays.
 
-The address covers everything that the tokens follow from: the bytes of the data, tokenizer, template, settings, and
+The address covers everything that decides the tokens: the bytes of the data, tokenizer, template, settings, and
 VERSION, which goes up when this code makes other tokens of the same row. A folder is written aside and renamed, under a
-lock, so that any number of processes may ask for it at once; one that cannot be read back completely is made again.
+lock, so that any number of processes may ask for it at once. A folder that cannot be read back completely is made
+again.
+
+    tokens/<address>/   facts.json      counts, and a digest of each array; written last
+                        tokens.npy      the tokens of all documents, one after another
+                        learned.npy     as long: whether the token is supervised
+                        lengths.npy     tokens of each document
+                        ...             one value for each document (ARRAYS)
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ from finetune.wording import counted
 
 VERSION = 6
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
+# Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
 COUNTS = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)
@@ -46,13 +54,13 @@ class StoredDocuments:
     """The tokenised rows of one data set, memory-mapped."""
 
     tokens: np.ndarray  # int32 [all tokens]
-    learned: np.ndarray  # bool [all tokens]: true where the label is the token, else IGNORE
+    is_supervised: np.ndarray  # bool [all tokens]: true where the label is the token, else IGNORE
     offsets: np.ndarray  # int64 [documents + 1]
-    supervised: np.ndarray  # int64 [documents]: learned tokens
+    supervised: np.ndarray  # int64 [documents]: supervised tokens
     digests: np.ndarray  # uint64 [documents]: equal documents have equal digests
     lines: np.ndarray  # int64 [documents]: line of the row in its file
     files: np.ndarray  # int32 [documents]: index into names
-    rows: np.ndarray  # int64 [documents]: the row that it was made of, counted from 0; ascending
+    rows: np.ndarray  # int64 [documents]: the row that the document was made of, counted from 0; ascending
     names: tuple[str, ...]
     facts: dict[str, Any]
 
@@ -63,7 +71,7 @@ class StoredDocuments:
         """(input_ids, labels), int64, of one document."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         ids = self.tokens[span].astype(np.int64)
-        return ids, np.where(self.learned[span], ids, IGNORE)
+        return ids, np.where(self.is_supervised[span], ids, IGNORE)
 
     def place(self, index: int) -> str:
         """file:line of the row that the document was made of."""
@@ -71,7 +79,7 @@ class StoredDocuments:
 
 
 def content_key(parts: dict[str, Any]) -> str:
-    """The address of what follows from `parts`: 32 hexadecimal digits."""
+    """The address of anything that `parts` decide: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -88,24 +96,20 @@ def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str,
     and EnvironmentMismatch when the cache cannot be written."""
     key = documents_key(source, data, encoder)
     folder = cache_folder() / "tokens" / key
+    names = tuple(str(file) for file in source.files) or (source.entry.path,)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
-            return key, _open_or_build(folder, source, data, encoder)
+            documents = _open(folder, names)
+            if documents is None:
+                _build(folder, source, data, encoder)
+                documents = _open(folder, names)
+                assert documents is not None, f"{folder} does not read back"
+            return key, documents
     except OSError as error:
         raise EnvironmentMismatch(
             f"{folder.parent}: {error.strerror or error}; set FINETUNE_CACHE to a folder with room that can be written"
         ) from None
-
-
-def _open_or_build(folder: Path, source: Source, data: Data, encoder: Encoder) -> StoredDocuments:
-    names = tuple(str(file) for file in source.files) or (source.entry.path,)
-    documents = _open(folder, names)
-    if documents is None:
-        _build(folder, source, data, encoder)
-        documents = _open(folder, names)
-        assert documents is not None, f"{folder} does not read back"
-    return documents
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
@@ -118,24 +122,39 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
     except (OSError, ValueError) as error:
         print(f"{folder}: {error}; the rows are tokenised again", file=sys.stderr, flush=True)
         return None
-    offsets = np.concatenate([[0], np.cumsum(arrays.pop("lengths"))]).astype(np.int64)
-    return StoredDocuments(offsets=offsets, names=names, facts=facts["facts"], **arrays)
+    is_supervised, lengths = arrays.pop("learned"), arrays.pop("lengths")
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return StoredDocuments(is_supervised=is_supervised, offsets=offsets, names=names, facts=facts["facts"], **arrays)
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
+    """Tokenise a data set into the folder. Raises DataError with every mistake."""
     check_set_variables(source, encoder)
-    aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
+    aside = folder.with_suffix(".partial")  # the lock makes it ours; a killed process may have left files in it
     remove_folder(aside)
     aside.mkdir()
     writer = _Writer(aside, source)
     try:
         mistakes, reader = Mistakes(), RowReader(source)
-        for places, documents in _tokenised(source, reader, encoder, mistakes, writer):
-            for place, document in zip(places, documents, strict=True):
+        scripts = scripts_of(reader.rows(), encoder, mistakes)
+        rows, last_note = 0, time.monotonic()
+        while chunk := list(islice(scripts, CHUNK_ROWS)):
+            rows += len(chunk)
+            if time.monotonic() - last_note > SECONDS_BETWEEN_NOTES:
+                last_note = time.monotonic()
+                print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
+            for _, script in chunk:
+                writer.counts["control_token_texts"] += bool(script.literals)
+                writer.counts.update(script.remarks)
+                writer.stops.update(script.stops)
+            documents = encoder.texts.tokenise([script for _, script in chunk])
+            for (row, _), document in zip(chunk, documents, strict=True):
                 if isinstance(document, RowError):
-                    mistakes.add(f"{place.place}: {document}")
-                elif (fitted := fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
-                    writer.add(place, fitted)
+                    mistakes.add(f"{row.place}: {document}")
+                    continue
+                fitted = fit(document, row, data, mistakes, writer.counts)
+                if fitted and not mistakes.count:
+                    writer.add(row, fitted)
         mistakes.raise_if_any()
         writer.close(reader.facts(encoder.template_reads), encoder.token_ids(writer.stops))
         remove_folder(folder)
@@ -145,25 +164,8 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
         remove_folder(aside)
 
 
-def _tokenised(
-    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, writer: _Writer
-) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
-    """Rows and their documents, a chunk at a time."""
-    scripts = scripts_of(reader.rows(), encoder, mistakes)
-    rows, last_said = 0, time.monotonic()
-    while chunk := list(islice(scripts, CHUNK_ROWS)):
-        rows += len(chunk)
-        if time.monotonic() - last_said > SECONDS_BETWEEN_NOTES:
-            last_said = time.monotonic()
-            print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
-        writer.counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
-        writer.counts.update(remark for _, script in chunk for remark in script.remarks)
-        writer.stops.update(token for _, script in chunk for token in script.stops)
-        yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
-
-
 def check_set_variables(source: Source, encoder: Encoder) -> None:
-    """Raises DataError, once for the data set, where the chat template does not have its variables."""
+    """Raises DataError, once for the data set, if the chat template does not have its variables."""
     try:
         encoder.check_variables(source.entry.chat_template_kwargs)
     except RowError as error:
@@ -171,7 +173,7 @@ def check_set_variables(source: Source, encoder: Encoder) -> None:
 
 
 def scripts_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
-    """Each row's scripts, all or none of them. What the template leaves out of many rows is told once."""
+    """Each row's scripts, all or none of them. A part that the template leaves out of many rows is reported once."""
     left_out: list[str] = []
     for row, read, problem in rows:
         try:
@@ -187,17 +189,17 @@ def scripts_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) ->
     mistakes.add_alike(left_out)
 
 
-def fit(document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
-    """The document within max_length, as data.truncation says; None where none of it is left."""
+def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
+    """The document within max_length, as data.truncation says; None if none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
-        mistakes.add(f"{place.place}: nothing in this row is learned; give it a longer text")
+        mistakes.add(f"{row.place}: nothing in this row is supervised; give it a longer text")
         return None
     if length <= limit:
         return document
     if data.truncation == "error":
         mistakes.add(
-            f"{place.place}: {length} tokens are more than data.max_length {limit}; raise it, shorten the row, or set "
+            f"{row.place}: {length} tokens are more than data.max_length {limit}; raise it, shorten the row, or set "
             "data.truncation: right or drop"
         )
         return None
@@ -205,7 +207,7 @@ def fit(document: Document, place: SourceRow, data: Data, mistakes: Mistakes, co
     if data.truncation == "right" and any(label != IGNORE for label in truncated.labels):
         counts["truncated"] += 1
         return truncated
-    counts["dropped"] += 1  # too long, or truncated before the first token that is learned
+    counts["dropped"] += 1  # too long, or truncated before the first supervised token
     return None
 
 
@@ -220,20 +222,20 @@ class _Writer:
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
         self._files = {str(file): index for index, file in enumerate(source.files)}
 
-    def add(self, place: SourceRow, document: Document) -> None:
+    def add(self, row: SourceRow, document: Document) -> None:
         tokens = np.asarray(document.input_ids, dtype="<i4")
-        learned = np.asarray(document.labels) != IGNORE
-        self.counts["rows_read"] += place is not self._row
-        self._row = place
-        digest = hashlib.blake2b(tokens.tobytes() + learned.tobytes(), digest_size=8).digest()
+        is_supervised = np.asarray(document.labels) != IGNORE
+        self.counts["rows_read"] += row is not self._row  # with train_on: each_turn, a row has several documents
+        self._row = row
+        digest = hashlib.blake2b(tokens.tobytes() + is_supervised.tobytes(), digest_size=8).digest()
         values: dict[str, Any] = {
             "tokens": tokens,
-            "learned": learned,
+            "learned": is_supervised,
             "lengths": len(tokens),
-            "supervised": int(learned.sum()),
+            "supervised": int(is_supervised.sum()),
             "digests": int.from_bytes(digest, "little"),
-            "lines": place.line,
-            "files": self._files.get(place.file, 0),
+            "lines": row.line,
+            "files": self._files.get(row.file, 0),
             "rows": self.counts["rows_read"] - 1,
         }
         for name, value in values.items():
@@ -242,15 +244,15 @@ class _Writer:
         self.counts["largest_token_id"] = max(self.counts["largest_token_id"], int(tokens.max()))
 
     def abandon(self) -> None:
-        """Let go of the files, finished or not."""
+        """Close the files, finished or not."""
         for array in self._arrays.values():
             array.abandon()
 
-    def close(self, of_rows: dict[str, Any], stops: list[int]) -> None:
-        """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts; `stops`: the
+    def close(self, rows: dict[str, Any], stops: list[int]) -> None:
+        """Finish the arrays; facts.json, written last, vouches for them. `rows`: the reader's facts; `stops`: the
         tokens on which the model ends a supervised stretch."""
         digests = {name: array.close() for name, array in self._arrays.items()}
-        facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows, "stops": stops}}
+        facts = {"digests": digests, "facts": {**self.counts, "rows": rows, "stops": stops}}
         write_sealed(self._folder / "facts.json", facts)
 
 
@@ -258,7 +260,7 @@ _HEADER_BYTES = 128  # numpy pads the header of a one-dimensional array to this,
 
 
 class ArrayWriter:
-    """Appends values to an .npy file; the header, which holds the length, is written at the end."""
+    """Appends values to an .npy file. The header holds the length, so its 128 bytes are written at the end."""
 
     def __init__(self, file: Path, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
@@ -278,8 +280,8 @@ class ArrayWriter:
     def close(self) -> str:
         """Finish the file. Returns the digest that `read_array` needs, over the values and then the header."""
         self._stream.seek(0)
-        described = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
-        npy.write_array_header_1_0(self._stream, described)
+        header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
+        npy.write_array_header_1_0(self._stream, header)
         assert self._stream.tell() == _HEADER_BYTES, "numpy's header has another size"
         self._stream.close()
         with open(self._stream.name, "rb") as written:
@@ -298,7 +300,7 @@ def read_array(file: Path, digest: str) -> np.ndarray:
         actual = hashlib.blake2b(digest_size=16)
         while piece := stream.read(2**20):
             actual.update(piece)
-    actual.update(header)
+    actual.update(header)  # the writer has it last too
     if actual.hexdigest() != digest:
         raise ValueError(f"{file.name} is not what was written")
     if file.stat().st_size == _HEADER_BYTES:  # an empty file cannot be mapped

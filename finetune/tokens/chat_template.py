@@ -6,6 +6,7 @@ import errno
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -28,10 +29,10 @@ _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
 
 
 # Words in the probes of `forms`: a template writes them unchanged, and no template contains them itself.
-_ASKED, _SAID, _NAME, _VALUE = "xqasked", "xqsaid", "xqlook", "xqvalue"
+_QUESTION, _ANSWER, _TOOL_NAME, _VALUE = "xqasked", "xqsaid", "xqlook", "xqvalue"
 _PROBE_TOOL = {
     "type": "function",
-    "function": {"name": _NAME, "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": _TOOL_NAME, "description": "Look.", "parameters": {"type": "object", "properties": {}}},
 }
 
 
@@ -45,22 +46,24 @@ class Form:
 
     def of(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages in this form."""
-        return [self._message(message) for message in messages] if self != DEFAULT_FORM else list(messages)
-
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        result, calls = dict(message), message.get("tool_calls")
-        if calls and self.text_arguments:
-            result["tool_calls"] = [
-                call | {"function": call["function"] | {
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)
-                }}
-                for call in calls
-            ]  # fmt: skip
-        if calls and self.null_content and not message["content"]:
-            result["content"] = None
-        elif self.parts:
-            result["content"] = [{"type": "text", "text": message["content"]}]
-        return result
+        if self == DEFAULT_FORM:
+            return list(messages)
+        converted = []
+        for message in messages:
+            result, calls = dict(message), message.get("tool_calls")
+            if calls and self.text_arguments:
+                result["tool_calls"] = [
+                    call | {"function": call["function"] | {
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                    }}
+                    for call in calls
+                ]  # fmt: skip
+            if calls and self.null_content and not message["content"]:
+                result["content"] = None
+            elif self.parts:
+                result["content"] = [{"type": "text", "text": message["content"]}]
+            converted.append(result)
+        return converted
 
 
 DEFAULT_FORM = Form()
@@ -84,20 +87,19 @@ class ChatTemplate:
 
     def source(self, *, tools: bool = False) -> str:
         """The template's text with the date pinned; some tokenizers have another one for rows with tools."""
-        if tools not in self._pinned:
-            text = self._own or self._own_of_tokenizer(tools=tools)
-            if problem := template_problem(text):
-                raise DataError([f"data.chat_template: the chat template {problem}; choose another template"])
-            self._pinned[tools] = pin_date(text, self._date)
+        if tools in self._pinned:
+            return self._pinned[tools]
+        text = self._own
+        if not text:
+            place = "data.chat_template: the tokenizer's chat template cannot be read"
+            with in_one_line(lambda error: DataError([f"{place}: {words_of(error, 120)}; name one"])):
+                text = self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
+                if not isinstance(text, str):
+                    raise TypeError(f"it is not text but {type(text).__name__}")
+        if problem := template_problem(text):
+            raise DataError([f"data.chat_template: the chat template {problem}; choose another template"])
+        self._pinned[tools] = pin_date(text, self._date)
         return self._pinned[tools]
-
-    def _own_of_tokenizer(self, *, tools: bool) -> str:
-        place = "data.chat_template: the tokenizer's chat template cannot be read"
-        with in_one_line(lambda error: DataError([f"{place}: {words_of(error, 120)}; name one"])):
-            text = self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
-            if not isinstance(text, str):
-                raise TypeError(f"it is not text but {type(text).__name__}")
-            return text
 
     def reads(self, key: str) -> bool:
         """Whether the template looks at this key of a message: m.key, m['key'], or 'key' in m."""
@@ -119,26 +121,24 @@ class ChatTemplate:
         """The form in which the template takes messages, found by rendering a probe chat. If no form renders the probe,
         returns all forms, so that a chat with calls can be tried in each."""
         key = (json.dumps(variables, sort_keys=True, default=str), tools)
-        if key not in self._forms:
-            if len(self._forms) >= MOST_FORMS:
-                self._forms.clear()
-            self._forms[key] = self._find_forms(variables, [_PROBE_TOOL] if tools else None)
-        return self._forms[key]
-
-    def _find_forms(self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None) -> list[Form]:
-        question: dict[str, Any] = {"role": "user", "content": _ASKED}
+        if key in self._forms:
+            return self._forms[key]
+        if len(self._forms) >= MOST_FORMS:
+            self._forms.clear()
+        question: dict[str, Any] = {"role": "user", "content": _QUESTION}
 
         def written(form: Form, answer: dict[str, Any]) -> str:
+            messages = [question, {"role": "assistant", **answer}]
             try:
-                return self.render([question, {"role": "assistant", **answer}], tools, variables=variables, form=form)
+                return self.render(messages, [_PROBE_TOOL] if tools else None, variables=variables, form=form)
             except BadRow:
                 return ""
 
-        plain = {"content": _SAID}
-        as_text = written(DEFAULT_FORM, plain)
-        parts = _SAID not in as_text and _SAID in written(Form(parts=True), plain)
+        in_words = {"content": _ANSWER}
+        takes_texts = _ANSWER in written(DEFAULT_FORM, in_words)
+        parts = not takes_texts and _ANSWER in written(Form(parts=True), in_words)
         arguments = {"at": {_VALUE: [None, True]}, "of": _VALUE}
-        call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        call = {"id": "call00001", "type": "function", "function": {"name": _TOOL_NAME, "arguments": arguments}}
         forms = [
             Form(parts, text_arguments, null_content)
             for null_content in (False, True)
@@ -147,8 +147,10 @@ class ChatTemplate:
         for form in forms:
             text = written(form, {"content": "", "tool_calls": [call]})
             # A template that joins arguments to text with `~` writes an object in Python's form, not as JSON.
-            if _NAME in text and text.count(_VALUE) >= 2 and str(arguments) not in text:
-                return [form]
+            if _TOOL_NAME in text and text.count(_VALUE) >= 2 and str(arguments) not in text:
+                forms = [form]
+                break
+        self._forms[key] = forms
         return forms
 
     def render(
@@ -160,9 +162,9 @@ class ChatTemplate:
         generation_prompt: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """A chat's text; `variables` are the template's own. Raises BadRow with the template's own words.
+        """A chat's text; `variables` are the template's own. Raises BadRow with the template's own message.
 
-        `form`: the form that the template takes. `messages` are given in the default form.
+        `form`: the form that the template takes. `messages` are in the default form.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -180,20 +182,22 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             mistake = f"data.chat_template: line {error.lineno}: {one_line(error.message)}; correct the template"
             raise DataError([mistake]) from None
-        except Exception as error:  # of a template, a stranger's program: whatever it likes
-            words = one_line(error, 160).rstrip(".") if isinstance(error, TemplateError) else words_of(error, 160)
+        except Exception as error:  # a template is a stranger's program and may raise anything
+            reason = words_of(error, 160)
+            if isinstance(error, TemplateError):
+                reason = one_line(error, 160).rstrip(".")
             raise BadRow(
-                f"the chat template refuses this row: {words}; change the row, or data.chat_template"
+                f"the chat template refuses this row: {reason}; change the row, or data.chat_template"
             ) from None
         assert isinstance(text, str)
-        if not text.isascii() and (half := _HALF.search(text)):  # of a key that is not checked: a name, an identifier
+        if not text.isascii() and (half := _HALF.search(text)):  # in a value that is not checked: a name, an identifier
             code = f"\\u{ord(half[0]):04x}"
             raise BadRow(f"the chat holds half a character ({code}) once rendered; escape both halves of the pair")
         return text
 
 
 def read_source(source: str) -> str:
-    """Jinja text as it is, or what the named file holds. Raises DataError."""
+    """Jinja text as it is, or the text of the named file. Raises DataError."""
     if "{" in source:
         return source
     try:
@@ -209,25 +213,21 @@ def read_source(source: str) -> str:
 
 
 def pin_date(source: str, date_string: str) -> str:
-    """The template with `strftime_now` replaced by the pinned day, in whatever format it asks for.
+    """The template with `strftime_now` replaced by the pinned day, in each format that the template asks for.
 
     A macro of that name hides the library's function (templates of Llama 3.2 call it; 3.1 takes `date_string`). The
-    macro is on the template's first line, so line numbers in errors stay right.
+    macro is on the template's first line, so line numbers in errors stay right:
+
+        macro strftime_now(format): if format == '%Y-%m-%d': 2024-07-26, else: 26 Jul 2024
     """
     if "strftime_now" not in source:
         return source
-    formats = dict.fromkeys(_FORMAT.findall(source))
-    branches = "".join(
-        f"{{%- elif format == {form!r} -%}}{{{{- {_in_format(date_string, form)!r} -}}}}" for form in formats
-    )
+    branches = ""
+    for form in dict.fromkeys(_FORMAT.findall(source)):
+        day = date_string
+        with suppress(ValueError):  # a pinned text that is not a day in Llama's own format stays as it is
+            day = datetime.strptime(date_string, "%d %b %Y").strftime(form)
+        branches += f"{{%- elif format == {form!r} -%}}{{{{- {day!r} -}}}}"
     otherwise = f"{{%- else -%}}{{{{- {date_string!r} -}}}}"
     choice = f"{{%- if false -%}}{branches}{otherwise}{{%- endif -%}}"
     return f"{{%- macro strftime_now(format) -%}}{choice}{{%- endmacro -%}}{source}"
-
-
-def _in_format(date_string: str, form: str) -> str:
-    """The pinned day in another format; unchanged when it is not a day in Llama's own format."""
-    try:
-        return datetime.strptime(date_string, "%d %b %Y").strftime(form)
-    except ValueError:
-        return date_string

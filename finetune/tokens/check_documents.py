@@ -36,14 +36,16 @@ LEAST_BYTES_A_TOKEN = 2  # assumed for a text that may be too long; English has 
 
 
 @dataclass
-class _Seen:
+class _Progress:
+    """How far one data set was checked."""
+
     rows: int = 0
     encoded: int = 0
-    bytes: int = 0
+    nbytes: int = 0
     kept: int = 0  # rows with a document that is trained on
 
     @property
-    def all(self) -> bool:
+    def is_complete(self) -> bool:
         return self.encoded == self.rows
 
 
@@ -62,25 +64,24 @@ def check_documents(recipe: Recipe) -> list[str] | None:
         if Path(recipe.model.name_or_path).is_dir():
             raise
         return None  # the Hub's cache may hold only some files, and training fetches the others
-    mistakes, notes, train = Mistakes(), [], []
-    for index, source in enumerate(sources):
-        seen = _Seen()
+    mistakes, notes, progress_of_sets = Mistakes(), [], []
+    for source in sources:
+        progress = _Progress()
+        progress_of_sets.append(progress)
         if source.kind == "hub":
-            seen.rows = 1  # at least
-        else:
-            try:
-                _check_set(source, data, encoder, mistakes, seen)
-            except DataError as error:
-                mistakes.take(error)
-            if not seen.all:
-                notes.append(
-                    f"{source.name}: {seen.encoded:,} of {counted(seen.rows, 'row')} were encoded; `finetune preview` "
-                    "encodes all"
-                )
-        train += [seen] if index < len(data.train) else []
+            progress.rows = 1  # at least
+            continue
+        try:
+            _check_set(source, data, encoder, mistakes, progress)
+        except DataError as error:
+            mistakes.take(error)
+        if not progress.is_complete:
+            rows = f"{progress.encoded:,} of {counted(progress.rows, 'row')}"
+            notes.append(f"{source.name}: {rows} were encoded; `finetune preview` encodes all")
     mistakes.raise_if_any()
-    if all(seen.all for seen in train):
-        kept = sum(seen.kept for seen in train)
+    train = progress_of_sets[: len(data.train)]
+    if all(progress.is_complete for progress in train):
+        kept = sum(progress.kept for progress in train)
         if not kept:
             raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
         if kept == 1 and isinstance(data.eval, EvalFraction):
@@ -92,38 +93,39 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
     """A folder's tokenizer. Only this function imports transformers, because that takes two seconds."""
     from finetune.model.new_tokens import add_to_tokenizer, read_tokenizer
 
-    here = recipe.model.model_copy(update={"name_or_path": str(folder)})
+    model = recipe.model.model_copy(update={"name_or_path": str(folder)})
     with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
-        tokenizer = read_tokenizer(here)
+        tokenizer = read_tokenizer(model)
     if recipe.model.new_tokens:
         add_to_tokenizer(tokenizer, recipe.model)
     return tokenizer
 
 
-def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, seen: _Seen) -> None:
+def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress) -> None:
+    """Encode the chosen rows of a data set, and count them in `progress`."""
     check_set_variables(source, encoder)
-    scripts = scripts_of(_chosen(RowReader(source), data, seen), encoder, mistakes)
+    scripts = scripts_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
     counts: Counter[str] = Counter()
-    last = None
+    last_row = None
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         documents = encoder.texts.tokenise([script for _, script in chunk])
         for (row, _), document in zip(chunk, documents, strict=True):
             if isinstance(document, RowError):
                 mistakes.add(f"{row.place}: {document}")
             elif fit(document, row, data, mistakes, counts):
-                seen.kept += row is not last
-                last = row
+                progress.kept += row is not last_row  # with train_on: each_turn, a row has several documents
+                last_row = row
 
 
-def _chosen(reader: RowReader, data: Data, seen: _Seen) -> Iterator[ReadRow]:
-    """The rows to encode. Rows with a mistake were reported before."""
-    for each in reader.rows():
-        seen.rows += 1
-        if each.read is None:
+def _rows_to_encode(reader: RowReader, data: Data, progress: _Progress) -> Iterator[ReadRow]:
+    """The first rows, and every row that may be too long. Rows with a mistake were reported before."""
+    for row in reader.rows():
+        progress.rows += 1
+        if row.read is None:
             continue
-        nbytes = len(text_of(each.read).encode(errors="replace"))
+        nbytes = len(text_of(row.read).encode(errors="replace"))
         may_be_long = data.truncation == "error" and nbytes > LEAST_BYTES_A_TOKEN * data.max_length
-        if (seen.encoded < FIRST_ROWS or may_be_long) and seen.bytes < MOST_ENCODED_BYTES:
-            seen.encoded += 1
-            seen.bytes += nbytes
-            yield each
+        if (progress.encoded < FIRST_ROWS or may_be_long) and progress.nbytes < MOST_ENCODED_BYTES:
+            progress.encoded += 1
+            progress.nbytes += nbytes
+            yield row

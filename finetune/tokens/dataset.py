@@ -12,7 +12,7 @@ from finetune.data.check import Mistakes
 from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
+from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
 from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
@@ -30,7 +30,7 @@ class Prepared:
 
     train: Rows
     eval: Rows | None
-    eval_sets: dict[str, Rows]  # the rows of `eval` by data set, where data.eval names several; else empty
+    eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
     fingerprint: str  # content address of data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
@@ -39,32 +39,35 @@ class Prepared:
 
     @property
     def notes(self) -> list[str]:
-        """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
-        notes = {
-            "dropped": ("document", "dropped: longer than data.max_length, or without a supervised token"),
-            "truncated": ("document", "truncated at data.max_length"),
-            "eval_duplicates_left_out": ("held-out document", "left out: identical ones are trained on"),
-            "control_token_texts": (
+        """Notes for the owner of the data, a line each; nothing goes missing silently."""
+        notes = []
+        for name, noun, fate in (
+            ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
+            ("truncated", "document", "truncated at data.max_length"),
+            ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
+            (
+                "control_token_texts",
                 "text",
                 "with control tokens spelt out; they stay text, and the template writes its own",
             ),
-        }
-        counts = {name: int(self.facts[name]) for name in notes}
-        told = [f"{counted(counts[name], noun)} {done}" for name, (noun, done) in notes.items() if counts[name]]
-        read = (
-            note
-            for store in self.pool.stores
-            for note in (*notes_of(store.names[0], store.facts["rows"]), *_remarks(store))
-        )
-        unused = self.facts.get("new_tokens_unused")
-        if unused:
-            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            told.append(f"{counted(len(unused), 'new token')} in no document: {shown}")
-        return [*told, *dict.fromkeys(read)]
+        ):
+            count = int(self.facts[name])
+            if count:
+                notes.append(f"{counted(count, noun)} {fate}")
+        unused_tokens = self.facts.get("new_tokens_unused")
+        if unused_tokens:
+            shown = ", ".join(unused_tokens[:5])
+            if len(unused_tokens) > 5:
+                shown += f" and {len(unused_tokens) - 5} more"
+            notes.append(f"{counted(len(unused_tokens), 'new token')} in no document: {shown}")
+        notes_of_sets = []
+        for store in self.pool.stores:
+            notes_of_sets += [*notes_of(store.names[0], store.facts["rows"]), *_template_notes(store)]
+        return [*notes, *dict.fromkeys(notes_of_sets)]
 
 
-def _remarks(store: StoredDocuments) -> Iterator[str]:
-    """What the chat template makes of the rows of one data set, a line each."""
+def _template_notes(store: StoredDocuments) -> Iterator[str]:
+    """Notes on the chat template's form of one data set's rows, a line each."""
     name, facts = store.names[0], store.facts
     if facts["documents"] > facts["rows_read"]:
         documents = counted(facts["documents"], "document")
@@ -72,7 +75,7 @@ def _remarks(store: StoredDocuments) -> Iterator[str]:
     if count := facts[OTHERWISE]:
         yield (
             f"{name}: rows with an answer that the chat template writes or asks for otherwise when it is the last: "
-            f"{count:,}; data.train_on: each_turn learns every answer as the model is asked for it"
+            f"{count:,}; data.train_on: each_turn supervises every answer as the model is asked for it"
         )
     if count := facts[UNREASONED]:
         yield (
@@ -82,70 +85,73 @@ def _remarks(store: StoredDocuments) -> Iterator[str]:
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """Tokenise what is not in the cache, hold out, weigh and pack. Any number of processes may call it at once.
+    """Tokenise the data sets that are not in the cache, hold out, weigh and pack. Any number of processes may call it
+    at once.
 
-    Raises DataError with every mistake of the rows (file:line: what is wrong; remedy).
+    Raises DataError with every mistake of the rows (file:line: mistake; remedy).
     """
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data)
     entries = data.sets
-    keys, stores = zip(*_store_all(entries, data, encoder), strict=True)
+    keys: list[str] = []
+    stores: list[StoredDocuments] = []
+    mistakes = Mistakes()
+    for entry in entries:
+        try:
+            key, store = stored_documents(resolve(entry), data, encoder)
+        except DataError as error:
+            mistakes.take(error)
+            continue
+        keys.append(key)
+        stores.append(store)
+    mistakes.raise_if_any()
+
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)
     capacity = data.max_length if data.packing else None
     train = pool.rows(split.train, capacity)
-    eval_sets = _eval_sets(data, pool, split, capacity)
-    held_out = pool.join([*eval_sets.values()]) if eval_sets else None
-    if held_out is None and len(split.held_out):
+    # Several data sets of `eval` are packed by themselves, so that each has a loss of its own.
+    eval_sets: dict[str, Rows] = {}
+    if len(data.eval_sets) > 1:
+        for index, name in enumerate(data.eval_names):
+            documents = split.held_out[np.isin(split.held_out, pool.group(len(data.train) + index))]
+            if len(documents):
+                eval_sets[name] = pool.rows(documents, capacity)
+    held_out = None
+    if eval_sets:
+        held_out = pool.join([*eval_sets.values()])
+    elif len(split.held_out):
         held_out = pool.rows(split.held_out, capacity)
-    _refuse_empty_metric(recipe, held_out, eval_sets)
+    _check_metric(recipe, held_out, eval_sets)
+
+    facts = _facts(pool, split, train, held_out, capacity)
+    if recipe.model.new_tokens:
+        facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
-    settings = [recipe.training.seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
+    settings = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     return Prepared(
         train=train,
         eval=held_out,
         eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
-        facts=_facts(pool, split, train, held_out, capacity)
-        | ({"new_tokens_unused": _unused(tokens, tokenizer, stores)} if (tokens := recipe.model.new_tokens) else {}),
-        prompts=_prompts(recipe, encoder, pool, split),
+        facts=facts,
+        prompts=_sample_prompts(recipe, encoder, pool, split),
         pool=pool,
         split=split,
     )
 
 
-def _store_all(entries: list[DataSet], data: Data, encoder: Encoder) -> list[tuple[str, StoredDocuments]]:
-    """Each data set, tokenised. Raises DataError with the mistakes of all of them."""
-    stored, mistakes = [], Mistakes()
-    for entry in entries:
-        try:
-            stored.append(stored_documents(resolve(entry), data, encoder))
-        except DataError as error:
-            mistakes.take(error)
-    mistakes.raise_if_any()
-    return stored
-
-
-def _eval_sets(data: Data, pool: DocumentPool, split: Split, capacity: int | None) -> dict[str, Rows]:
-    """Rows of each data set of `eval` that has any left, packed by themselves; empty where there is one set."""
-    if len(data.eval_sets) < 2:
-        return {}
-    groups = {
-        name: split.held_out[np.isin(split.held_out, pool.group(len(data.train) + index))]
-        for index, name in enumerate(data.eval_names)
-    }
-    return {name: pool.rows(documents, capacity) for name, documents in groups.items() if len(documents)}
-
-
-def _refuse_empty_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
-    """Raises DataError where evaluations decide something and there is no held-out row to decide by."""
+def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
+    """Raises DataError if evaluations decide something and there is no held-out row to decide by."""
     training = recipe.training
     if not (training.exports_best or training.early_stopping_patience):
         return
     metric = training.metric_for_best_model
     measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets)} if held_out else set()
     if metric not in measured:
-        remedy = "name other rows" + (f", or training.metric_for_best_model: {min(measured)}" if measured else "")
+        remedy = "name other rows"
+        if measured:
+            remedy += f", or training.metric_for_best_model: {min(measured)}"
         raise DataError([f"data.eval: no held-out document is left for {metric}, which finds the best step; {remedy}"])
 
 
@@ -174,17 +180,22 @@ def _facts(
     }
 
 
-def _unused(tokens: list[str], tokenizer: PreTrainedTokenizerBase, stores: Sequence[StoredDocuments]) -> list[str]:
+def _unused_tokens(
+    tokens: list[str], tokenizer: PreTrainedTokenizerBase, stores: Sequence[StoredDocuments]
+) -> list[str]:
     """The new tokens that no document has."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
     missing = set(ids.values())
     for store in stores:
-        for start in range(0, len(store.tokens) if missing else 0, SCANNED):
+        for start in range(0, len(store.tokens), SCANNED):
+            if not missing:
+                return []
             missing -= set(np.intersect1d(store.tokens[start : start + SCANNED], [*missing]).tolist())
     return [token for token, number in ids.items() if number in missing]
 
 
-def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
+def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
+    """The recipe's own prompts, or else the first held-out documents."""
     section = recipe.samples
     if section.prompts is not None:
         try:

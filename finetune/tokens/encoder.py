@@ -1,7 +1,7 @@
-"""A row to token ids and labels, -100 where nothing is learned.
+"""A row to token ids and labels, -100 where a token is not supervised.
 
-A chat is rendered by its template, and what its assistant wrote in it is learned; a text is taken as it is, between
-the tokenizer's own beginning and an end of text that is learned. Texts that spell control tokens stay texts.
+A chat is rendered by its template, and the assistant's parts are supervised. A text stays as it is, between the
+tokenizer's own beginning and a supervised end of text. Texts that spell control tokens stay texts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"]
-TEXT_PROMPT_TOKENS = 32  # of a plain text, which is trained on completely, that serve as its prompt
+TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 MOST_FINDERS = 16  # kept at once; rows that each have variables of their own would keep one for each
 RowError = BadRow
-# What a Script remarks: an earlier answer that the template writes or asks for otherwise when it is the last one; no
-# reasoning in any answer while the template asks for it.
+# A script's remarks. OTHERWISE: the template writes or asks for an earlier answer otherwise when it is the last one.
+# UNREASONED: no answer has reasoning, although the template asks for it.
 REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
-_SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think, whatever the template's variables say
+_SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think, against the template's variables
 
 
 class ReasoningLeftOut(RowError):
@@ -45,14 +45,14 @@ class ReasoningLeftOut(RowError):
     def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
         self.index = index
         super().__init__(
-            f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {remedy}, or give "
+            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; {remedy}, or give "
             "data.chat_template one that writes it"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePrompt:
-    """What the model is given, as tokens and as text, and the data's own answer if there is one."""
+    """A prompt for the model, as tokens and as text, and the data's own answer if there is one."""
 
     prompt_ids: list[int]
     prompt: str
@@ -69,14 +69,15 @@ class Encoder:
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
         self._finders: dict[tuple[str, Form], SpanFinder] = {}  # by the template's variables
-        self._asks: dict[str, bool] = {}  # by the same: whether the template asks for reasoning
+        self._asks: dict[str, bool] = {}  # by the template's variables: whether the template asks for reasoning
         self._reasoning_keys: list[str] | None = None  # that the template reads; None: not looked for yet
         self._splits_content = False  # whether the template takes a thinking block out of the content itself
 
     def examples(self, read: Chat | Passage) -> list[Chat | Passage]:
-        """What a row is encoded as: itself, or with train_on: each_turn a chat for each of its learned answers."""
-        chats = by_turn(read) if isinstance(read, Chat) and self._data.train_on == "each_turn" else []
-        return [*chats] or [read]
+        """The examples of a row: itself, or with train_on: each_turn a chat for each of its supervised answers."""
+        if isinstance(read, Chat) and self._data.train_on == "each_turn":
+            return [*by_turn(read)] or [read]
+        return [read]
 
     def document(self, read: Chat | Passage) -> Document:
         """Encode a row that was read. Raises RowError."""
@@ -86,14 +87,14 @@ class Encoder:
         return document
 
     def script(self, read: Chat | Passage) -> Script:
-        """The row's text and its learned spans. Raises RowError."""
-        script = self._passage(read) if isinstance(read, Passage) else self._chat(read)
-        if not script.learned:
-            raise RowError("nothing in this row is learned; give an assistant turn the weight 1, or remove the row")
+        """The row's text and its supervised spans. Raises RowError."""
+        script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
+        if not script.supervised:
+            raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Tokens of a chat up to where the assistant answers. Raises RowError."""
+        """Tokens of a chat up to the assistant's answer. Raises RowError."""
         variables = self._data.chat_template_kwargs
         form = self.template.forms(variables, tools=bool(tools))[0]
         finder = self._finder(variables, form)
@@ -111,10 +112,14 @@ class Encoder:
         return SamplePrompt(ids, text, None)
 
     def prompt_of(self, ids: np.ndarray, labels: np.ndarray) -> SamplePrompt:
-        """A document up to its last answer, and that answer. A text without a prompt is split in its first half."""
-        learned = np.flatnonzero(labels != IGNORE)
-        gaps = np.flatnonzero(np.diff(learned) > 1)
-        start, end = int(learned[gaps[-1] + 1] if len(gaps) else learned[0]), int(learned[-1]) + 1
+        """A document up to its last answer, and that answer. A text without a prompt is split in its first half.
+
+        With supervised tokens at 5, 6, 7, 20 and 21, the prompt is the tokens before 20, and the answer 20 and 21.
+        """
+        supervised = np.flatnonzero(labels != IGNORE)
+        gaps = np.flatnonzero(np.diff(supervised) > 1)
+        start = int(supervised[gaps[-1] + 1]) if len(gaps) else int(supervised[0])
+        end = int(supervised[-1]) + 1
         if start <= 1:
             start = max(1, min(TEXT_PROMPT_TOKENS, len(ids) // 2))
         prompt = ids[:start].tolist()
@@ -127,8 +132,8 @@ class Encoder:
         return sorted(ids) if isinstance(ids, list) else [ids]
 
     def identity(self) -> dict[str, str]:
-        """What else than data and settings decides tokens and masks, each as a digest."""
-        self.texts.call([""])  # brings the backend's truncation and padding, which are part of its text, into one state
+        """Digests of everything besides data and settings that decides tokens and masks."""
+        self.texts.call([""])  # brings truncation and padding, which are part of the backend's text, into one state
         parts = {
             "tokenizer": self._tokenizer.backend_tokenizer.to_str(),
             "special": repr(sorted(self._tokenizer.special_tokens_map.items(), key=str)),
@@ -137,55 +142,53 @@ class Encoder:
         }
         return {name: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for name, text in parts.items()}
 
-    def _passage(self, passage: Passage) -> Script:
-        prompt, completion = passage.prompt, passage.completion
+    def _passage_script(self, passage: Passage) -> Script:
         end = self._tokenizer.eos_token
         if not end:
-            raise RowError("the tokenizer has no end-of-text token to learn; use one that has an eos_token")
-        completion = completion.removesuffix(end)  # written into the data by hand; ours is added below
-        text = prompt + completion
-        learned = [(len(prompt), len(text))]
-        if self._data.train_on == "all":
-            learned = [(0, len(text))]
-        literals = self.texts.literals(text)
-        return Script(text, learned, literals, affixes=True, stops=(end,))
+            raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
+        # People write an end of text by hand. The tokenizer adds its own one.
+        text = passage.prompt + passage.completion.removesuffix(end)
+        start = 0 if self._data.train_on == "all" else len(passage.prompt)
+        return Script(text, [(start, len(text))], self.texts.literals(text), affixes=True, stops=(end,))
 
-    def _chat(self, chat: Chat) -> Script:
+    def _chat_script(self, chat: Chat) -> Script:
         """Raises RowError with a remedy that has been tried."""
         try:
-            return self._scripted(chat)
+            return self._script_without_remedy(chat)
         except ReasoningAfterClosedBlock as error:
             raise ReasoningAfterClosedBlock(error.index, self._remedy(chat, error.index)) from None
         except ReasoningLeftOut as error:
             raise ReasoningLeftOut(error.index, self._remedy(chat, error.index)) from None
 
-    def _scripted(self, chat: Chat) -> Script:
+    def _script_without_remedy(self, chat: Chat) -> Script:
+        train_on = self._data.train_on
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         chosen = [index for index in answers if chat.supervised[index]]
-        if self._data.train_on == "completion":
+        if train_on == "completion":
             chosen = [index for index in chosen if index == answers[-1]]
         if not chosen:
             return Script("", [], [])
-        if (
-            self._data.train_on == "completion"
-        ):  # text after the answer is unsupervised, and may change how the answer is written
+        if train_on == "completion":
+            # Text after the answer is unsupervised, and may change how the template writes the answer.
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
-        wanted = answers if self._data.train_on == "all" else chosen
+        wanted = answers if train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
-        rendered = self._rendered(messages, chat, wanted)
+        rendered = self._find_spans(messages, chat, wanted)
         if twice := [index for index in chosen if _has_two_blocks(rendered, index)]:
-            rendered = self._rendered(_without_empty_blocks(messages, twice), chat, wanted)
+            rendered = self._find_spans(_without_empty_blocks(messages, twice), chat, wanted)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
-        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks, stops=stops)
+        supervised = self._supervised_spans(chosen, rendered)
+        return Script(rendered.text, supervised, rendered.literals, remarks=remarks, stops=stops)
 
-    def _rendered(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
-        """The chat in the form that the template takes. Raises RowError."""
+    def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
+        """The chat in the form that the template takes, with its spans. Raises RowError."""
         refused: RowError | None = None
-        has_calls = any(message.get("tool_calls") for message in messages)
         forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
-        for form in forms if has_calls else forms[:1]:
+        if not any(message.get("tool_calls") for message in messages):
+            forms = forms[:1]  # forms differ in the way they write calls
+        for form in forms:
             try:
                 return self._finder(chat.template_kwargs, form).find(messages, chat.tools, wanted)
             except RowError as error:
@@ -195,7 +198,9 @@ class Encoder:
 
     def _check_reasoning(self, chat: Chat, index: int, rendered: Rendered) -> None:
         """Raises RowError if a supervised turn lacks the reasoning in its row."""
-        if _has_thought(chat.messages[index], rendered, index):
+        start, end = rendered.turns[index]
+        reasoning = reasoning_of(chat.messages[index])
+        if _without_space(reasoning) in _without_space(rendered.text[start:end]):
             return
         if index + 1 < len(chat.messages):  # as at inference, templates write only the last turn's reasoning
             alone = replace(chat, messages=chat.messages[: index + 1], supervised=[*chat.supervised[:index], True])
@@ -207,16 +212,16 @@ class Encoder:
         """The remedy for a turn with reasoning that cannot be supervised: the first change that makes it possible."""
         message = chat.messages[index]
         others = {key: value for key, value in message.items() if key not in REASONING}
-        thought, answer = reasoning_of(message), message["content"]
+        reasoning, answer = reasoning_of(message), message["content"]
         if not any(message.get(key) for key in REASONING):
             answer = answer.partition("</think>")[2].lstrip()
         thinking = {**chat.template_kwargs, "enable_thinking": True}
         if self._works(replace(chat, template_kwargs=thinking), index):
             return "set chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
         for change, remedy in (
-            (others | {"content": f"<think>\n{thought}\n</think>\n\n{answer}"},
+            (others | {"content": f"<think>\n{reasoning}\n</think>\n\n{answer}"},
              "write it into the content as <think>...</think>"),
-            (others | {"content": answer, REASONING[0]: thought}, f"write it as {REASONING[0]}"),
+            (others | {"content": answer, REASONING[0]: reasoning}, f"write it as {REASONING[0]}"),
             (others | {"content": answer}, "remove it from the row"),
         ):  # fmt: skip
             messages = [*chat.messages[:index], change, *chat.messages[index + 1 :]]
@@ -227,16 +232,19 @@ class Encoder:
     def _works(self, chat: Chat, index: int) -> bool:
         """Whether a turn in this chat can be supervised completely."""
         try:
-            self._scripted(replace(chat, supervised=[at == index for at in range(len(chat.messages))]))
+            only_this = [position == index for position in range(len(chat.messages))]
+            self._script_without_remedy(replace(chat, supervised=only_this))
         except RowError:
             return False
         return True
 
     def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
-        remarks = [OTHERWISE] if any(index in rendered.otherwise for index in chosen) else []
-        switched = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
-        reasoned = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
-        if not reasoned and not switched and self._asks_for_reasoning(chat.template_kwargs):
+        remarks = []
+        if any(index in rendered.otherwise for index in chosen):
+            remarks.append(OTHERWISE)
+        is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
+        has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
+        if not has_reasoning and not is_switched_off and self._asks_for_reasoning(chat.template_kwargs):
             remarks.append(UNREASONED)
         return tuple(remarks)
 
@@ -247,18 +255,21 @@ class Encoder:
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._asks:
             question = [{"role": "user", "content": "a"}]
-            both = [variables, {**variables, "enable_thinking": False}]
+            prompts = set()
             try:
                 form = self.template.forms(variables, tools=False)[0]
-                prompts = [
-                    self.template.render(question, generation_prompt=True, variables=each, form=form) for each in both
-                ]
+                for changed in (variables, {**variables, "enable_thinking": False}):
+                    prompts.add(self.template.render(question, generation_prompt=True, variables=changed, form=form))
             except BadRow:  # a template that wants more than a question
-                prompts = []
-            self._asks[key] = len(set(prompts)) == 2
+                prompts.clear()
+            self._asks[key] = len(prompts) == 2
         return self._asks[key]
 
-    def _learned(self, chosen: list[int], rendered: Rendered) -> list[Span]:
+    def _supervised_spans(self, chosen: list[int], rendered: Rendered) -> list[Span]:
+        """The spans of the chosen turns. With train_on: all, everything but the turns that are not chosen.
+
+        Turns at 10 to 20 and 30 to 40 in 45 characters, the first one not chosen: [(0, 10), (20, 45)].
+        """
         turns = rendered.turns
         if self._data.train_on != "all":
             return [turns[index] for index in chosen]
@@ -273,7 +284,7 @@ class Encoder:
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template of tokenizer or recipe. Raises DataError where there is none."""
+        """The chat template of tokenizer or recipe. Raises DataError if there is none."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._data.chat_template, self._data.date_string)
         return self._template
@@ -306,29 +317,32 @@ class Encoder:
         return self._finders[key]
 
     def _as_read_by_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages whose reasoning is where the template reads it: under its key, where it reads one."""
+        """Messages whose reasoning is where the template reads it: under its key, if it reads one."""
         if self._reasoning_keys is None:
             self._reasoning_keys = [key for key in REASONING if self.template.reads(key)]
             self._splits_content = self.template.mentions("</think>")
-        read, renamed = self._reasoning_keys, []
-        if read and not self._splits_content:
+        read_keys, renamed = self._reasoning_keys, []
+        if read_keys and not self._splits_content:
             messages = [_out_of_content(message) for message in messages]
         if not any(key in message for message in messages for key in REASONING):
             return messages
         for message in messages:
-            key = next((key for key in REASONING if message.get(key)), None)
+            message_key = next((key for key in REASONING if message.get(key)), None)
             others = {name: value for name, value in message.items() if name not in REASONING}
-            if key is None:
+            if message_key is None:
                 renamed.append(others)  # an empty one makes some templates write an empty thought
-            elif read and key not in read:
-                renamed.append(others | {read[0]: message[key]})
+            elif read_keys and message_key not in read_keys:
+                renamed.append(others | {read_keys[0]: message[message_key]})
             else:
-                renamed.append(others | {key: message[key]})
+                renamed.append(others | {message_key: message[message_key]})
         return renamed
 
 
 def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the thinking block at the beginning of its content under a key of its own."""
+    """A message with the thinking block at the beginning of its content under a key of its own.
+
+    {"content": "<think>Hm</think>Hi"} becomes {"content": "Hi", "reasoning_content": "Hm"}.
+    """
     before, end, answer = message["content"].partition("</think>")
     is_block = end and before.lstrip().startswith("<think>") and message["role"] == "assistant"
     if not is_block or any(message.get(key) for key in REASONING):
@@ -355,7 +369,5 @@ def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]
     return changed
 
 
-def _has_thought(message: dict[str, Any], rendered: Rendered, index: int) -> bool:
-    """Whether a turn's reasoning is in its supervised text."""
-    start, end = rendered.turns[index]
-    return "".join(reasoning_of(message).split()) in "".join(rendered.text[start:end].split())
+def _without_space(text: str) -> str:
+    return "".join(text.split())

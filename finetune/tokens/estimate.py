@@ -1,7 +1,10 @@
 """About how many rows local files make, without torch: for commands that answer before a tokenizer could be imported.
 
-A document's tokens are its UTF-8 bytes over the bytes of a token, and what the chat template adds to a document and to
-each message. Both are measured with the model's own tokenizer.json and template where these are on this machine.
+A document has its UTF-8 bytes, divided by the bytes of a token, and the chat template's tokens around the document and
+around each message. Both figures are measured with the model's own tokenizer.json and template if these are on this
+machine.
+
+    2,000 bytes at 4 bytes a token, 3 messages with 5 tokens around each, 1 around the document: 500 + 15 + 1 = 516
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The documents of one data set: what they are made of, not the texts themselves."""
+    """The documents of one data set by their sizes, without the texts themselves."""
 
     nbytes: list[int]
     messages: list[int]
@@ -61,38 +64,50 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
             return None
         if sum(file.stat().st_size for source in sources for file in source.files) > MOST_BYTES:
             return None
-        texts = [_read(source, by_turns=data.train_on == "each_turn") for source in sources]
+        texts_of_sets = [_read_texts(source, by_turns=data.train_on == "each_turn") for source in sources]
     except (DataError, OSError):
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
-    around = _around(file) if file else AROUND
-    lengths = [_lengths(each, file, around) for each in texts]
-    trained = _weighed(recipe, lengths)
-    every = np.concatenate(lengths)
-    longer = int((every > data.max_length).sum())
+    around = _tokens_around(file) if file else AROUND
+    lengths = [_token_counts(texts, file, around) for texts in texts_of_sets]
+    all_lengths = np.concatenate(lengths)
+    longer = int((all_lengths > data.max_length).sum())
+    trained = _epoch_lengths(recipe, lengths)
     if data.truncation == "drop":
         trained = trained[trained <= data.max_length]
     trained = np.clip(trained, 1, data.max_length)
     if not len(trained):
         return None
-    rows = len(pack(trained, data.max_length)) if data.packing else len(trained)
-    by = "the model's tokenizer" if file else f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
-    longest = data.max_length if data.packing else int(trained.max())
-    too_long = (longer, len(every), int(every.max())) if longer else None
-    return RowCounts(rows, int(trained.sum()), longest, by, too_long)
+    rows, longest = len(trained), int(trained.max())
+    if data.packing:
+        rows, longest = len(pack(trained, data.max_length)), data.max_length
+    estimated_by = "the model's tokenizer"
+    if not file:
+        estimated_by = f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
+    too_long = (longer, len(all_lengths), int(all_lengths.max())) if longer else None
+    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long)
 
 
-def _read(source: Source, *, by_turns: bool) -> _Texts:
-    """Rows that cannot be read are passed over: other places name them."""
-    found = _Texts([], [], [])
+def _read_texts(source: Source, *, by_turns: bool) -> _Texts:
+    """The sizes of a data set's documents. Rows with a mistake are passed over, because other commands report them."""
+    texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
-        for example in _examples(read, by_turns=by_turns):
+        if read is None:
+            continue
+        examples: list[Chat | Passage] = [read]
+        if by_turns and isinstance(read, Chat):
+            # Templates leave out the reasoning of earlier turns.
+            examples = [
+                replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])
+                for chat in by_turn(read)
+            ] or [read]
+        for example in examples:
             text = text_of(example).encode(errors="replace")  # an unsupervised key may contain half a letter
-            found.nbytes.append(len(text))
-            found.messages.append(len(example.messages) if isinstance(example, Chat) else 0)
-            if len(found.sample) < SAMPLED:
-                found.sample.append(text.decode())
-    return found
+            texts.nbytes.append(len(text))
+            texts.messages.append(len(example.messages) if isinstance(example, Chat) else 0)
+            if len(texts.sample) < SAMPLED:
+                texts.sample.append(text.decode())
+    return texts
 
 
 def text_of(example: Chat | Passage) -> str:
@@ -100,49 +115,48 @@ def text_of(example: Chat | Passage) -> str:
     if isinstance(example, Passage):
         return example.prompt + example.completion
     tools = [json.dumps(tool, ensure_ascii=False) for tool in example.tools or ()]
-    return "\n".join([*tools, *_parts(example.messages)])
-
-
-def _examples(read: Chat | Passage | None, *, by_turns: bool) -> Iterator[Chat | Passage]:
-    """What a row is encoded as; by turns without the reasoning of earlier ones, which templates leave out."""
-    chats = by_turn(read) if by_turns and isinstance(read, Chat) else []
-    for chat in chats:
-        yield replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])
-    if read is not None and not chats:
-        yield read
+    return "\n".join([*tools, *_message_texts(example.messages)])
 
 
 def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
     others = {key: value for key, value in message.items() if key not in REASONING}
     content = str(message["content"])
-    return others | {"content": content.partition("</think>")[2] if reasoning_of(others) else content}
+    if reasoning_of(others):
+        content = content.partition("</think>")[2]
+    return others | {"content": content}
 
 
-def _parts(messages: list[dict[str, object]]) -> Iterator[str]:
+def _message_texts(messages: list[dict[str, object]]) -> Iterator[str]:
     for message in messages:
         others = {key: value for key, value in message.items() if key not in ("role", "content", "weight") and value}
         content = message.get("content") or ""
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        yield text + (json.dumps(others, ensure_ascii=False) if others else "")
+        if others:
+            text += json.dumps(others, ensure_ascii=False)
+        yield text
 
 
-def _lengths(texts: _Texts, file: Path | None, around: tuple[float, float]) -> np.ndarray:
+def _token_counts(texts: _Texts, file: Path | None, around: tuple[float, float]) -> np.ndarray:
     """Tokens of each document, int64."""
-    ratio = BYTES_A_TOKEN
+    bytes_a_token = BYTES_A_TOKEN
     if file is not None and texts.sample:
         from tokenizers import Tokenizer
 
         look_at_tokenizer(file.parent)
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(texts.sample, add_special_tokens=False)
-        ratio = sum(texts.nbytes[: len(encoded)]) / max(1, sum(len(each.ids) for each in encoded))
+        tokens = sum(len(encoding.ids) for encoding in encoded)
+        bytes_a_token = sum(texts.nbytes[: len(encoded)]) / max(1, tokens)
     messages = np.asarray(texts.messages, np.float64)
     added = np.where(messages > 0, around[0] + around[1] * messages, 1)  # a passage has its end
-    return np.rint(np.asarray(texts.nbytes, np.float64) / max(ratio, 0.1) + added).astype(np.int64)
+    return np.rint(np.asarray(texts.nbytes, np.float64) / max(bytes_a_token, 0.1) + added).astype(np.int64)
 
 
-def _around(file: Path) -> tuple[float, float]:
-    """Tokens that the template beside tokenizer.json adds to a document (a default system turn) and to each message:
-    from chats of one and of two exchanges. AROUND where it cannot be rendered here."""
+def _tokens_around(file: Path) -> tuple[float, float]:
+    """Tokens that the template beside tokenizer.json adds to a document (a default system turn) and to each message,
+    from chats of one and of two exchanges. AROUND if the template cannot be rendered here.
+
+    One exchange has 13 tokens besides its words, two have 23: 5 for each message, and 3 for the document.
+    """
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -150,43 +164,40 @@ def _around(file: Path) -> tuple[float, float]:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals |= {"strftime_now": lambda form: "26 Jul 2024", "raise_exception": lambda text: text}
-    look_at_tokenizer(file.parent)
+    folder = file.parent
+    look_at_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(file))
     with suppress(FinetuneError, TemplateError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
-        source = _template(file.parent)
+        if (folder / "chat_template.jinja").is_file():
+            source = read_bounded(folder / "chat_template.jinja").decode("utf-8")
+        else:
+            stored = read_object(folder / "tokenizer_config.json")["chat_template"]
+            source = stored if isinstance(stored, str) else str(stored[0]["template"])
         if template_problem(source):
             return AROUND
         template = environment.from_string(source)
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         one, two = (
-            len(tokenizer.encode(template.render(messages=each, bos_token="", eos_token="")).ids) - len(each)
-            for each in (chat, chat * 2)
+            len(tokenizer.encode(template.render(messages=chat, bos_token="", eos_token="")).ids) - len(chat)
+            for chat in (exchange, exchange * 2)
         )
         if two - one >= 0:
             return max(0.0, 2.0 * one - two), (two - one) / 2
     return AROUND
 
 
-def _template(folder: Path) -> str:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_bounded(own).decode("utf-8")
-    template = read_object(folder / "tokenizer_config.json")["chat_template"]
-    return template if isinstance(template, str) else str(template[0]["template"])
-
-
-def _weighed(recipe: Recipe, lengths: list[np.ndarray]) -> np.ndarray:
+def _epoch_lengths(recipe: Recipe, lengths: list[np.ndarray]) -> np.ndarray:
     """Lengths of the training documents of one epoch: held-out ones left out, each data set as often as its weight."""
-    of_set = np.repeat(np.arange(len(lengths)), [len(each) for each in lengths])
-    every = np.concatenate(lengths)
+    set_of = np.repeat(np.arange(len(lengths)), [len(set_lengths) for set_lengths in lengths])
+    all_lengths = np.concatenate(lengths)
     evaluation = recipe.data.eval
-    if isinstance(evaluation, EvalFraction) and len(every) > 1:
-        count = max(1, min(len(every) - 1, round(evaluation.fraction * len(every))))
-        kept = np.sort(seeded_order(len(every), recipe.training.seed, HOLD_OUT)[count:])
-        of_set, every = of_set[kept], every[kept]
+    if isinstance(evaluation, EvalFraction) and len(all_lengths) > 1:
+        count = max(1, min(len(all_lengths) - 1, round(evaluation.fraction * len(all_lengths))))
+        kept = np.sort(seeded_order(len(all_lengths), recipe.training.seed, HOLD_OUT)[count:])
+        set_of, all_lengths = set_of[kept], all_lengths[kept]
     weighed = []
     for index, entry in enumerate(recipe.data.train):
-        members = every[of_set == index]
+        members = all_lengths[set_of == index]
         copies = int(entry.weight)
         weighed += [members] * copies + [members[: round((entry.weight - copies) * len(members))]]
     return np.concatenate(weighed)

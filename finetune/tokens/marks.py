@@ -2,6 +2,9 @@
 
 A message has a pair of marks for its content, one for the name of each of its tool calls, and one for all else. A name
 counts where it is written first: some templates write it again in the header of the tool's answer.
+
+    rendered with marks     <user>[Hi]<end><bot>(Hello)<end>      [ ] and ( ) stand for private characters
+    taken out               <user>Hi<end><bot>Hello<end>          and the places of Hi and Hello
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from finetune.data.messages import REASONING
@@ -18,8 +20,10 @@ from finetune.data.readers import BadRow
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-FENCES = 3  # codes around a text that spells a control token, and one for tools; message codes follow
-ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; CALLS and up are those of its calls
+# The private characters of one chat, counted from the first: a pair of fences around a text that spells a control
+# token, one behind each tool's name, and then a pair for each part of each message.
+FENCE_BEGIN, FENCE_END, TOOL, FIRST_PART = 0, 1, 2, 3
+ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; its calls are the parts from CALLS on
 Span = tuple[int, int]
 Part = tuple[int, int]  # message, and which of its texts
 Messages = Sequence[dict[str, Any]]
@@ -27,12 +31,12 @@ Tools = list[dict[str, Any]] | None
 
 
 class OmittedFromHistory(BadRow):
-    """A supervised turn that the template writes incompletely because others follow. Told once for each data set."""
+    """A supervised turn that the template writes incompletely because others follow. Reported once for a data set."""
 
     def __init__(self, does: str, index: int) -> None:
-        """`does`: what the template does to the turn, as in "leaves out the text of"."""
+        """`does`: the template's action on the turn, as in "leaves out the text of"."""
         super().__init__(
-            f"the chat template {does} turn {index + 1}, which is learned; set data.train_on: "
+            f"the chat template {does} turn {index + 1}, which is supervised; set data.train_on: "
             "each_turn (every answer an example of its own) or completion, or weight 0 on that turn"
         )
 
@@ -74,17 +78,17 @@ class Marks:
             for index, message in enumerate(messages)
             for part in range(CALLS + len(message.get("tool_calls", ())))
         ]
-        self._size = FENCES + 2 * len(self._parts)
+        self._size = FIRST_PART + 2 * len(self._parts)
         self._block = free_block([messages, tools], self._size)
 
     def around_messages(self) -> list[dict[str, Any]]:
         """The messages with marks around their texts."""
-        opening = {part: chr(self._block + FENCES + 2 * at) for at, part in enumerate(self._parts)}
-        return [
-            mark_message(message, partial(self._mark, [opening[index, part] for part in range(CALLS + calls)]))
-            for index, message in enumerate(self._messages)
-            for calls in [len(message.get("tool_calls", ()))]
-        ]
+        openings = {part: chr(self._block + FIRST_PART + 2 * number) for number, part in enumerate(self._parts)}
+
+        def marked(index: int, message: dict[str, Any]) -> dict[str, Any]:
+            return mark_message(message, lambda text, part: self._put_around(openings[index, part], text))
+
+        return [marked(index, message) for index, message in enumerate(self._messages)]
 
     def around_tools(self, tools: Tools) -> Tools:
         """The tools with a mark after each name, and fences around text that spells a control token."""
@@ -94,52 +98,60 @@ class Marks:
         for tool in fenced:
             function = tool.get("function", tool)
             if isinstance(function, dict) and isinstance(function.get("name"), str):
-                function["name"] += chr(self._block + 2)
+                function["name"] += chr(self._block + TOOL)
         return fenced
 
     def _fenced(self, text: str) -> str:
-        return self._special.sub(chr(self._block) + r"\g<0>" + chr(self._block + 1), text)
+        return self._special.sub(chr(self._block + FENCE_BEGIN) + r"\g<0>" + chr(self._block + FENCE_END), text)
 
-    def _mark(self, opening: Sequence[str], text: str, part: int) -> str:
-        core = text.strip()  # marks are inside of the space that many templates trim
+    def _put_around(self, opening: str, text: str) -> str:
+        """Put marks inside of the space that many templates trim: " Hi " becomes " [Hi] "."""
+        core = text.strip()
         if not core:
             return text
-        start, mark = text.index(core), opening[part]
-        return f"{text[:start]}{mark}{self._fenced(core)}{chr(ord(mark) + 1)}{text[start + len(core) :]}"
+        start, closing = text.index(core), chr(ord(opening) + 1)
+        return f"{text[:start]}{opening}{self._fenced(core)}{closing}{text[start + len(core) :]}"
 
     def take_out(self, marked: str) -> Marked:
-        """The text without marks, and where they stood."""
-        result, parts, position, copied, fence_from = Marked(""), [], 0, 0, 0
+        """The text without marks, and the positions where they stood."""
+        result, pieces, position, copied, fence_begin = Marked(""), [], 0, 0, 0
         seen: set[int] = set()
         for match in re.finditer(f"[{chr(self._block)}-{chr(self._block + self._size - 1)}]", marked):
-            parts.append(marked[copied : match.start()])
+            pieces.append(marked[copied : match.start()])
             position += match.start() - copied
             copied = match.end()
             code = ord(match.group()) - self._block
-            if code == 0:
-                fence_from = position
-            elif code == 1:
-                result.literals.append((fence_from, position))
-            elif code == 2:
+            if code == FENCE_BEGIN:
+                fence_begin = position
+                continue
+            if code == FENCE_END:
+                result.literals.append((fence_begin, position))
+                continue
+            if code == TOOL:
                 result.has_tools = True
-            elif self._parts[(code - FENCES) // 2][1] < CALLS or code not in seen:
-                seen.add(code)
-                self._note(result, code - FENCES, position)
-        result.text = "".join([*parts, marked[copied:]])
+                continue
+            # A pair of codes for each part: even opens it, odd closes it.
+            number, is_closing = divmod(code - FIRST_PART, 2)
+            index, part = self._parts[number]
+            if part >= CALLS and code in seen:  # a call's name that is written again
+                continue
+            seen.add(code)
+            if is_closing:
+                result.ended.add((index, part))
+            else:
+                result.begun.add((index, part))
+            result.first.setdefault(index, position)
+            if not is_closing and result.first[index] == position:
+                result.opened.add(index)
+            result.last[index] = position
+            result.places.append((position, index))
+        result.text = "".join([*pieces, marked[copied:]])
         return result
-
-    def _note(self, result: Marked, code: int, position: int) -> None:
-        index, part = self._parts[code // 2]
-        (result.ended if code % 2 else result.begun).add((index, part))
-        result.first.setdefault(index, position)
-        if code % 2 == 0 and result.first[index] == position:
-            result.opened.add(index)
-        result.last[index] = position
-        result.places.append((position, index))
 
 
 def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> tuple[int, str] | None:
-    """The first message of which a text or a call is not there (of those not `wanted`: nothing of it), and which."""
+    """The first message with a text or a call that the template left out, and the part. A message that is not `wanted`
+    counts only if nothing of it is there."""
     for index, message in enumerate(messages):
         is_kept = index in marked.last
         if index in wanted:  # it must be complete; a thought at its beginning may be written elsewhere
@@ -148,9 +160,9 @@ def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> 
         if message["content"].strip() and not is_kept:
             return index, "the text"
         names = [call["function"]["name"].strip() for call in message.get("tool_calls", ())]
-        for call, name in enumerate(names):
-            if name and (index, CALLS + call) not in marked.ended:
-                return index, f"tool call {call + 1}" if names[1:] else "the tool call"
+        for number, name in enumerate(names):
+            if name and (index, CALLS + number) not in marked.ended:
+                return index, f"tool call {number + 1}" if len(names) > 1 else "the tool call"
     return None
 
 
@@ -197,7 +209,7 @@ def texts_of(value: Any) -> list[str]:
 
 def free_block(value: Any, size: int) -> int:
     """First of `size` private characters in a row that the value's own texts do not use."""
-    used = {ord(char) for text in texts_of(value) if not text.isascii() for char in _PRIVATE.findall(text)}
+    used = {ord(character) for text in texts_of(value) if not text.isascii() for character in _PRIVATE.findall(text)}
     for plane in _PLANES:
         for block in range(plane, plane + _PLANE_SIZE - size, size):
             if not used or not any(block <= code < block + size for code in used):

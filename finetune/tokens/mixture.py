@@ -1,4 +1,4 @@
-"""The documents of all data sets as one: which are held out, how often each is seen, and which share a row."""
+"""The documents of all data sets as one pool: held-out documents, how often each is seen, and documents of a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from finetune.tokens.packing import pack
 
 
 class DocumentPool:
-    """All documents, counted over the data sets in their order; the tokens stay on disk, memory-mapped."""
+    """All documents, counted over the data sets in their order; the tokens stay on disk, memory-mapped.
+
+    Two data sets of 3 and 2 documents have starts [0, 3, 5]; document 4 is the second one of the second set.
+    """
 
     def __init__(self, stores: Sequence[StoredDocuments]) -> None:
         self.stores = tuple(stores)
@@ -23,8 +26,13 @@ class DocumentPool:
         self.lengths = np.concatenate([np.diff(store.offsets) for store in stores])  # int64 [documents]: tokens
         self.supervised = np.concatenate([store.supervised for store in stores])
         self.digests = np.concatenate([store.digests for store in stores])
-        begins = np.cumsum([0, *(int(store.rows[-1]) + 1 if len(store) else 0 for store in stores)])
-        self.source_rows = np.concatenate([store.rows + begin for store, begin in zip(stores, begins, strict=False)])
+        # Rows of all sets are counted on too, so that documents of one row have one number that no other row has.
+        source_rows, first_row = [], 0
+        for store in stores:
+            source_rows.append(store.rows + first_row)
+            if len(store):
+                first_row += int(store.rows[-1]) + 1
+        self.source_rows = np.concatenate(source_rows)
 
     def group(self, store: int) -> np.ndarray:
         """The documents of one data set."""
@@ -32,29 +40,36 @@ class DocumentPool:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels), int64, unshifted."""
-        store, local = self._locate(index)
-        return store.document(local)
+        store, local_index = self._locate(index)
+        return store.document(local_index)
 
     def place(self, index: int) -> str:
         """file:line of the row that a document was made of."""
-        store, local = self._locate(index)
-        return store.place(local)
+        store, local_index = self._locate(index)
+        return store.place(local_index)
 
     def rows(self, documents: np.ndarray, capacity: int | None) -> Rows:
-        """Rows of packed documents, or one document a row where `capacity` is None."""
+        """Rows of packed documents, or one document a row where `capacity` is None.
+
+        Documents [7, 2, 9] in packs [[0, 2], [1]] have offsets [0, 2, 3] and members [7, 9, 2].
+        """
         packs = [[index] for index in range(len(documents))]
         if capacity is not None:
             packs = pack(self.lengths[documents], capacity)
-        offsets = np.concatenate([[0], np.cumsum([len(members) for members in packs])]).astype(np.int64)
-        flat = np.fromiter((index for members in packs for index in members), dtype=np.int64, count=len(documents))
-        members = documents[flat]
+        offsets = np.concatenate([[0], np.cumsum([len(indices) for indices in packs])]).astype(np.int64)
+        order = np.fromiter((index for indices in packs for index in indices), dtype=np.int64, count=len(documents))
+        members = documents[order]
+        # Sums over each row's stretch of `members`: the tokens, and the supervised ones.
         lengths, supervised = np.add.reduceat(
             np.stack([self.lengths[members], self.supervised[members]]), offsets[:-1], axis=1
         )
         return Rows(lengths, supervised, self, offsets, members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """All rows of these parts, in order; no row holds documents of two of them."""
+        """All rows of these parts, in order; no row holds documents of two parts.
+
+        Offsets [0, 2, 3] and [0, 1, 4] become [0, 2, 3, 4, 7].
+        """
         shifts = np.cumsum([0, *(part._offsets[-1] for part in parts)]).astype(np.int64)
         ends = [part._offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
         return Rows(
@@ -66,6 +81,7 @@ class DocumentPool:
         )
 
     def _locate(self, index: int) -> tuple[StoredDocuments, int]:
+        """A document's data set, and its index there."""
         store = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.stores[store], int(index - self.starts[store])
 
@@ -75,7 +91,7 @@ class Rows:
     """Rows of one or more complete documents."""
 
     lengths: np.ndarray  # int64 [rows]: tokens
-    supervised: np.ndarray  # int64 [rows]: tokens that are learned
+    supervised: np.ndarray  # int64 [rows]: supervised tokens
     _pool: DocumentPool
     _offsets: np.ndarray  # int64 [rows + 1], into _members
     _members: np.ndarray  # int64 [documents]
@@ -99,7 +115,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Split:
-    """The documents to train on, as often as their weights say, and those held out."""
+    """The documents to train on, as often as their weights say, and the held-out ones."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -122,27 +138,28 @@ def split_documents(
         rows, row_of = np.unique(pool.source_rows[:end], return_inverse=True)  # examples of one row stay together
         if len(rows) < 2:
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
+        # Of 10 rows and a fraction of 0.02, one is held out; a fraction of 0.98 leaves one to train on.
         count = max(1, min(len(rows) - 1, round(evaluation.fraction * len(rows))))
         is_held_out = np.isin(row_of, seeded_order(len(rows), seed, HOLD_OUT)[:count])
         train, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    copies = np.isin(pool.digests[held_out], pool.digests[train])
-    if len(held_out) and copies.all():
+    is_copy = np.isin(pool.digests[held_out], pool.digests[train])
+    if len(held_out) and is_copy.all():
         raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])
     weighed = [weigh(train, pool, store, entries[store].weight, seed) for store in range(training_sets)]
-    held_groups = [held_out[~copies]]
+    weighed_held_out = [held_out[~is_copy]]
     if training_sets < len(entries):
-        held_groups = [
-            weigh(held_groups[0], pool, store, entries[store].weight, seed)
+        weighed_held_out = [
+            weigh(held_out[~is_copy], pool, store, entries[store].weight, seed)
             for store in range(training_sets, len(entries))
         ]
     trained = np.concatenate(weighed)
     if not len(trained):
         raise DataError(["data.train: weights leave no document; raise them"])
-    return Split(trained, np.concatenate(held_groups), int(copies.sum()))
+    return Split(trained, np.concatenate(weighed_held_out), int(is_copy.sum()))
 
 
 def shares(pool: DocumentPool, split: Split, training_sets: int) -> list[dict[str, Any]]:
-    """What each training set gives to an epoch, copies by weight included: documents, tokens, share of all tokens."""
+    """Each training set's part in an epoch, copies by weight included: documents, tokens, share of all tokens."""
     total, parts = int(pool.lengths[split.train].sum()), []
     for store in range(training_sets):
         inside = (split.train >= pool.starts[store]) & (split.train < pool.starts[store + 1])
@@ -152,7 +169,10 @@ def shares(pool: DocumentPool, split: Split, training_sets: int) -> list[dict[st
 
 
 def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:
-    """Of one data set: floor(weight) copies of each document, and one more of a seeded share of them; ascending."""
+    """One data set's documents, as often as its weight says, ascending.
+
+    A weight of 2.3 gives two copies of each of its 10 documents, and a third copy of 3 documents drawn by the seed.
+    """
     members = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
     copies = int(weight)
     extra = round((weight - copies) * len(members))
@@ -170,6 +190,7 @@ def seeded_order(count: int, *key: int) -> np.ndarray:
     Sorts by a hash (splitmix64; Steele, Lea and Flood 2014) instead of asking numpy's generators, whose streams may
     change between releases: a run must find its rows again after an upgrade.
     """
+    # Each part of the key is mixed into a state of 64 bits; item i then has the hash of state + i.
     state = np.uint64(0)
     for part in key:
         state = _mix(np.asarray([state ^ np.uint64(part & (2**64 - 1))], dtype=np.uint64))[0]
@@ -178,6 +199,7 @@ def seeded_order(count: int, *key: int) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's step, modulo 2^64: add the golden ratio's bits, then spread every bit over all others."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

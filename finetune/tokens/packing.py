@@ -1,7 +1,7 @@
 """Whole documents into rows of a fixed capacity: best-fit-decreasing, deterministic.
 
-Longest document first, each into the fullest row that still takes it. It takes at most 11/9 of the fewest possible rows
-(Johnson, Near-optimal bin packing algorithms, 1973); on chat lengths it leaves well under 1 % empty.
+Longest document first, each into the fullest row that still has room for it. It needs at most 11/9 of the fewest
+possible rows (Johnson, Near-optimal bin packing algorithms, 1973); on chat lengths it leaves well under 1 % empty.
 """
 
 from __future__ import annotations
@@ -18,6 +18,17 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
 
     O(n log capacity): rows are kept by their room, and the least sufficient room is found by bisection. Equal lengths
     keep their order, so the result depends on `lengths` alone. Raises ValueError on a length outside 1..capacity.
+
+    Lengths 6, 3, 4, 5, 2 and capacity 10:
+
+        document  length   rooms before   goes to              rooms after
+        0         6        -              a new row            4
+        3         5        4              a new row            4 5
+        2         4        4 5            row 0, room 4        5          (row 0 is full)
+        1         3        5              row 1, room 5        2
+        4         2        2              row 1, room 2        -
+
+    The result is [[0, 2], [1, 3, 4]].
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):
@@ -25,12 +36,11 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     # Room in tokens -> rows with exactly that room: as many rooms as there are rows, however large a row may be.
     rows_by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those of rows_by_room that are not empty, ascending
-    order = np.argsort(-sizes, kind="stable").tolist()
+    rooms: list[int] = []  # the keys of rows_by_room that have rows, ascending
     size_of = sizes.tolist()
-    for index in order:
-        size = size_of[index]
-        position = bisect_left(rooms, size)
+    for document in np.argsort(-sizes, kind="stable").tolist():
+        size = size_of[document]
+        position = bisect_left(rooms, size)  # the first room that is large enough
         if position == len(rooms):
             rows.append([])
             row, room = len(rows) - 1, capacity
@@ -39,19 +49,11 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
             row = rows_by_room[room].pop()
             if not rows_by_room[room]:
                 del rooms[position]
-        rows[row].append(index)
+        rows[row].append(document)
         if room > size:
             if not rows_by_room[room - size]:
                 insort(rooms, room - size)
             rows_by_room[room - size].append(row)
-    for row_members in rows:
-        row_members.sort()
+    for documents in rows:
+        documents.sort()
     return rows
-
-
-def fill(packs: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, capacity: int) -> float:
-    """Share of the rows' capacity that holds tokens, 0 to 1."""
-    if not packs:
-        return 0.0
-    sizes = np.asarray(lengths, dtype=np.int64)
-    return sum(int(sizes[list(members)].sum()) for members in packs) / (len(packs) * capacity)

@@ -1,8 +1,10 @@
 """Texts with marked spans to token ids and labels.
 
-Ordinary texts get the very tokens that the tokenizer makes of them. Two kinds are split before they are tokenised: one
-that spells a control token (it stays text), and an answer whose first characters would melt into the header's last
-token (the model is prompted with the header alone, so it must learn to continue from there).
+Ordinary texts get exactly the tokens that the tokenizer makes of them. Two kinds are split before they are tokenised:
+
+- a text that spells a control token, because it stays text;
+- an answer whose first characters would join the header's last token. The model is prompted with the header alone, so
+  it must learn to continue from there.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ class Script:
     """A row ready to be tokenised: its text, and character spans of it."""
 
     text: str
-    learned: list[Span]
+    supervised: list[Span]
     literals: list[Span]  # look like control tokens, are text
-    affixes: bool = False  # the tokenizer's own beginning and a learned end of text belong around it
+    affixes: bool = False  # the tokenizer's own beginning and a supervised end of text belong around it
     stops: tuple[str, ...] = ()  # the control tokens on which the model ends a supervised stretch
-    remarks: tuple[str, ...] = ()  # of what the owner of the data should know, counted for each data set
+    remarks: tuple[str, ...] = ()  # facts that the owner of the data should know, counted for each data set
 
 
 class TextTokenizer:
@@ -52,35 +54,35 @@ class TextTokenizer:
                 "model.name_or_path: its tokenizer does not report character positions; it needs a tokenizer.json"
             )
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        self.special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        self.special = {str(token) for token in added_tokens if token.special} | set(tokenizer.all_special_tokens)
         self._pattern = any_of(self.special)
         ids = tokenizer.convert_tokens_to_ids(sorted(self.special))
         self.special_ids: set[int] = {ids} if isinstance(ids, int) else set(ids)
-        # What the tokenizer puts before a text by itself: usually the begin-of-text token, or nothing.
+        # Tokens that the tokenizer puts before a text by itself: usually begin-of-text, or none.
         plain, with_start = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
-        where = next((at for at in range(len(with_start)) if with_start[at : at + len(plain)] == plain), 0)
-        self.start_ids: list[int] = list(with_start[:where])
+        positions = range(len(with_start))
+        start = next((position for position in positions if with_start[position:][: len(plain)] == plain), 0)
+        self.start_ids: list[int] = list(with_start[:start])
         self._puts_space = self.call(["\na"]).input_ids[0][-len(plain) :] != plain
 
     def literals(self, text: str) -> list[Span]:
-        """Where a text spells control tokens."""
+        """The places where a text spells control tokens."""
         return [match.span() for match in self._pattern.finditer(text)]
 
     def tokenise(self, scripts: Sequence[Script]) -> list[Document | BadRow]:
-        """Documents of many rows, or why not; one call of the tokenizer for all ordinary ones."""
+        """Documents of many rows, or their mistakes; one call of the tokenizer for all ordinary ones."""
         ordinary = [script for script in scripts if not script.literals]
         encodings = iter(self.call([script.text for script in ordinary]).encodings if ordinary else ())
         documents: list[Document | BadRow] = []
         for script in scripts:
             encoding = None if script.literals else next(encodings)
             try:
-                spans = None if encoding is None else _token_spans(encoding, script.learned)
+                spans = None if encoding is None else _token_spans(encoding, script.supervised)
                 if encoding is None or spans is None:
-                    document = self.tokenise_cut(script)
+                    documents.append(self.tokenise_cut(script))
                 else:
-                    document = self._finish(script, encoding.ids, spans)
-                documents.append(document)
+                    documents.append(self._finish(script, encoding.ids, spans))
             except BadRow as error:
                 documents.append(error)
         return documents
@@ -99,38 +101,45 @@ class TextTokenizer:
         )
 
     def tokenise_cut(self, script: Script) -> Document:
-        """Tokens of a text, split at the edges of supervised spans and around texts that spell control tokens."""
+        """Tokens of a text, split at the edges of supervised spans and around texts that spell control tokens.
+
+        <user>What is <end>?<end><bot>A token.<end>       the first <end> is a literal
+        <user>|What is <end>?|<end><bot>|A token.<end>    the pieces; the second one is tokenised as text
+        """
         text = script.text
-        literal = self._literal_spans(script)
-        edges = sorted({0, len(text), *(edge for span in [*script.learned, *literal] for edge in span)})
+        literal_stretches = self._literal_stretches(script)
+        edges = sorted({0, len(text), *(edge for span in [*script.supervised, *literal_stretches] for edge in span)})
         ids: list[int] = []
-        token_at = {0: 0}
+        token_at = {0: 0}  # edge in characters -> edge in tokens
         for start, end in pairwise(edges):
-            as_text = any(first <= start < last for first, last in literal)
-            piece = self._piece(text[start:end], as_text=as_text, first=start == 0)
+            as_text = any(first <= start < last for first, last in literal_stretches)
+            piece = self._tokenise_piece(text[start:end], as_text=as_text, first=start == 0)
             if as_text and (wrong := self.special_ids.intersection(piece)):
                 token = self._tokenizer.convert_ids_to_tokens(min(wrong))
                 raise BadRow(f"the tokenizer cannot write {token!r} as text; remove it from the row")
             ids += piece
             token_at[end] = len(ids)
-        spans = [(token_at[start], token_at[end]) for start, end in script.learned]
+        spans = [(token_at[start], token_at[end]) for start, end in script.supervised]
         return self._finish(script, ids, spans)
 
-    def _literal_spans(self, script: Script) -> list[Span]:
+    def _literal_stretches(self, script: Script) -> list[Span]:
         """Stretches between the template's own control tokens that hold a text spelling one."""
         if not script.literals:
             return []
-        spelt = {match.span() for match in self._pattern.finditer(script.text)}
-        own = sorted(spelt.difference(script.literals))
-        begins, ends = [0, *(end for _, end in own)], [*(start for start, _ in own), len(script.text)]
+        own_tokens = sorted(set(self.literals(script.text)).difference(script.literals))
+        begins, ends = [0, *(end for _, end in own_tokens)], [*(start for start, _ in own_tokens), len(script.text)]
         return [
             (begin, end)
             for begin, end in zip(begins, ends, strict=True)
             if any(begin <= start and stop <= end for start, stop in script.literals)
         ]
 
-    def _piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
-        """Tokens of a text inside of another: without a space before it."""
+    def _tokenise_piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
+        """Tokens of a text inside of another: without a space before it.
+
+        A tokenizer that puts a space before each text (Llama 2) gets the piece after a line break, whose tokens are
+        then taken off.
+        """
         if self._puts_space and not first:
             line_break = self.call(["\n"]).input_ids[0]
             after_break: list[int] = self.call(["\n" + text], as_text=as_text).input_ids[0]
@@ -142,7 +151,7 @@ class TextTokenizer:
     def _finish(self, script: Script, ids: list[int], spans: list[Span]) -> Document:
         """The document, after checking that its supervised tokens decode to the rendered text."""
         labels = [IGNORE] * len(ids)
-        for (start, end), (first, last) in zip(script.learned, spans, strict=True):
+        for (start, end), (first, last) in zip(script.supervised, spans, strict=True):
             self._check_decoded(ids[first:last], script.text[start:end])
             labels[first:last] = ids[first:last]
         if script.affixes:
@@ -157,21 +166,26 @@ class TextTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def _check_decoded(self, ids: list[int], text: str) -> None:
+        """Raises BadRow if tokens decode to another text. A tokenizer of another model would make such tokens."""
         decoded = self.decode(ids)
         if decoded == text or self._tokenizer.unk_token_id in ids:
             return
         normalizer = self._tokenizer.backend_tokenizer.normalizer
         expected = normalizer.normalize_str(text) if normalizer else text
         if self._puts_space:  # before the text and after each control token, and decoding does not take all away
-            decoded, expected = ("".join(text.replace("▁", " ").split(" ")) for text in (decoded, expected))
+            decoded, expected = ("".join(words.replace("▁", " ").split(" ")) for words in (decoded, expected))
         if decoded != expected:
             raise BadRow(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
 
 
-def _token_spans(encoding: Any, learned: Sequence[Span]) -> list[Span] | None:
-    """Token spans of character spans; None where an edge is inside of a token."""
+def _token_spans(encoding: Any, supervised: Sequence[Span]) -> list[Span] | None:
+    """Token spans of character spans; None where an edge is inside of a token.
+
+    Tokens `Hel` `lo` `<end>` of the text Hello<end>: the characters 0 to 10 are the tokens 0 to 3, and an edge at 4 is
+    inside of `lo`.
+    """
     spans = []
-    for start, end in learned:
+    for start, end in supervised:
         if start == end:
             return None
         first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)

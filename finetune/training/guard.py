@@ -43,7 +43,7 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
         guard = Guard()
         with kernel.active():
             _forward(run, unwrapped, guard, compiled)
-        compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
+        compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), run.parts.accelerator.device)
         found = _agreed(run, guard)
         if not found:
             guard.left_off = left_off
@@ -60,32 +60,32 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
 
 def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
     """One forward that compares every kind of module."""
-    decoder, device = decoder_parts(unwrapped), run.accelerator.device
+    decoder, device = decoder_parts(unwrapped), run.parts.accelerator.device
     rows = FirstTokens(run.train_rows, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
     batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
     trained_embeddings = any(each.requires_grad for each in decoder.get_input_embeddings().parameters())
 
-    def forward() -> None:
-        for batch in prefetch(batches[:1], device, non_blocking=False):
-            run.model(**batch)
-
     with (
-        run.phases("guard"),
+        run.parts.phases("guard"),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.no_grad(),
         guard.watching(unwrapped) as end,
         compiled.comparing(trained_embeddings, before=end),
+        run.parts.weights.cast(),
     ):
-        run.weights.during(forward)
+        for batch in prefetch(batches[:1], device, non_blocking=False):
+            run.parts.objective.loss(run.parts.model, batch)
 
 
 def _agreed(run: Run, guard: Guard) -> dict[str, str]:
     """The paths that any rank has to leave off, with reasons; equal on all ranks."""
     paths = list(INSTEAD)
-    flags = torch.tensor([path in guard.left_off for path in paths], dtype=torch.int32, device=run.accelerator.device)
-    if not run.accelerator.reduce(flags, reduction="sum").any():
+    flags = torch.tensor(
+        [path in guard.left_off for path in paths], dtype=torch.int32, device=run.parts.accelerator.device
+    )
+    if not run.parts.accelerator.reduce(flags, reduction="sum").any():
         return {}
-    rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
+    rank, ranks = run.parts.accelerator.process_index, run.parts.accelerator.num_processes
     on_rank = f" on rank {rank}" if ranks > 1 else ""
     found: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
     return {path: next(each[path] for each in found if path in each) for path in paths if any(path in e for e in found)}

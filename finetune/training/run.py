@@ -1,19 +1,30 @@
-"""A run as the loop sees it: the parts that it trains with."""
+"""A run as the loop sees it.
+
+Which object holds which:
+
+    Start       known before the process group: recipe, launch, strategy, tokenizer, prepared data, plan, claim
+      Launch      this process's rank and world size
+      Prepared    training and held-out rows, prompts
+      BatchPlan   which rows make a step, and this rank's share of them
+      Claim       rank 0's lock on the run folder, and the checkpoint to start from
+    Session     one process's training (training/session.py): Start, Accelerator, RunOutput, Progress, and then
+      Assembled   what the strategy built: model, optimizer, pipeline
+      Run         what the loop needs: rows, plan, schedule, and functions that write and save
+        StepParts   what computes one step: model, optimizer, objective, weights, pipeline
+      TrainState  what a checkpoint keeps beside tensors: the step, the best evaluation, the loss scale
+      Progress    step and phase, for heartbeats and messages
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError
 from finetune.measure.metrics import Terminal
-from finetune.measure.phases import Phases
 from finetune.model.build import decoder_parts
 from finetune.recipe.cross_checks import steps_between, unsaved_evaluations
 from finetune.recipe.schema import Recipe
@@ -22,8 +33,7 @@ from finetune.strategies.zero_state import full_shape
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
-from finetune.training.step.micro_batches import MicroBatches
+from finetune.training.step import StepParts
 
 
 @dataclass(frozen=True)
@@ -31,23 +41,17 @@ class Run:
     """What the loop trains with; training/session.py builds it."""
 
     recipe: Recipe
-    accelerator: Accelerator
-    model: nn.Module  # as the strategy wrapped it
-    optimizer: torch.optim.Optimizer
+    plan: BatchPlan
+    parts: StepParts
     train_rows: Rows
     eval_rows: Rows | None
-    plan: BatchPlan
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float]  # by step, counted from 0
     terminal: Terminal
-    phases: Phases
     stop_requested: Callable[[], bool]
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]  # may return before the checkpoint is written
-    skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
-    wait_for_saves: Callable[[], None] = lambda: None  # until those in the background are complete
-    weights: CastWeights = AS_THEY_ARE  # copies that forward and backward compute with
-    pipeline: MicroBatches | None = None  # through which a step's micro-batches go; None: one after another
-    eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
+    wait_for_saves: Callable[[], None] = lambda: None  # until background saves are complete
+    eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, if there are several
 
 
 def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
@@ -67,7 +71,7 @@ def check_best(recipe: Recipe, total_steps: int) -> None:
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     embeddings: Any = decoder_parts(model).get_input_embeddings()
-    embeddings = getattr(embeddings, "original_module", embeddings)  # of peft's wrapper, whose own weight is computed
+    embeddings = getattr(embeddings, "original_module", embeddings)  # peft's wrapper computes its own weight
     rows, largest = full_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(

@@ -23,7 +23,7 @@ from finetune.model.generate import answering, greedy_answers
 from finetune.probe.padding import may_share_a_batch
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.encoder import SamplePrompt
-from finetune.training.loop import evaluate
+from finetune.training.loop import evaluate_run
 from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
@@ -53,7 +53,7 @@ def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, ker
     write_samples(start, run, parts, output, when="before", step=0)
     if run.eval_rows is not None:
         with kernel.active():
-            losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets, run.weights)
+            losses = evaluate_run(run)
         line = eval_line(0, losses)
         run.write_metrics(line)
         run.terminal.log(f"before training: {evaluation_in_words(line)}")
@@ -67,7 +67,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
         return
     together = joined and start.launch.world_size > 1
     shared = may_share_a_batch(start.probed)
-    asked = questions(start, shared=_of_all(run.accelerator, shared) if together else shared)
+    asked = questions(start, shared=_of_all(run.parts.accelerator, shared) if together else shared)
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
@@ -75,14 +75,14 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
         gathered = parts.bytes_gathered(start.strategy, asked.forwards) if sharded else None
         run.terminal.log(cost_in_words(asked, gathered) + again)
 
-    def answer() -> list[dict[str, Any]]:
-        model, device = parts.unwrapped_model, run.accelerator.device
+    model, device = parts.unwrapped_model, run.parts.accelerator.device
+    with run.parts.weights.cast():
         if pipeline is None:
-            return list(samples(model, start.tokenizer, asked, device, together=together))
-        with pipeline.answering(model):
-            return list(samples(model, start.tokenizer, asked, device, together=False, cached=False))
-
-    output.write_samples({"when": when, "step": step} | line for line in run.weights.during(answer))
+            answers = list(samples(model, start.tokenizer, asked, device, together=together))
+        else:
+            with pipeline.answering(model):
+                answers = list(samples(model, start.tokenizer, asked, device, together=False, cached=False))
+    output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
 def questions(start: Start, *, shared: bool) -> Questions:

@@ -26,8 +26,8 @@ from finetune.tokens.batches import prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import Run
-from finetune.training.step.optimizer_step import optimizer_step
-from finetune.training.step.update import keep_refusal_flag, updates_on_device
+from finetune.training.step import optimizer_step
+from finetune.training.update import keep_refusal_flag, updates_on_device
 from finetune.wording import counted
 
 
@@ -64,19 +64,19 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
     """
     began = time.perf_counter()
     run.terminal.progress("worst step first: saving a checkpoint to try")
-    scaler = scaler_state(run.accelerator)
+    scaler = scaler_state(run.parts.accelerator)
     folder = save()
     saved = time.perf_counter()
-    device = run.accelerator.device
+    device = run.parts.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        with measured_phases(run.phases) as phases, _phases_shown(run):
-            with run.phases("state"):
+        with measured_phases(run.parts.phases) as phases, _phases_shown(run):
+            with run.parts.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
-                if run.accelerator.distributed_type != DistributedType.DEEPSPEED:
-                    allocate_optimizer_state(run.optimizer)
-                if updates_on_device(run.accelerator, run.optimizer):
-                    keep_refusal_flag(run.optimizer, device)
+                if run.parts.accelerator.distributed_type != DistributedType.DEEPSPEED:
+                    allocate_optimizer_state(run.parts.optimizer)
+                if updates_on_device(run.parts.accelerator, run.parts.optimizer):
+                    keep_refusal_flag(run.parts.optimizer, device)
             tokens = _step(run)
         if run.eval_rows is not None:
             run.terminal.progress("worst step first: evaluating the longest held-out rows")
@@ -84,7 +84,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
     stepped = time.perf_counter()
     run.terminal.progress("worst step first: reading the checkpoint back")
     restore(folder)
-    load_scaler_state(run.accelerator, scaler)
+    load_scaler_state(run.parts.accelerator, scaler)
     restored = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
     return WorstStep(tokens, stepped - saved, (saved - began) + (restored - stepped), peak, phases, peak_of(device))
@@ -111,11 +111,11 @@ def _phases_shown(run: Run) -> Iterator[None]:
         doing = words.get(phase, f"{phase} of micro-batch {min(begun[phase], times)} of {times}")
         run.terminal.progress(f"worst step first: {doing}")
 
-    run.phases.entered = show
+    run.parts.phases.entered = show
     try:
         yield
     finally:
-        run.phases.entered = lambda phase: None
+        run.parts.phases.entered = lambda phase: None
 
 
 def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
@@ -149,20 +149,14 @@ def _step(run: Run) -> int:
     tokens, documents = int(rows.lengths[longest].sum()), sum(len(rows.members(int(row))) for row in longest)
     try:
         optimizer_step(
-            run.accelerator,
-            run.model,
-            run.optimizer,
-            prefetch(batches, run.accelerator.device, run.recipe.training.non_blocking),
+            run.parts,
+            prefetch(batches, run.parts.accelerator.device, run.recipe.training.non_blocking),
             micro_steps=times,
-            supervised_tokens=times * (tokens - documents),  # a document's last token predicts nothing
-            max_grad_norm=run.recipe.training.max_grad_norm,
+            # A document's last token predicts nothing.
+            planned_count=times * (tokens - documents),
             seed=plan.seed,
             stop=False,
-            phases=run.phases,
-            skip_gradient_sync=run.skip_gradient_sync,
-            weights=run.weights,
-            through=run.pipeline,
-        ).read()
+        ).result()
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
         raise NotFinite(f"worst step first: {error}: not finite; look at the longest rows, {places}") from error
@@ -174,21 +168,18 @@ def _step(run: Run) -> int:
 
 def _evaluate(run: Run, rows: Rows) -> None:
     longest = longest_rows(rows, run.plan)
-
-    def forward() -> None:
-        batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
-        for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
-            run.model(**batch)
-
-    run.model.eval()
+    batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
+    model = run.parts.model
+    model.eval()
     try:
-        with torch.no_grad():
-            run.weights.during(forward)
+        with torch.no_grad(), run.parts.weights.cast():
+            for batch in prefetch(batches, run.parts.accelerator.device, non_blocking=True):
+                run.parts.objective.loss(model, batch)
     except (RuntimeError, MemoryError) as error:
         _name_what_ran(error, run, int(rows.lengths[longest].max()), "an evaluation")
         raise
     finally:
-        run.model.train()
+        model.train()
 
 
 def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.roofline import CHIPS, PCIE_MACHINE
+from finetune.planner import CHIPS, PCIE_MACHINE
 from finetune.report.pictures import COLOURS, new_figure
 from lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
 from lectures.local_ranks import figures_of_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.planner.variants import changed
+from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.pictures import COLOURS, new_figure

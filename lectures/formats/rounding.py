@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from finetune.planner.trace.timeline import layer_of
+from finetune.planner import layer_of
 from lectures.formats.bits import ABSMAX
 from lectures.real_model import RealModel
 

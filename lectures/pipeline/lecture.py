@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune import planner
 from finetune.errors import FinetuneError
 from finetune.output_stream import silenced
-from finetune.planner.plan_recipe import plan_recipe
 from finetune.strategies.pipeline.timeline import (
     Computation,
     alive_at_most,
@@ -87,7 +87,7 @@ def _held(asked: LectureRequest, job: PlayedStep, schedule: str, ranks: Sequence
     began = min(span.begin for span in spans)
     measured = [span._replace(begin=span.begin - began, end=span.end - began) for span in spans]
     halves = ([job.seconds] * job.stages, [BACKWARD_TIMES * job.seconds] * job.stages)
-    plan = plan_recipe(job.recipe(schedule), None, ranks=job.stages)
+    plan = planner.plan(job.recipe(schedule), None, ranks=job.stages)
     return Held(
         schedule,
         planned_spans(schedule, *halves, job.micro_batches),

@@ -15,14 +15,14 @@ from accelerate import Accelerator
 
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
-from finetune.planner.trace.trace import STEPS
-from finetune.planner.trace.worst_batches import worst_batches
+from finetune.planner import STEPS, worst_batches
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.pipeline.timeline import Computation
 from finetune.tokens.batches import MicroBatch, without_learning
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts, optimizer_step
 from lectures.pipeline.played import PLAYED, PlayedStep, let_layers_sleep
 
 _TIMEOUT = timedelta(seconds=120)
@@ -66,19 +66,23 @@ def run_schedule(job: PlayedStep, schedule: str, accelerator: Accelerator, rank:
 
 def train_step(accelerator: Accelerator, parts: Assembled, batches: list[MicroBatch], phases: Phases) -> None:
     """An optimizer step, as the trainer makes it."""
+    step = StepParts(
+        accelerator=accelerator,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        objective=Supervised(),
+        phases=phases,
+        max_grad_norm=1.0,
+        pipeline=parts.pipeline,
+    )
     optimizer_step(
-        accelerator,
-        parts.model,
-        parts.optimizer,
+        step,
         iter(batches),
         micro_steps=len(batches),
-        supervised_tokens=_supervised(batches),
-        max_grad_norm=1.0,
+        planned_count=_supervised(batches),
         seed=None,
         stop=False,
-        phases=phases,
-        through=parts.pipeline,
-    ).read()
+    ).result()
 
 
 def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> list[Computation]:
@@ -91,7 +95,7 @@ def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> 
             dist.barrier()
         parts.pipeline.forward_and_backward(
             batches,
-            supervised_tokens=_supervised(batches),
+            divisor=_supervised(batches),
             loss_sum=torch.zeros((), dtype=torch.float64),
             before_each=lambda number: None,
             phases=off,

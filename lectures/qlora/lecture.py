@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from finetune import planner
 from finetune.closed_form.constants import (
     CAST_WEIGHTS,
     COMPONENTS,
@@ -24,11 +25,7 @@ from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
-from finetune.planner.command import plan_by_trace
-from finetune.planner.explain import NF4
-from finetune.planner.plan_recipe import Planned, plan_recipe
-from finetune.planner.trace.worst_batches import worst_batches
-from finetune.planner.variants import changed
+from finetune.planner import NF4, Plan, changed, worst_batches
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Recipe, Training
@@ -79,7 +76,7 @@ SMALL_PARTS = {
 class FullSize:
     """One way to train the recipe's model: its plan, or why there is none."""
 
-    planned: Planned | None
+    planned: Plan | None
     reason: str = ""
 
     @property
@@ -136,7 +133,7 @@ def plan_way(asked: LectureRequest, recipe: Recipe, name: str, gpus: Gpus | None
     asked.note(f"planning {asked.recipe.stem}, {name}")
     try:
         variant = choose_recomputation(changed(recipe, WAYS_TO_TRAIN[name]), gpus).recipe
-        return FullSize(plan_by_trace(variant, gpus))
+        return FullSize(planner.plan(variant, gpus))
     except ValidationError as error:
         return FullSize(None, str(error.errors()[0]["msg"]))
     except EnvironmentMismatch as error:
@@ -155,7 +152,7 @@ def _small_sizes(asked: LectureRequest, rank: int) -> tuple[int, dict[str, Small
             recipe = changed(small_recipe(folder / "model", rank), WAYS_TO_TRAIN[way])
             (folder / RECIPE_FILE).write_text(recipe.model_dump_json(), "utf-8")
             tracked = figures_of_ranks("qlora", "lectures.qlora.small_model", folder, 1)[0]
-            planned = plan_recipe(recipe, None, batches=worst_batches(recipe, 1))
+            planned = planner.plan(recipe, None, batches=worst_batches(recipe, 1))
             result[way] = SmallSize(planned_parts(planned), PartBytes(**tracked))
     return count, result
 
@@ -239,7 +236,7 @@ def _bars(full_size: Mapping[str, FullSize]) -> dict[str, dict[str, int]]:
 
 
 def small_bars(small_size: Mapping[str, SmallSize]) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-    """Planned and tracked parts of each way, by the names of the table."""
+    """Plan and tracked parts of each way, by the names of the table."""
     return {
         name: tuple(  # type: ignore[misc]
             {title: getattr(parts, key) for key, title in SMALL_PARTS.items() if key != "peak"}

@@ -21,15 +21,14 @@ from finetune.closed_form.constants import GRADIENTS, OPTIMIZER_STATE, STEP_PHAS
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
 from finetune.model.optimizer import unwrap_optimizer
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.trace.trace import STEPS
-from finetune.planner.trace.worst_batches import worst_batches
+from finetune.planner import STEPS, Plan, worst_batches
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import assemble
-from finetune.training.step.cast_weights import cast_weights
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.cast_weights import cast_weights
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts, optimizer_step
 
 RECIPE_FILE = "recipe.json"
 LAYERS, WIDTH, VOCABULARY, TOKENS = 6, 512, 8192, 256
@@ -63,7 +62,7 @@ def save_small_llama(folder: Path) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def planned_parts(planned: Planned) -> PartBytes:
+def planned_parts(planned: Plan) -> PartBytes:
     """By the plan's own names for tensors."""
     ends = {name: planned.phases[name].end for name in STEP_PHASES}
     return PartBytes(
@@ -87,20 +86,20 @@ def tracked_parts(recipe: Recipe) -> PartBytes:
     parts.model.train()
     inner, gradients = unwrap_optimizer(parts.optimizer), [0]
     inner.register_step_pre_hook(lambda optimizer, *_: gradients.append(_gradient_bytes(optimizer)))
+    step = StepParts(
+        accelerator=accelerator,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        objective=Supervised(),
+        phases=phases,
+        max_grad_norm=recipe.training.max_grad_norm,
+        weights=cast_weights(recipe, strategy, parts.unwrapped_model),
+    )
+    tokens = sum(batch["shift_labels"].numel() for batch in batches)
     for _ in range(STEPS):  # the second has the optimizer's state beside everything
         optimizer_step(
-            accelerator,
-            parts.model,
-            parts.optimizer,
-            iter(batches),
-            micro_steps=len(batches),
-            supervised_tokens=sum(batch["shift_labels"].numel() for batch in batches),
-            max_grad_norm=recipe.training.max_grad_norm,
-            seed=None,
-            stop=False,
-            phases=phases,
-            weights=cast_weights(recipe, strategy, parts.unwrapped_model),
-        ).read()
+            step, iter(batches), micro_steps=len(batches), planned_count=tokens, seed=None, stop=False
+        ).result()
     found = phases.take()
     return PartBytes(
         found["load"].allocated_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.closed_form.constants import FLOAT32, STEP_PHASES
 from finetune.measure.collectives import WEIGHT
 from finetune.measure.units import GIB
-from finetune.planner.roofline import CHIPS
+from finetune.planner import CHIPS
 from finetune.recipe.loader import load_recipe
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
 from lectures.scaling.picture import draw_scaling
@@ -145,7 +145,7 @@ def _speed(cells: Cells, memory: int) -> Chapter:
         "Without congestion and waiting for each other, which grow with the ranks; a collective's start costs nothing.",
         "Products that are recomputed in backward count as work.",
     ]
-    return Chapter("Planned TFLOP/s of a GPU, and the share of the step that waits for communication", lines)
+    return Chapter("Plan TFLOP/s of a GPU, and the share of the step that waits for communication", lines)
 
 
 def _beside(cells: Cells, memory: int) -> Chapter:

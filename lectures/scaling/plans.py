@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune import planner
 from finetune.closed_form.constants import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS
 from finetune.closed_form.estimate import estimate
 from finetune.files import write_json
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.command import plan_by_trace
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import CHIPS, StepTime, step_time
-from finetune.planner.trace.step_work import StepWork
-from finetune.planner.variants import changed
+from finetune.planner import CHIPS, Plan, StepTime, StepWork, changed, step_time
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Recipe
 
@@ -47,7 +44,7 @@ class Cell:
     needed: Mapping[int, int]  # bytes of a GPU by ranks, by the closed form
     times: Mapping[int, StepTime]  # of an optimizer step, by ranks
     all_links: Mapping[int, StepTime]  # the same, were a machine's rings to use the links of all its GPUs
-    traced: Planned | None  # on one machine; HSDP has two or more
+    traced: Plan | None  # on one machine; HSDP has two or more
 
     @property
     def flops(self) -> float:
@@ -108,7 +105,7 @@ def plan_size(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[str, 
     """The cells of one size, by strategy. Raises EnvironmentMismatch where the planner cannot trace."""
     traced = {}
     for strategy in SWEPT_STRATEGIES[:2]:
-        traced[strategy] = plan_by_trace(changed(recipe, {"accelerate_config": strategy}), gpus_of_ranks(NODE))
+        traced[strategy] = planner.plan(changed(recipe, {"accelerate_config": strategy}), gpus_of_ranks(NODE))
     for strategy in SWEPT_STRATEGIES:
         variant = changed(recipe, {"accelerate_config": strategy})
         hsdp = strategy == "hsdp"
@@ -142,6 +139,6 @@ def bytes_a_parameter(weights: int, gradients: int, state: int, stage: int, rank
     return sum(nbytes / (ranks if stage >= divided_from else 1) for nbytes, divided_from in parts)
 
 
-def state_bytes(planned: Planned) -> int:
+def state_bytes(planned: Plan) -> int:
     """What belongs to parameters, at the peak of the update."""
     return sum(planned.phases["step"].peak.parts.get(name, 0) for name in STATE_PARTS)

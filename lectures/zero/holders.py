@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune import planner
 from finetune.closed_form.constants import (
     BACKWARD_WORKSPACE,
     COMMUNICATION_BUFFERS,
@@ -22,10 +23,7 @@ from finetune.closed_form.constants import (
 )
 from finetune.errors import FinetuneError
 from finetune.measure.collectives import WEIGHT, CollectiveStats
-from finetune.planner.command import plan_by_trace
-from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.variants import changed
+from finetune.planner import Plan, changed, run_in_forks
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -71,7 +69,7 @@ class RankHolding:
 def trace_holders(asked: LectureRequest, model: Path) -> list[RankHolding]:
     """A trace of each strategy on the model of a folder. P, the bytes of the weights, is DDP's."""
     recipe = _small(load_recipe(asked.recipe, asked.overrides).recipe, model)
-    plans: dict[str, Planned | FinetuneError] = {}
+    plans: dict[str, Plan | FinetuneError] = {}
     names = list(TRACED_ON)
     for first in range(0, len(names), AT_ONCE):
         some = names[first : first + AT_ONCE]
@@ -97,15 +95,15 @@ def _small(recipe: Recipe, model: Path) -> Recipe:
     return changed(recipe, changes)
 
 
-def _plan(recipe: Recipe, strategy: str) -> Planned | FinetuneError:
+def _plan(recipe: Recipe, strategy: str) -> Plan | FinetuneError:
     """The plan, or why there is none: DeepSpeed may not be installed."""
     try:
-        return plan_by_trace(changed(recipe, {"accelerate_config": strategy}), parse_gpus(TRACED_ON[strategy]))
+        return planner.plan(changed(recipe, {"accelerate_config": strategy}), parse_gpus(TRACED_ON[strategy]))
     except FinetuneError as error:
         return error
 
 
-def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) -> RankHolding:
+def holding_of(strategy: str, planned: Plan | FinetuneError, weights: int) -> RankHolding:
     """Shares of a plan; `weights` are the bytes of all of them."""
     if isinstance(planned, FinetuneError):
         return RankHolding(strategy, str(planned))

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
 from finetune.paths import CHECKOUT
-from finetune.planner.roofline import CHIPS, HOST_MEMORY
+from finetune.planner import CHIPS, HOST_MEMORY
 from finetune.recipe.loader import load_recipe
 from finetune.wording import counted
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
@@ -106,7 +106,7 @@ def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Chapt
     ran = [run for run in planned if run.reason is None]
     refused = [f"{run.name}: is not planned: {run.reason}" for run in planned if run.reason is not None]
     if not ran:
-        return [Chapter("Planned at full size", refused)]
+        return [Chapter("Plan at full size", refused)]
     chip = CHIPS[named_gpus(asked).name]
     memory, seconds = [], []
     for run in ran:
@@ -114,7 +114,7 @@ def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Chapt
         parts = (run.seconds, run.computation, run.exposed, run.copies, run.host, run.update)
         seconds.append((run.name, *(f"{LOGGED_STEPS * part:.1f}" for part in parts)))
     head = (f"s for {LOGGED_STEPS} steps", "in all", "compute", "traffic", "copies", "host", "update")
-    title = f"Planned at full size on {asked.settings['gpus']}"
+    title = f"Plan at full size on {asked.settings['gpus']}"
     return [
         Chapter(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *STEP_PHASES), memory), *refused]),
         Chapter(

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from finetune import planner
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.paths import CHECKOUT
-from finetune.planner.roofline import CHIPS
+from finetune.planner import CHIPS
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -102,12 +103,10 @@ def write_plans(recipe: Recipe, gpus: Gpus, note: Callable[[str], None]) -> None
 
 def plan_row(row: HomeworkRow, recipe: Recipe, gpus: Gpus) -> PlannedRun:
     """The plan of one row, or why the planner has none."""
-    from finetune.planner.command import plan_by_trace
-    from finetune.planner.roofline import step_time
-    from finetune.planner.variants import changed
+    from finetune.planner import changed, step_time
 
     try:
-        planned = plan_by_trace(changed(recipe, row.settings), gpus)
+        planned = planner.plan(changed(recipe, row.settings), gpus)
     except FinetuneError as error:
         return PlannedRun(row.name, str(error))
     time = step_time(planned.work, CHIPS[gpus.name], planned.layout, planned.layout)

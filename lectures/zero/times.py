@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.closed_form.constants import FLOAT32
-from finetune.planner.roofline import not_overlapped
+from finetune.planner import not_overlapped
 from lectures.zero.notes import GPT2_LARGE, GPT2_LAYERS, HOMEWORK, HOMEWORK_RANKS, LOGGED_STEPS, HomeworkRow
 
 _FORWARD, _BACKWARD = 1 / 3, 2 / 3  # of the computation: two products of backward for each of forward

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
-from finetune.planner.roofline import HOST_MEMORY
+from finetune.planner import HOST_MEMORY
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured
 from lectures.zero.notes import HOMEWORK, HOMEWORK_MICRO_STEPS, LOGGED_STEPS, HomeworkRow
 from lectures.zero.planned import PlannedRun

@@ -192,6 +192,7 @@ def test_an_update_in_bfloat16_holds_what_is_planned() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; from finetune.planner import pick, remedies; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys; from finetune.planner import candidates, remedies\n"
+    code += "print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr

@@ -138,13 +138,13 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a name to quote": ({"my question": "x", "no": SHAREGPT}, {}, 'columns: {conversations: "no"}'),
     "preference texts": (
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
-        "preference rows ('prompt', 'chosen', 'rejected') are not trained on as pairs; to learn what was chosen add "
-        "columns: {instruction: prompt, output: chosen}",
+        "preference rows ('prompt', 'chosen', 'rejected') are not trained on as pairs; to train on the chosen answers "
+        "add columns: {instruction: prompt, output: chosen}",
     ),
     "preference chats": ({"prompt": "Why?", "chosen": TURNS, "rejected": TURNS}, {}, "columns: {messages: chosen}"),
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
-    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; name those to learn from by columns:"),
+    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; name those to train on by columns:"),
     "a column that is not there": (
         {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},
         "columns: prompt: the data set has no column 'qestion', but 'question', 'answer'; did you mean columns: "
@@ -315,7 +315,7 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
 
 def test_what_is_odd_is_told_with_its_count(tmp_path: Path) -> None:
     assert checked(tmp_path, {"messages": TURNS}, {"messages": [*TURNS, ASKED]}, {"messages": [*TURNS, ASKED]}) == [
-        "dialogues that end without an answer: 2; nothing is learned from their last turn"
+        "dialogues that end without an answer: 2; nothing is supervised in their last turn"
     ]
     rows = [{"prompt": prompt, "completion": "So."} for prompt in ("Why?", "Why? ", "Why?\n", "", "なぜ")]
     (note,) = checked(tmp_path, *rows)

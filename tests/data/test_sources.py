@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 from datasets import ReadInstruction
 
-from finetune.data.sources import Source, resolve
-from finetune.data.sources import read_split
+from finetune.data.sources import Source, read_split, resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSet
 

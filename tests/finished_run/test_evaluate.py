@@ -140,7 +140,7 @@ def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.Cap
 
 def by_hand(run: Path, folder: Path, which: str) -> float:
     """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
-    from finetune.finished_run.evaluate import models_of
+    from finetune.finished_run.evaluation import models_of
     from finetune.finished_run.load import finished_run as open_finished
     from finetune.model.build import load_tokenizer
 

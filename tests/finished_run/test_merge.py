@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.finished_run import agreement, merge
+from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
 from finetune.finished_run.merge_command import in_words, merge_run
@@ -152,8 +152,8 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
     targets = [router, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = {"target_modules": ["q_proj"], "target_parameters": targets, "rank_pattern": {"experts.down_proj": 2}}
     run = finished_run(tmp_path, base, lora=lora, model={"attention": "eager"}, data={"packing": False})
-    plan = merge.plan_merge(load_recipe(run / "recipe.yaml").recipe, run, torch.device("cpu"))
-    merge.write_merged(plan, run / "merged", torch.float32, dequantized=False, log=print)
+    plan = merging.plan_merge(load_recipe(run / "recipe.yaml").recipe, run, torch.device("cpu"))
+    merging.write_merged(plan, run / "merged", torch.float32, dequantized=False, log=print)
     assert load_file(run / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run / "adapter")).eval()
     torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
@@ -286,7 +286,7 @@ def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -
 def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     merge_run(run, dtype=None, base=None, prompts=0, log=print)
     one_shard = plain(run / "merged").state_dict()
-    monkeypatch.setattr(merge, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(merging, "SHARD_BYTES", 100_000)
     facts = merge_run(run, dtype=None, base=None, prompts=2, log=print)
     files = sorted((run / "merged").glob("*.safetensors"))
     assert facts["files"] == len(files) > 3

@@ -409,8 +409,14 @@ def test_each_tools_own_defaults_where_the_file_says_nothing(tmp_path: Path) -> 
     ],
 )
 def test_one_key_more(values: Values, more: Values, key: str, expected: Any, tmp_path: Path) -> None:
-    assert value(imported(tmp_path, values, gpus="4x80GB"), key) != expected
+    if id(values) not in WITHOUT_MORE:
+        WITHOUT_MORE[id(values)] = imported(tmp_path, values, gpus="4x80GB")
+    assert value(WITHOUT_MORE[id(values)], key) != expected
     assert value(imported(tmp_path, values | more, gpus="4x80GB"), key) == expected
+
+
+# Imports of configurations to which one key is added, by their identity.
+WITHOUT_MORE: dict[int, Imported] = {}
 
 
 @pytest.mark.parametrize(
@@ -575,9 +581,9 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     row = read_row({"instruction": "What is it?", "output": answer}, RowLayout("alpaca"))
     script = Encoder(tokenizer, data).script(row)
     assert script.text.startswith(prompt + answer + end)
-    start, stop = script.learned[0]
+    start, stop = script.supervised[0]
     assert script.text[start:stop] == answer + end
-    assert len(script.learned) == 1
+    assert len(script.supervised) == 1
 
 
 def test_recipe_defaults_are_the_recipes() -> None:

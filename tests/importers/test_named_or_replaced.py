@@ -240,5 +240,8 @@ def test_another_training_is_one_line_that_sends_nobody_in_a_circle(
     assert "this kit does supervised fine-tuning" in told[0]
     assert "finetune import" not in told[0]
     assert "finetune check" not in told[0]
+
+
+def test_supervised_training_by_another_word_is_taken(tmp_path: Path) -> None:
     for same in (AXOLOTL_LORA_8B | {"rl": None}, FACTORY_LLAMA | {"stage": "pt"}, TRL_SHORT | {"loss_type": "nll"}):
         imported(tmp_path, same)

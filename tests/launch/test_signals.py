@@ -213,9 +213,9 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
 def test_a_start_that_is_stopped_ends_with_130_and_a_word(number: signal.Signals) -> None:
     """While it reads and tokenises: nothing is to be saved yet."""
     program = (
-        "import sys, time; from finetune import train\n"
-        "train.load_recipe = lambda *_, **__: None\n"
-        "train.run_recipe = lambda _: [print('started', flush=True), time.sleep(60)]\n"
+        "import sys, time, types; from finetune import train\n"
+        "train.load_recipe = lambda *_, **__: types.SimpleNamespace(recipe=None)\n"
+        "train.announce = lambda _: [print('started', flush=True), time.sleep(60)]\n"
         "sys.exit(train.process_main(['r.yaml']))"
     )
     environment = environment_for_child()

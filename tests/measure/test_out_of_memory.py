@@ -15,8 +15,7 @@ from finetune.measure.out_of_memory import Memory, does_not_fit, is_out_of_memor
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
-from finetune.training import memory_report, session
-from finetune.training.step import run_steps
+from finetune.training import loop, memory_report, session
 from tests.support.recipes import tiny, write_recipe
 from tests.support.soak_resume import MEASURED
 from tests.support.tiny import write_chats
@@ -184,6 +183,6 @@ def test_another_error_is_no_matter_of_memory(write: Callable[[str], Path], monk
     def wrong(*_: Any, **__: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(run_steps, "optimizer_step", wrong)
+    monkeypatch.setattr(loop, "optimizer_step", wrong)
     with pytest.raises(RuntimeError, match="mat1"):
         main([str(write("run"))])

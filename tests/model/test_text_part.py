@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.adapter_reach import adapted_paths
+from finetune.model.adapter_targets import adapted_paths, part_of
 from finetune.model.build import build_model, decoder_parts, load_base, load_tokenizer, structure_alone
 from finetune.model.known_configs import decoder_config, full_config
-from finetune.model.text_part import names_in_whole, part_of
+from finetune.model.text_part import names_in_whole
 from finetune.preflight.shrink import shrink_model
 from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder.save_restore import export_weights

@@ -12,7 +12,7 @@ from finetune.closed_form.estimate import unsupported
 from finetune.closed_form.shape import adapter_weights, shape_of
 from finetune.model.build import build_model
 from finetune.model.known_configs import full_config
-from finetune.planner.explain import explain_plan
+from finetune.planner.arithmetic import explain_plan
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe

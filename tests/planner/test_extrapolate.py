@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planner.depth.extrapolate import extrapolate, layers_kept_gathered, with_layers
-from finetune.planner.depth.layer_kinds import SHALLOW, kinds_of_layers, period_and_depth
+from finetune.planner.depth.extrapolate import (
+    SHALLOW,
+    extrapolate,
+    kinds_of_layers,
+    layers_kept_gathered,
+    period_and_depth,
+    with_layers,
+)
 from finetune.planner.trace.timeline import Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.model.known_configs import HUB_NAMES
-from finetune.planner import pick
+from finetune.planner import candidates
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.preflight.disk import count_weights
 from finetune.recipe.gpus import parse_gpus
@@ -22,7 +22,7 @@ SLOW = """
 def test_weights_of_the_plan_are_those_of_the_model(stem: str) -> None:
     gpus = parse_gpus("1x300GB")
     assert gpus is not None
-    recipe = pick.adapters(HUB_NAMES[stem][0], gpus)
+    recipe = candidates.adapters(HUB_NAMES[stem][0], gpus)
     total, trained = count_weights(recipe)
     planned = plan_recipe(recipe, gpus)
     held = planned.phases["load"].end["parameters"]

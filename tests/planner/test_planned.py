@@ -1,4 +1,4 @@
-"""Planned on tensors without data equals tracked on real ones, to the byte."""
+"""Plan on tensors without data equals tracked on real ones, to the byte."""
 
 from __future__ import annotations
 

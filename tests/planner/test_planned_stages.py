@@ -17,8 +17,8 @@ from finetune.cli.main import main
 from finetune.planner import plan_recipe as plan_module
 from finetune.planner.depth import trace_to_depth
 from finetune.planner.memory_table import plan_json
-from finetune.planner.plan_recipe import Planned, plan_recipe
-from finetune.planner.roofline_report import roofline_json
+from finetune.planner.plan_recipe import Plan, plan_recipe
+from finetune.planner.roofline import roofline_json
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.sections.pipelines import SCHEDULES
 from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
@@ -252,7 +252,7 @@ def note_few(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return noted
 
 
-def memory(plan: Planned) -> dict[str, tuple[dict[str, int], int]]:
+def memory(plan: Plan) -> dict[str, tuple[dict[str, int], int]]:
     return {name: (phase.peak.parts, phase.end_bytes) for name, phase in plan.phases.items()}
 
 

@@ -14,21 +14,22 @@ from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.shape import FAMILIES
 from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
-from finetune.planner import pick
-from finetune.planner.explain import explain_plan
+from finetune.planner import candidates
+from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import (
     CLOSED_FORM,
     EDGE,
     LENGTH,
     ROWS,
     TRACE,
+    changed,
     edge,
     fitting_lines,
     largest,
     remedies,
+    smaller_variants,
     spare,
 )
-from finetune.planner.variants import changed, smaller_variants
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -40,8 +41,8 @@ BUDGETS = [f"{count}x{size}" for count, size in product((1, 2, 4, 8), SIZES)]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan in the place of job.Planned."""
+class Plan:
+    """A plan in the place of job.Plan."""
 
     needed: int
     fits: bool
@@ -56,12 +57,12 @@ class Planner:
     def __init__(self) -> None:
         self.asked: list[Recipe] = []
 
-    def __call__(self, recipe: Recipe, gpus: Gpus) -> Planned:
+    def __call__(self, recipe: Recipe, gpus: Gpus) -> Plan:
         self.asked.append(recipe)
         if why := unsupported(recipe, config_of(recipe), gpus):
             raise FinetuneError(why)
         needed = estimate(recipe, config_of(recipe), gpus).needed
-        return Planned(needed, needed <= gpus.memory)
+        return Plan(needed, needed <= gpus.memory)
 
 
 def config_of(recipe: Recipe) -> dict[str, Any]:
@@ -101,9 +102,9 @@ def test_nothing_is_shown_that_the_plan_refuses() -> None:
     recipe, room = load("llama3_full"), parse_gpus("2x48GB")
     refused: list[Recipe] = []
 
-    def refuse(variant: Recipe, gpus: Gpus) -> Planned:
+    def refuse(variant: Recipe, gpus: Gpus) -> Plan:
         refused.append(variant)
-        return Planned(gpus.memory + 1, False)
+        return Plan(gpus.memory + 1, False)
 
     assert remedies(recipe, config_of(recipe), room, refuse, tries=4) == []
     assert len(refused) == 4
@@ -141,9 +142,9 @@ def test_only_as_many_are_traced_as_are_asked_for(traced: int) -> None:
 def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
     recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
 
-    def refuse(variant: Recipe, gpus: Gpus) -> Planned:
+    def refuse(variant: Recipe, gpus: Gpus) -> Plan:
         asked.append(variant)
-        return Planned(gpus.memory + 1, False)
+        return Plan(gpus.memory + 1, False)
 
     found = remedies(recipe, config_of(recipe), room, refuse, tries=2, traced=1)
     assert len(asked) == 2
@@ -259,10 +260,10 @@ def test_sizes_that_cannot_be_searched() -> None:
 def hold_the_pick(model: str, budget: str) -> bool:
     """Whether something was picked; it surely fits, or nothing does."""
     config, room = full_config(model)[0], parse_gpus(budget)
-    picked = next(pick.fitting_recipes(model, config, room), None)
+    picked = next(candidates.fitting_recipes(model, config, room), None)
     if picked is None:
-        left = pick.last_resorts(model, config, room)
-        assert bool(left) == (pick.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
+        left = candidates.last_resorts(model, config, room)
+        assert bool(left) == (candidates.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
         return False
     assert estimate(picked, config, room).upper <= room.memory
     assert picked.budget.gpus == room.count
@@ -287,14 +288,14 @@ def test_picks_of_all_models_and_budgets() -> None:
 def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str, budget: str) -> None:
     """As of a model that the closed form does not know; here it stands for the plans."""
     room, plan = parse_gpus(budget), Planner()
-    found = pick.by_plans(model, room, lambda recipe: plan(recipe, room).fits)
+    found = candidates.by_plans(model, room, lambda recipe: plan(recipe, room).fits)
     assert len(plan.asked) <= 13
     if found is None:
-        assert pick.smallest(model, full_config(model)[0], room) > 0.8 * room.memory
+        assert candidates.smallest(model, full_config(model)[0], room) > 0.8 * room.memory
         return
     assert plan(found, room).fits
     assert found in plan.asked[:-1], "picked, and never planned"
-    methods = [method_of(recipe) for recipe in pick.candidates(model, room) if plan(recipe, room).fits]
+    methods = [method_of(recipe) for recipe in candidates.candidates(model, room) if plan(recipe, room).fits]
     if found.data.max_length >= 2048:
         assert method_of(found) == methods[0]
 
@@ -305,9 +306,9 @@ def method_of(recipe: Recipe) -> str:
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
-    picked = next(pick.fitting_recipes(model, full_config(model)[0], room))
+    picked = next(candidates.fitting_recipes(model, full_config(model)[0], room))
     file = tmp_path / "mine.yaml"
-    file.write_text(pick.commented(picked, 20 * 2**30, room))
+    file.write_text(candidates.commented(picked, 20 * 2**30, room))
     written = load_recipe(file).recipe
     differing = {key for key, value in picked if key != "output_dir" and getattr(written, key) != value}
     assert differing == set()
@@ -319,9 +320,9 @@ def test_changes_where_there_is_no_closed_form() -> None:
     recipe = load("llama3_8b_lora_1x24gb", "model.name_or_path=google/gemma-3-12b-it", "data.max_length=2048")
     room, asked = parse_gpus("24GB"), list[Recipe]()
 
-    def plan(variant: Recipe, _: Gpus) -> Planned:
+    def plan(variant: Recipe, _: Gpus) -> Plan:
         asked.append(variant)
-        return Planned(9, variant.quantization is not None)
+        return Plan(9, variant.quantization is not None)
 
     found = remedies(recipe, config_of(recipe), room, plan)
     assert [list(each.changes) for each in found] == [["quantization"]]

@@ -9,7 +9,7 @@ import pytest
 from finetune.closed_form.shape import FAMILIES
 from finetune.paths import CHECKOUT
 from finetune.planner.command import plan_by_trace
-from finetune.planner.variants import changed
+from finetune.planner.remedies import changed
 from finetune.recipe.loader import load_recipe
 from lectures.scaling.plans import gpus_of_ranks, plan_size, with_model
 

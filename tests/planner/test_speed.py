@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from finetune.planner.plan_recipe import Planned, plan_recipe
-from finetune.planner.roofline import CHIPS, compute_seconds
-from finetune.planner.roofline_report import roofline_json, roofline_lines
+from finetune.planner.plan_recipe import Plan, plan_recipe
+from finetune.planner.roofline import CHIPS, compute_seconds, roofline_json, roofline_lines
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
 from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
 
 
-def planned(recipe: Recipe, gpus: str = "1xH100") -> Planned:
+def planned(recipe: Recipe, gpus: str = "1xH100") -> Plan:
     return plan_recipe(recipe, parse_gpus(gpus))
 
 
@@ -32,11 +31,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def auto(base: Path) -> Planned:
+def auto(base: Path) -> Plan:
     return planned(recipe(base))
 
 
-def test_compiled_layers_leave_products_and_attention(base: Path, auto: Planned) -> None:
+def test_compiled_layers_leave_products_and_attention(base: Path, auto: Plan) -> None:
     off = planned(recipe(base, training={"global_batch_size": 3, "compile": False}))
     compiled, written = roofline_json(auto), roofline_json(off)
     assert (compiled["speed"]["compiled_layers"], written["speed"]["compiled_layers"]) == (True, False)
@@ -58,7 +57,7 @@ def test_compiled_layers_leave_products_and_attention(base: Path, auto: Planned)
     assert "training.compile" not in "\n".join(roofline_lines(off))
 
 
-def test_the_host_has_so_long_for_each_operation(auto: Planned) -> None:
+def test_the_host_has_so_long_for_each_operation(auto: Plan) -> None:
     speed, arithmetic = (roofline_json(auto)[key] for key in ("speed", "arithmetic"))
     launches = [arithmetic[f"{phase}_launches"] for phase in ("forward", "backward", "step")]
     whole = 3 * (launches[0] + launches[1]) + launches[2]

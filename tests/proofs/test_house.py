@@ -28,6 +28,8 @@ FLOORS = [
     ["train"],
     ["cli"],
 ]
+# Entered by verbs and by each other; a training needs none of them.
+ANNEXES = ("planner", "preflight", "finished_run", "importers")
 # The same within the planner; "planner" are the modules next to its two folders.
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
@@ -44,7 +46,7 @@ run_folder.facts run_folder.heartbeat
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
 report.curves report.html report.pictures report.run_page
 training.batch_notes training.batch_plan training.plan_request
-planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_plans planner.variants
+planner.arithmetic planner.candidates planner.command planner.remedies planner.run_plans planner.__main__
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}
 
@@ -134,6 +136,30 @@ def test_imports_go_down() -> None:
     assert upward(uses()) == []
 
 
+def to_annexes(uses: dict[str, set[str]]) -> list[str]:
+    """Imports of an annex by the core."""
+    return sorted(
+        f"{module} imports {other}"
+        for module, others in uses.items()
+        if room(module) not in (*ANNEXES, "cli")
+        for other in others
+        if room(other) in ANNEXES
+    )
+
+
+def test_the_core_imports_no_annex() -> None:
+    assert to_annexes(uses()) == []
+    assert to_annexes({"training.session": {"planner.pick"}}) == ["training.session imports planner.pick"]
+
+
+def test_a_training_loads_no_annex() -> None:
+    program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    loaded = {name.split(".")[1] for name in process.stdout.split() if name.startswith("finetune.")}
+    assert {"training", "recipe"} <= loaded, process.stderr
+    assert loaded.isdisjoint({*ANNEXES, "cli"})
+
+
 def test_imports_go_in_no_circle() -> None:
     assert circle(uses(at_run_time=True)) == []
 
@@ -146,7 +172,7 @@ def test_imports_go_in_no_circle() -> None:
         ("strategies.zero", "tokens.cache"),
         ("closed_form.rank", "planner.trace.trace"),
         ("planner.trace.trace", "planner.depth.fork"),
-        ("planner.depth.fork", "planner.pick"),
+        ("planner.depth.fork", "planner.candidates"),
         ("preflight.doctor", "planner.depth.fork"),
         ("run_folder.folder", "cli.main"),
     ],
@@ -156,8 +182,32 @@ def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
 
 
 def test_a_circle_is_seen() -> None:
-    circle_found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
+    circle_found = circle(uses(at_run_time=True) | {"recipe.schema": {"recipe.loader"}})
     assert {"recipe.schema", "recipe.loader"} <= set(circle_found)
+
+
+CORE = {name for floor in FLOORS for name in floor} - {"planner", "preflight", "finished_run", "importers", "cli"}
+
+
+def test_the_core_does_not_import_the_planner() -> None:
+    assert [
+        module for module in MODULES if room(module) in CORE and "finetune.planner" in imported(MODULES[module])
+    ] == []
+
+
+def test_the_planner_is_entered_through_its_public_module() -> None:
+    root = PACKAGE.parent
+    others = [path for folder in ("lectures", "benchmarks") for path in (root / folder).rglob("*.py")]
+    others += [path for path in PACKAGE.rglob("*.py") if PACKAGE / "planner" not in path.parents]
+    inside = {f"finetune.{module}" for module in MODULES if room(module) == "planner"}
+    assert len(inside) > 10
+    assert [path for path in others if imported(ast.parse(path.read_text())) & inside] == []
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that import statements of a file name, at any depth of it."""
+    names = named(ast.walk(tree))
+    return names | {name.rpartition(".")[0] for name in names}
 
 
 def unshared(modules: dict[str, ast.Module]) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from finetune import train
 from finetune.files import read_lines
-from finetune.finished_run.evaluate import held_out_figures
+from finetune.finished_run.evaluation import held_out_figures
 from finetune.finished_run.load import best_device, finished_run
 from finetune.training import samples, session
 from tests.support.cells import free_ports

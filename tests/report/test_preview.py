@@ -124,7 +124,7 @@ def test_what_was_not_used_of_the_rows_is_a_note(tmp_path: Path, model: Path) ->
     view = preview(load_recipe(write(tmp_path, model, rows)).recipe, 0)
     assert [(finding.severity, finding.text.partition(": ")[2]) for finding in view.findings] == [
         ("note", "columns not used: 'source'"),
-        ("note", "dialogues that end without an answer: 1; nothing is learned from their last turn"),
+        ("note", "dialogues that end without an answer: 1; nothing is supervised in their last turn"),
     ]
 
 
@@ -146,7 +146,7 @@ def test_refused_rows_are_errors_and_the_good_ones_are_shown(
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] is False
     assert [finding["severity"] for finding in result["findings"]] == ["error", "error"]
-    assert "rows.jsonl:1: nothing in this row is learned" in result["findings"][0]["text"]
+    assert "rows.jsonl:1: nothing in this row is supervised" in result["findings"][0]["text"]
     assert [row["place"].rsplit(":", 1)[1] for row in result["rows"]] == ["2"]
 
 
@@ -155,7 +155,7 @@ def store(documents: list[list[int]], learned: list[list[bool]]) -> StoredDocume
     zeros = np.zeros(len(documents), dtype=np.int64)
     return StoredDocuments(
         tokens=np.concatenate(documents).astype(np.int32),
-        learned=np.concatenate(learned).astype(bool),
+        is_supervised=np.concatenate(learned).astype(bool),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         supervised=np.array([sum(some) for some in learned]),
         digests=zeros.astype(np.uint64),

@@ -96,17 +96,17 @@ def test_the_last_line_names_it_and_continues(
 
 FAILING = """
 import os, sys
-from finetune.training.step import run_steps
+from finetune.training import loop
 from finetune.training import worst_step  # which keeps the real step: those counted here are the training's
 from finetune.errors import EnvironmentMismatch
 from finetune.train import main
-original, calls = run_steps.optimizer_step, []
+original, calls = loop.optimizer_step, []
 def step(*arguments, **options):
     calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 4:
         raise EnvironmentMismatch("the disk of this machine is full")
     return original(*arguments, **options)
-run_steps.optimizer_step = step
+loop.optimizer_step = step
 sys.exit(main())
 """
 

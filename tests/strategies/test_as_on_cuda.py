@@ -27,9 +27,9 @@ from finetune.strategies.accelerator import build_accelerator, check_combination
 from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
-from finetune.train import _chosen_recomputation
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.plan_request import PlanRequest
+from finetune.training.start import own_recomputation
 from tests.support import launching
 from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.recipes import least_recipe
@@ -127,7 +127,7 @@ def test_ranks_compute_on_the_gpus_that_they_see(
         launch = replace(launching.ALONE, world_size=ranks, local_world_size=ranks, rank=rank, local_rank=rank)
         assert device_of(launch) == torch.device("cuda", expected[rank])
         check_gpus(least_recipe("x"), launch)
-        _chosen_recomputation(least_recipe("x"), launch)  # the first that asks for the GPU's memory
+        own_recomputation(least_recipe("x"), launch)  # the first that asks for the GPU's memory
 
 
 @pytest.mark.usefixtures("gpus")

@@ -29,6 +29,7 @@ from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_
 from finetune.strategies.pieces import covers, piece_to_write
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
+from finetune.training.objectives.supervised import Supervised
 from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 from tests.support.tiny import Documents, flat_batch, save_tiny
 
@@ -39,7 +40,7 @@ def look(rank: OneRank) -> None:
     """An evaluation."""
     rows = Documents([7, 12, 5])
     plan = plan_batches(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
-    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan)["loss"])
+    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan, Supervised())["loss"])
 
 
 def gathered(rank: OneRank) -> list[str]:

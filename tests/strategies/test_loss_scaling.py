@@ -23,14 +23,14 @@ from finetune import train
 from finetune.errors import NotFinite
 from finetune.files import read_lines
 from finetune.measure.metrics import StepRecord, Terminal, Window
-from finetune.measure.phases import Phases
 from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
 from finetune.training import session
-from finetune.training.step.optimizer_step import StepResult, optimizer_step
+from finetune.training.step import optimizer_step
+from finetune.training.update import StepResult
 from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
-from tests.support.stepping import CPU, CountReads, float32_recipe, weights
+from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts, weights
 from tests.support.tiny import flat_batch
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
@@ -50,17 +50,13 @@ class Bench:
 
     def step(self, batches: Sequence[dict[str, Any]] = (flat_batch(),)) -> StepResult:
         return optimizer_step(
-            self.accelerator,
-            self.model,
-            self.optimizer,
+            step_parts(self.accelerator, self.model, self.optimizer),
             iter(batches),
             micro_steps=len(batches),
-            supervised_tokens=17 * len(batches),
-            max_grad_norm=1.0,
+            planned_count=17 * len(batches),
             seed=5,
             stop=False,
-            phases=Phases(CPU, enabled=False),
-        ).read()
+        ).result()
 
 
 def test_accelerate_alone_silently_computes_in_float32(tiny_llama: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
-from finetune.model.adapter_reach import base_path, kind_of, reach
+from finetune.model.adapter_targets import base_path, kind_of, reach
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import quantized_layers
 from finetune.preflight.shrink import shrink_model

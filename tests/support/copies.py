@@ -24,10 +24,10 @@ def sha256_of(tensor: Tensor) -> str:
 
 def train_and_tell(run: Run, state: TrainState) -> bool:
     ended = train(run, state)
-    weights = list(run.model.parameters())
-    moments = [run.optimizer.state[weight][name] for weight in weights for name in ("exp_avg", "exp_avg_sq")]
+    weights = list(run.parts.model.parameters())
+    moments = [run.parts.optimizer.state[weight][name] for weight in weights for name in ("exp_avg", "exp_avg_sq")]
     told = [sha256_of(tensor) for tensor in (*weights, *moments)]
-    file = Path(run.recipe.run_dir) / f"copy-{run.accelerator.process_index}.json"
+    file = Path(run.recipe.run_dir) / f"copy-{run.parts.accelerator.process_index}.json"
     file.write_text(json.dumps(told), "utf-8")
     return ended
 

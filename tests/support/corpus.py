@@ -341,7 +341,7 @@ def _merge(case: Mapping[str, Any], folder: Path) -> None:
 
 
 def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.finished_run.evaluate import held_out_figures
+    from finetune.finished_run.evaluation import held_out_figures
     from finetune.finished_run.load import best_device, finished_run
 
     held_out_figures(finished_run(folder / "run"), best_device())

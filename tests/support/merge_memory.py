@@ -22,7 +22,7 @@ def anonymous_bytes() -> int:
 
 
 def main(run: Path, dtype: str, shard_bytes: int, dequantized: bool) -> None:
-    from finetune.finished_run import merge
+    from finetune.finished_run import merging as merge
     from finetune.finished_run.load import finished_run
 
     merge.SHARD_BYTES = shard_bytes

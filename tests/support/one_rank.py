@@ -28,8 +28,10 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
-from finetune.training.step.cast_weights import cast_weights
-from finetune.training.step.optimizer_step import StepResult, optimizer_step
+from finetune.training.cast_weights import cast_weights
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts, optimizer_step
+from finetune.training.update import StepResult
 from tests.support.launching import ALONE
 from tests.support.recipes import least_recipe
 
@@ -94,20 +96,20 @@ class OneRank:
     def step(self, batches: Sequence[Any], model: nn.Module | None = None, phases: Phases | None = None) -> StepResult:
         """One optimizer step, without clipping; `model` stands before the one that is trained."""
         strategy = read_strategy(self.recipe.accelerate_config)
-        return optimizer_step(
-            self.accelerator,
-            model or self.parts.model,
-            self.parts.optimizer,
-            iter(batches),
-            micro_steps=len(batches),
-            supervised_tokens=sum(len(batch["supervised"]) for batch in batches),
-            max_grad_norm=None,
-            seed=0,
-            stop=False,
+        parts = StepParts(
+            accelerator=self.accelerator,
+            model=model or self.parts.model,
+            optimizer=self.parts.optimizer,
+            objective=Supervised(),
             phases=phases or Phases(CPU, enabled=False),
+            max_grad_norm=None,
             skip_gradient_sync=accumulation_context(self.accelerator, strategy, self.parts.model),
             weights=cast_weights(self.recipe, strategy, self.parts.unwrapped_model),
-        ).read()
+        )
+        supervised = sum(len(batch["supervised"]) for batch in batches)
+        return optimizer_step(
+            parts, iter(batches), micro_steps=len(batches), planned_count=supervised, seed=0, stop=False
+        ).result()
 
 
 @contextmanager

@@ -36,8 +36,9 @@ from finetune.strategies.accelerator import accumulation_context, build_accelera
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch, without_learning
-from finetune.training.step.cast_weights import cast_weights
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.cast_weights import cast_weights
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts, optimizer_step
 from tests.support.cells import free_ports
 from tests.support.gloo_buffers import let_go_at_once
 from tests.support.mixtures import save_mixture
@@ -156,25 +157,29 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
     parts.model.train()
     rows = ways.data_rank_count(ranks)
     supervised = rows * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())
+    step = StepParts(
+        accelerator=accelerator,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        objective=Supervised(),
+        phases=phases,
+        max_grad_norm=1.0,
+        skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
+        weights=cast_weights(recipe, ways, parts.unwrapped_model),
+        pipeline=parts.pipeline,
+    )
     for _ in range(STEPS):
         batches = case.batches()  # each step has its own
         if rank % (stages := ways.stage_count(ranks)) < stages - 1:
             batches = [without_learning(batch) for batch in batches]
         optimizer_step(
-            accelerator,
-            parts.model,
-            parts.optimizer,
+            step,
             prefetch(batches, accelerator.device, non_blocking=True),
             micro_steps=len(batches),
-            supervised_tokens=supervised,
-            max_grad_norm=1.0,
+            planned_count=supervised,
             seed=42,
             stop=False,
-            phases=phases,
-            skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
-            weights=cast_weights(recipe, ways, parts.unwrapped_model),
-            through=parts.pipeline,
-        ).read()
+        ).result()
     del batches
     with phases("save"):
         save(recipe, parts, TrainState(step=STEPS), in_the_foreground())

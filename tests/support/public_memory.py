@@ -167,7 +167,7 @@ def planned(adapter: dict[str, Any] | None, layers: int = LAYERS, *, real: bool 
 
 
 def compared(name: str, point: dict[str, Any]) -> dict[str, Any]:
-    """Planned beside measured, and the errors in percent; or why there is no plan."""
+    """Plan beside measured, and the errors in percent; or why there is no plan."""
     warnings.simplefilter("ignore")  # peft's about settings, 33 times
     family = name.split("--")[0]
     reason = next((why for word, why in REASONS.items() if word in name), None)

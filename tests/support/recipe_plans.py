@@ -10,7 +10,7 @@ from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import FinetuneError
 from finetune.planner.command import plan_by_trace
-from finetune.planner.plan_recipe import Planned
+from finetune.planner.plan_recipe import Plan
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.cells import ROOT
@@ -22,7 +22,7 @@ HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
 GIB = 2**30
 
 
-def plan_of(path: Path) -> Planned:
+def plan_of(path: Path) -> Plan:
     """The plan on the recipe's own budget, with the recomputation that `auto` chooses."""
     asked = load_recipe(path).recipe
     gpus = gpus_of(asked.budget)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from finetune.measure.phases import Phases
 from finetune.recipe.schema import Recipe
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import StepParts
 from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
@@ -21,6 +25,13 @@ def float32_recipe(folder: Path, **training: Any) -> Recipe:
     """All weights of the model in `folder`, in float32, every layer's activations kept; `training` goes over that."""
     plain = {"mixed_precision": "no", "activation_checkpointing": False}
     return least_recipe(folder, model={"dtype": "float32"}, lora=None, training=plain | training)
+
+
+def step_parts(accelerator: Accelerator, model: nn.Module, optimizer: Any, **changes: Any) -> StepParts:
+    """Parts of supervised steps on a CPU, clipped at a norm of 1 and not measured; `changes` go over that."""
+    phases = Phases(CPU, enabled=False)
+    plain: dict[str, Any] = {"objective": Supervised(), "phases": phases, "max_grad_norm": 1.0}
+    return StepParts(accelerator=accelerator, model=model, optimizer=optimizer, **(plain | changes))
 
 
 class CountReads(TorchFunctionMode):

@@ -8,75 +8,71 @@ from __future__ import annotations
 import json
 import math
 import sys
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.errors import NotFinite
+from finetune.model.optimizer import set_learning_rate
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import full_weights, trained_pieces
 from finetune.tokens.batches import prefetch
 from finetune.training import session
 from finetune.training.run import Run
-from finetune.training.step.optimizer_step import optimizer_step
-from finetune.training.step.run_steps import Steps
+from finetune.training.step import StepParts, optimizer_step
+from finetune.training.update import StepResult
 from tests.support.cells import main
 
 
+def take_step(run: Run, parts: StepParts, step: int) -> StepResult:
+    indices = run.plan.rows_of(step)
+    return optimizer_step(
+        parts,
+        prefetch(run.plan.micro_batches(run.train_rows, indices), parts.accelerator.device, False),
+        micro_steps=run.plan.micro_steps(len(indices)),
+        planned_count=parts.objective.planned_count(run.train_rows, indices),
+        seed=0,
+        stop=False,
+    ).result()
+
+
 def train_and_spoil(run: Run, state: TrainState) -> bool:
-    batches = chain.from_iterable(run.plan.batches_from(0, run.train_rows))
-    steps = Steps(run, state, prefetch(batches, run.accelerator.device, False), late=False)
-    for _ in range(2):
-        steps.begin()
-        steps.read()
-    before, whole = trained_pieces(run.model), full_weights(run.model, dtype=None, keep=True)
+    for step in range(2):
+        set_learning_rate(run.parts.optimizer, run.learning_rate(step))
+        take_step(run, run.parts, step)
+    before, whole = trained_pieces(run.parts.model), full_weights(run.parts.model, dtype=None, keep=True)
     facts: dict[str, Any] = {"refused": _refuses_a_spoilt_step(run)}
-    after = trained_pieces(run.model)
+    after = trained_pieces(run.parts.model)
     facts["moved"] = [
         f"{group} {name}"
         for group, pieces in before.items()
         for name, piece in pieces.items()
         if not torch.equal(piece.tensor, after[group][name].tensor)
     ]
-    again = full_weights(run.model, dtype=None, keep=True)
+    again = full_weights(run.parts.model, dtype=None, keep=True)
     facts["moved"] += [name for name, tensor in whole.items() if not torch.equal(tensor, again[name])]
     facts["pieces"] = len(before["model"])
-    steps.begin()
-    steps.read()  # nothing of the spoilt gradients is left
-    facts["next_norm"] = state.window.records[-1].grad_norm
+    facts["next_norm"] = take_step(run, run.parts, 2).grad_norm  # nothing of the spoilt gradients is left
     folder = Path(run.recipe.run_dir)
     facts["swapped_bytes"] = sum(file.stat().st_size for file in folder.rglob("*.swp"))
-    if run.accelerator.is_main_process:
+    if run.parts.accelerator.is_main_process:
         (folder / "spoilt.json").write_text(json.dumps(facts), "utf-8")
-    run.accelerator.wait_for_everyone()
+    run.parts.accelerator.wait_for_everyone()
     return False  # as if stopped: nothing to export
 
 
 def _refuses_a_spoilt_step(run: Run) -> bool:
-    last = run.accelerator.process_index == run.accelerator.num_processes - 1
+    last = run.parts.accelerator.process_index == run.parts.accelerator.num_processes - 1
 
     class Spoilt(torch.nn.Module):
         def forward(self, **batch: Any) -> torch.Tensor:
-            loss: torch.Tensor = run.model(**batch)
+            loss: torch.Tensor = run.parts.model(**batch)
             return loss * math.inf if last else loss
 
-    indices = run.plan.rows_of(0)
     try:
-        optimizer_step(
-            run.accelerator,
-            Spoilt(),
-            run.optimizer,
-            iter(run.plan.micro_batches(run.train_rows, indices)),
-            micro_steps=run.plan.micro_steps(len(indices)),
-            supervised_tokens=int(run.train_rows.supervised[indices].sum()),
-            max_grad_norm=run.recipe.training.max_grad_norm,
-            seed=0,
-            stop=False,
-            phases=run.phases,
-            skip_gradient_sync=run.skip_gradient_sync,
-        )
+        take_step(run, replace(run.parts, model=Spoilt()), 0)
     except NotFinite:
         return True
     return False

@@ -33,7 +33,7 @@ def pool_of(documents: list[list[int]]) -> DocumentPool:
     ends = np.cumsum([0, *lengths])
     store = StoredDocuments(
         tokens=np.array([token for tokens in documents for token in tokens], np.int32),
-        learned=np.array(learned),
+        is_supervised=np.array(learned),
         offsets=ends.astype(np.int64),
         supervised=np.array([sum(learned[a:b]) for a, b in pairwise(ends)], np.int64),
         digests=np.arange(len(documents), dtype=np.uint64),

@@ -216,10 +216,10 @@ def test_two_users_in_a_row_are_for_the_template_to_judge() -> None:
 
 
 def test_nothing_to_learn() -> None:
-    with pytest.raises(RowError, match="nothing in this row is learned"):
+    with pytest.raises(RowError, match="nothing in this row is supervised"):
         mask("llama3", {"messages": [HELLO[0], {**HELLO[1], "weight": 0}]})
     last_unlearned = [*HELLO, HELLO[0], {**HELLO[1], "weight": 0}]
-    with pytest.raises(RowError, match="nothing in this row is learned"):
+    with pytest.raises(RowError, match="nothing in this row is supervised"):
         mask("llama3", {"messages": last_unlearned}, train_on="completion")
 
 

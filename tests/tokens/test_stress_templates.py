@@ -8,7 +8,7 @@ from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.tokens.encoder import Encoder
 from tests.support.masks import data_section, shown
-from tests.support.rendered_reference import MODES, Family, assert_rows_are_independent, table
+from tests.support.rendered_reference import MODES, ROWS, Family, assert_rows_are_independent, sample_of_rows, table
 
 _CONTROL = ("<s>", "<|eos|>", "<|user|>", "<|bot|>", "<|system|>", "<|tool|>", "<|end|>", "<|stop|>", "<|think|>",
             "<|/think|>", "<|call|>", "<|args|>", "<|/call|>", "<|result|>")  # fmt: skip
@@ -160,8 +160,15 @@ NONE_RIGHT = {name for name, family in TEMPLATES.items() if family.stops[0] is N
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_sample_of_rows_is_right_or_refused(name: str) -> None:
+    counts = table(name, TEMPLATES[name], sample_of_rows(name))
+    assert bool(counts["right"]) == (name not in NONE_RIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_row_is_right_or_refused(name: str) -> None:
-    counts = table(name, TEMPLATES[name])
+    counts = table(name, TEMPLATES[name], list(ROWS))
     assert bool(counts["right"]) == (name not in NONE_RIGHT)
     assert counts["right"] >= 24 or name in NONE_RIGHT
 
@@ -177,7 +184,7 @@ def test_every_row_is_right_or_refused(name: str) -> None:
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:
-    assert_rows_are_independent(TEMPLATES[name], mode)
+    assert_rows_are_independent(TEMPLATES[name], mode, sample_of_rows(name))
 
 
 def test_there_are_templates_for_each_rule() -> None:
@@ -185,7 +192,7 @@ def test_there_are_templates_for_each_rule() -> None:
     assert len({family.template for family in TEMPLATES.values()}) == len(TEMPLATES)
 
 
-def learned(name: str, messages: list[dict[str, object]], train_on: str = "each_turn") -> list[str]:
+def supervised(name: str, messages: list[dict[str, object]], train_on: str = "each_turn") -> list[str]:
     encoder = Encoder(TEMPLATES[name].tokenizer(), data_section(train_on=train_on))
     read = read_row({"messages": messages}, RowLayout("messages"))
     return [shown(encoder.document(each), TEMPLATES[name].tokenizer()) for each in encoder.examples(read)]  # type: ignore[arg-type]
@@ -209,9 +216,9 @@ HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 )
 def test_an_answer_follows_the_very_prompt(name: str, ending: str) -> None:
     """Written out by hand, for an answer alone and for the last of a dialogue."""
-    (alone,) = learned(name, HELLO)
+    (alone,) = supervised(name, HELLO)
     assert alone == f"<|user|>Hello<|end|>{ending}"
-    assert learned(name, [*HELLO, *HELLO])[1].endswith(f"<|user|>Hello<|end|>{ending}")
-    (last,) = learned(name, [*HELLO, *HELLO], "completion")
+    assert supervised(name, [*HELLO, *HELLO])[1].endswith(f"<|user|>Hello<|end|>{ending}")
+    (last,) = supervised(name, [*HELLO, *HELLO], "completion")
     assert last.count("⟦") == 1
     assert last.endswith(f"<|user|>Hello<|end|>{ending}")

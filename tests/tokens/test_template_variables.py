@@ -132,7 +132,7 @@ def test_a_template_that_reads_another_key_gets_that_one(read: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama3", "qwen", "mistral", "gemma"])
 def test_reasoning_that_the_template_leaves_out_is_refused(family: str) -> None:
-    words = "leaves out the reasoning of turn 2, which is learned; write it into the content"
+    words = "leaves out the reasoning of turn 2, which is supervised; write it into the content"
     with pytest.raises(RowError, match=words):
         mask(thinking(reasoning_content="Hm"), family)
 
@@ -143,7 +143,7 @@ def test_a_thinking_block_that_the_template_strips_is_refused() -> None:
     assert "⟦<think>\nHm\n</think>\n\nHi<|eot_id|>⟧" in mask(block, "llama3")
     assert "<think>\n⟦Hm\n</think>\n\nHi<｜end▁of▁sentence｜>⟧" in mask(block, "deepseek")  # its prompt opens the block
     strips = LLAMA_LIKE.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.raises(RowError, match="leaves out the reasoning of turn 2, which is learned; remove it from the row"):
+    with pytest.raises(RowError, match="reasoning of turn 2, which is supervised; remove it from the row"):
         mask(block, "llama3", chat_template=strips)
     # Text that only speaks of the tag has nothing before it that is lost.
     assert "about </think>" in mask([HELLO[0], {"role": "assistant", "content": "about </think>"}], "llama3")
@@ -152,7 +152,7 @@ def test_a_thinking_block_that_the_template_strips_is_refused() -> None:
 def test_reasoning_of_earlier_turns_is_left_out_where_they_are_not_learned() -> None:
     dialogue = [*thinking(thinking="Hm"), AGAIN[0], AGAIN[1] | {"thinking": "Well"}]
     words = (
-        "reasoning of turn 2, which is learned; set data.train_on: each_turn (every answer an example of its own) or"
+        "reasoning of turn 2, which is supervised; set data.train_on: each_turn (every answer an example of its own) or"
     )
     with pytest.raises(RowError, match=re.escape(words)):
         mask(dialogue)
@@ -165,5 +165,5 @@ def test_reasoning_of_earlier_turns_is_left_out_where_they_are_not_learned() -> 
 
 
 def test_reasoning_of_a_user_is_refused() -> None:
-    with pytest.raises(RowError, match=r"messages\[0\]: thinking on a user turn; only the assistant's is learned"):
+    with pytest.raises(RowError, match=r"messages\[0\]: thinking on a user turn; only the assistant's is supervised"):
         mask([HELLO[0] | {"thinking": "Hm"}, HELLO[1]])

@@ -343,7 +343,7 @@ def test_text_beside_a_tool_call_that_the_template_leaves_out_is_refused() -> No
     assert "⟦I ask.\n<tool_call>" in mask("qwen3", messages, variables=OFF)
     # gpt-oss has it as the analysis before the call, until a final answer follows.
     with pytest.raises(
-        RowError, match=r"leaves out the text of turn 2, which is learned; set data\.train_on: each_turn"
+        RowError, match=r"leaves out the text of turn 2, which is supervised; set data\.train_on: each_turn"
     ):
         mask("gpt_oss", messages)
     assert f"⟦{ANALYSIS}I ask.<|end|>" in mask("gpt_oss", messages[:3])

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import NotFinite
-from finetune.hub import around_training
 from finetune.run_folder.checkpoint import (
     examine,
     newest_valid,
@@ -22,8 +21,7 @@ from finetune.run_folder.checkpoint import (
 )
 from finetune.run_folder.saving.manifest import self_hash, sha256_of
 from finetune.train import main
-from finetune.training import run_output, samples, worst_step
-from finetune.training.step import run_steps
+from finetune.training import loop, run_output, samples, start, worst_step
 from tests.support.cells import launch
 from tests.support.hub import running_hub
 from tests.support.hub.processes import run_python
@@ -46,16 +44,16 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """`spoil(model, finished steps)` after each update of the training; the worst step is not one of them."""
-    original, count = run_steps.optimizer_step, [0]
+    original, count = loop.optimizer_step, [0]
     assert worst_step.optimizer_step is original  # loaded here, so that it keeps the real one
 
-    def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(accelerator, model, *args, **kwargs)
+    def spoiled(parts: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(parts, *args, **kwargs)
         count[0] += 1
-        spoil(model, count[0])
+        spoil(parts.model, count[0])
         return result
 
-    monkeypatch.setattr(run_steps, "optimizer_step", spoiled)
+    monkeypatch.setattr(loop, "optimizer_step", spoiled)
 
 
 def set_nan(at: int) -> Spoil:
@@ -127,7 +125,9 @@ class TestNotFinite:
     def test_of_the_first_look(
         self, tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(samples, "evaluate", lambda *_: _raise(NotFinite("the held-out loss is nan: not finite")))
+        monkeypatch.setattr(
+            samples, "evaluate_run", lambda *_: _raise(NotFinite("the held-out loss is nan: not finite"))
+        )
         assert main([str(recipe)]) == 2
         assert "the held-out loss is nan" in capsys.readouterr().err
         assert not (tmp_path / "run" / "checkpoints").exists()
@@ -237,7 +237,7 @@ class TestNothingTrained:
                 pass
 
         monkeypatch.setattr(run_output, "CheckpointPusher", Pusher)
-        monkeypatch.setattr(around_training, "check_before_training", lambda recipe: ())
+        monkeypatch.setattr(start, "check_before_training", lambda recipe: ())
         words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed
@@ -256,15 +256,15 @@ class TestNothingTrained:
     def test_single_tensors_are_named(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        original, hooked = run_steps.optimizer_step, []
+        original, hooked = loop.optimizer_step, []
 
-        def without_one(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def without_one(parts: Any, *args: Any, **kwargs: Any) -> Any:
             if not hooked:
-                last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
+                last = [parameter for parameter in parts.model.parameters() if parameter.requires_grad][-1]
                 hooked.append(last.register_hook(torch.zeros_like))
-            return original(accelerator, model, *args, **kwargs)
+            return original(parts, *args, **kwargs)
 
-        monkeypatch.setattr(run_steps, "optimizer_step", without_one)
+        monkeypatch.setattr(loop, "optimizer_step", without_one)
         assert main([str(recipe)]) == 0
         assert "unchanged by training: 2 of 28 trained tensors: base_model" in capsys.readouterr().out
         unchanged = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]

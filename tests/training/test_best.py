@@ -22,7 +22,6 @@ from finetune.training import loop, worst_step
 from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
-from finetune.training.step import run_steps
 from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.overfitting import (
@@ -173,7 +172,7 @@ def test_a_resumed_run_remembers_the_best(
 ) -> None:
     """Ended between two checkpoints after the best, it goes on from the newest and exports the best."""
     recipe = overfitting(tmp_path, tiny_llama, sets, save_steps=1, save_total_limit=2)
-    original = run_steps.optimizer_step
+    original = loop.optimizer_step
     calls = []
 
     def ends_at_11(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +182,7 @@ def test_a_resumed_run_remembers_the_best(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_steps, "optimizer_step", ends_at_11)
+        patch.setattr(loop, "optimizer_step", ends_at_11)
         patch.setattr(worst_step, "optimizer_step", original)  # tried before the first, whenever that is imported
         with pytest.raises(RuntimeError, match="the power is gone"):
             main([str(recipe)])

@@ -6,7 +6,6 @@ import io
 import json
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,15 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.measure.metrics import StepRecord, Terminal
-from finetune.measure.phases import Phases
 from finetune.model.build import build_model
 from finetune.run_folder.train_state import TrainState
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.training.loop import NotFinite, evaluate, train
+from finetune.training.objectives.supervised import Supervised
 from finetune.training.run import Run
-from finetune.training.step.optimizer_step import StepResult, optimizer_step
-from tests.support.stepping import CPU, CountReads, float32_recipe, weights
+from finetune.training.step import optimizer_step
+from finetune.training.update import StepResult
+from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts, weights
 from tests.support.tiny import Documents, flat_batch
 
 
@@ -40,17 +40,15 @@ class Bench:
 
     def step(self, micro_steps: int, batches: list[dict[str, Any]] | None = None, **changes: Any) -> StepResult:
         options: dict[str, Any] = {"max_grad_norm": 1.0, "stop": False, **changes}
+        stop = options.pop("stop")
         return optimizer_step(
-            self.accelerator,
-            self.model,
-            self.optimizer,
+            step_parts(self.accelerator, self.model, self.optimizer, **options),
             iter(batches or [flat_batch(seed=seed) for seed in range(micro_steps)]),
             micro_steps=micro_steps,
-            supervised_tokens=17 * micro_steps,
+            planned_count=17 * micro_steps,
             seed=5,
-            phases=Phases(CPU, enabled=False),
-            **options,
-        ).read()
+            stop=stop,
+        ).result()
 
 
 @pytest.fixture
@@ -207,19 +205,15 @@ def seeds_of_a_run(
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
     run = Run(
         recipe=requested,
-        accelerator=accelerator,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters()),
+        parts=step_parts(accelerator, model, torch.optim.SGD(model.parameters())),
         train_rows=rows,
         eval_rows=None,
         plan=plan_batches(requested, len(rows), world_size=3, rank=rank, flat=True),
         learning_rate=lambda _: 1e-3,
         terminal=terminal or Terminal(steps, silent=True),
-        phases=Phases(CPU, enabled=False),
         stop_requested=lambda: False,
         write_metrics=lambda _: None,
         save=lambda _: None,
-        skip_gradient_sync=nullcontext,
     )
     assert train(run, TrainState(step=first_step))
     return model.seeds
@@ -269,7 +263,7 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
 ) -> None:
     rows = Documents([7, 12, 5, 9, 16])
     once = BatchPlan(5, 5, 1, 5, 5, world_size=1, rank=0, seed=0, flat=True)
-    expected = evaluate(bench.accelerator, bench.model, rows, once)["loss"]
+    expected = evaluate(bench.accelerator, bench.model, rows, once, Supervised())["loss"]
     alone = []
     for row in range(5):
         (batch,) = once.micro_batches(rows, np.array([row]))
@@ -280,7 +274,7 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
     bench.accelerator.reduce = lambda tally, reduction: (tallies.append(tally), torch.ones(1, 2))[1]
     for rank in range(world_size):
         plan = BatchPlan(5, 5, 1, 5, per_device_batch_size, world_size=world_size, rank=rank, seed=0, flat=True)
-        evaluate(bench.accelerator, bench.model, rows, plan)
+        evaluate(bench.accelerator, bench.model, rows, plan, Supervised())
     loss_sum, tokens = torch.stack(tallies).sum(0)[0].tolist()
     assert tokens == rows.supervised.sum()
     assert loss_sum / tokens == pytest.approx(expected, rel=1e-6)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.chat import GenerationSettings, answers_to, open_run
-from finetune.finished_run.evaluate import held_out_figures
+from finetune.finished_run.evaluation import held_out_figures
 from finetune.finished_run.load import finished_run, load_adapted
 from finetune.finished_run.merge_command import merge_run
 from finetune.hub.push import Destination, prepare_upload

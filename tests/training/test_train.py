@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main as cli
 from finetune.train import main
-from finetune.training.step import run_steps
+from finetune.training import loop
 from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
 
@@ -152,16 +152,18 @@ def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
 def test_what_is_not_finite_names_step_and_rows(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = run_steps.optimizer_step
+    original = loop.optimizer_step
     calls = []
 
-    def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def spoiled(parts: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
-            next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * math.nan)
-        return original(accelerator, model, *args, **kwargs)
+            next(p for p in parts.model.parameters() if p.requires_grad).register_hook(
+                lambda gradient: gradient * math.nan
+            )
+        return original(parts, *args, **kwargs)
 
-    monkeypatch.setattr(run_steps, "optimizer_step", spoiled)
+    monkeypatch.setattr(loop, "optimizer_step", spoiled)
     assert main([str(recipe), "samples.count=0"]) == 2
     errors = capsys.readouterr().err
     assert "step 3" in errors

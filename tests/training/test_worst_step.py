@@ -83,19 +83,21 @@ def left_by(recipe: Path) -> dict[str, Any]:
 
 def state_before_training(run: Run, state: TrainState) -> dict[str, Any]:
     """What the first step starts from, as bytes where it is large."""
-    parts = {**model_tensors(run.model), **optimizer_tensors(run.model, run.optimizer)}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    parts = {**model_tensors(run.parts.model), **optimizer_tensors(run.parts.model, run.parts.optimizer)}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in run.parts.optimizer.param_groups
+    ]
     return {
         "tensors": {name: value.detach().numpy().tobytes() for name, value in parts.items()},
-        "gradients": [name for name, value in run.model.named_parameters() if value.grad is not None],
+        "gradients": [name for name, value in run.parts.model.named_parameters() if value.grad is not None],
         "groups": groups,
         "rates": [run.learning_rate(step) for step in range(run.plan.total_steps)],
         "rows": [run.plan.rows_of(step).tolist() for step in range(run.plan.total_steps)],
         "torch": torch.random.get_rng_state().numpy().tobytes(),
         "python": random.getstate(),
         "numpy": pickle.dumps(np.random.get_state()),
-        "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict(),
-        "training": run.model.training,
+        "scaler": run.parts.accelerator.scaler and run.parts.accelerator.scaler.state_dict(),
+        "training": run.parts.model.training,
         "state": state.as_json(),
     }
 
@@ -181,7 +183,7 @@ def test_it_leaves_nothing_allocated(
     first, give_back = session.worst_step_first, session.give_back_cached_memory
 
     def watched(run: Run, *arguments: Any) -> WorstStep:
-        existing = [*run.model.parameters(), *run.model.buffers()]
+        existing = [*run.parts.model.parameters(), *run.parts.model.buffers()]
         held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in existing}
         around = Phases(torch.device("cpu"), enabled=True, existing=existing)
         with around("around"):

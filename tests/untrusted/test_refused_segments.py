@@ -64,7 +64,7 @@ def test_a_training_ends_in_that_line(
     def refuse(*_: object) -> int:
         raise SAID[0]
 
-    monkeypatch.setattr(train, "run_recipe", refuse)
+    monkeypatch.setattr(train, "announce", refuse)
     recipe = write_recipe(tmp_path, least("me/it"))
     assert train.main([str(recipe)]) == EnvironmentMismatch.exit_code
     said = capsys.readouterr().err

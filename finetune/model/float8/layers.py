@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
-from finetune.model.adapter_reach import expert_parameters, linear_layers
+from finetune.model.adapter_targets import expert_parameters, linear_layers
 from finetune.model.float8.requirements import REMEDY, emulated
 
 SCALING = "rowwise_with_gw_hp"  # by torchao's name

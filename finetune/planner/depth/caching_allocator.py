@@ -22,7 +22,7 @@ addresses, of which pages of 2 MiB (small) or 20 MiB (large) are mapped as they 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -295,3 +295,21 @@ def replay(
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
     return peaks
+
+
+def least_room(changes: Sequence[StorageChange], allocated: int, reserved: int, *, expandable: bool) -> int:
+    """Bytes in which a replay of the changes succeeds, found by bisection to 20 MiB, a page of the allocator.
+
+    Args:
+        allocated: Bytes at the peak, which is the least that there can be.
+        reserved: Bytes that the allocator reserves where nothing limits it, which are enough.
+    """
+    while reserved - allocated > MIDDLE_SEGMENT:
+        middle = (allocated + reserved) // 2
+        try:
+            replay(changes, middle, expandable=expandable)
+        except NoMemory:
+            allocated = middle
+        else:
+            reserved = middle
+    return reserved

@@ -18,12 +18,13 @@ from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import (
     depths,
     extrapolate,
+    kinds_of_layers,
     layers_kept_gathered,
+    period_and_depth,
     with_layers,
     with_more_of_the_same,
 )
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.step_work import StepWork, per_step, with_more_micro_steps, work_at_depth

@@ -10,7 +10,7 @@ from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.measure.collectives import CollectiveStats
 from finetune.planner.trace.flops import Operation
 
-STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/step/ reduces once a step
+STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/update.py reduces once a step
 
 
 @dataclass(frozen=True)

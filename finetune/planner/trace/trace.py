@@ -47,8 +47,9 @@ from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.pipeline.build import parts_of_recipe
 from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch, without_learning
-from finetune.training.step.cast_weights import cast_weights
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.cast_weights import cast_weights
+from finetune.training.objectives import objective_of
+from finetune.training.step import StepParts, optimizer_step
 
 Build = Callable[..., nn.Module]
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
@@ -207,21 +208,25 @@ def _step(
         recorder.place_in_layer(copy, name)
 
     handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
-    optimizer_step(
-        accelerator,
-        parts.model,
-        parts.optimizer,
-        batches,
-        micro_steps=micro_steps,
-        # Every value that is read to the host is this number, so the sum over all ranks is too.
-        supervised_tokens=supervised,
-        max_grad_norm=recipe.training.max_grad_norm,
-        seed=recipe.training.seed,
-        stop=False,
+    step_parts = StepParts(
+        accelerator=accelerator,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        objective=objective_of(recipe),
         phases=recorder.phases,
+        max_grad_norm=recipe.training.max_grad_norm,
         skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
         weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
-        through=parts.pipeline,
+        pipeline=parts.pipeline,
+    )
+    # Every value that is read to the host is this number, so the sum over all ranks is too.
+    optimizer_step(
+        step_parts,
+        batches,
+        micro_steps=micro_steps,
+        planned_count=supervised,
+        seed=recipe.training.seed,
+        stop=False,
     )
     handle.remove()
     recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")

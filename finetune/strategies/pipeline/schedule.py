@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
 )
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -95,22 +95,22 @@ class Pipeline(nn.Module):
         self,
         batches: Iterable[Given],
         *,
-        supervised_tokens: int,
+        divisor: int,
         loss_sum: Tensor,
         before_each: Callable[[int], None],
         phases: Phases,
-    ) -> int:
-        """Forward and backward of a step's micro-batches; returns of how many tokens this stage computed the loss.
+    ) -> None:
+        """Forward and backward of a step's micro-batches.
 
         Args:
-            supervised_tokens: Of the step; the loss is divided by them.
-            loss_sum: float64 []; the last stage adds the loss of each micro-batch.
+            divisor: The step's units (supervised tokens); the loss is divided by them.
+            loss_sum: float64 []; the last stage adds each micro-batch's loss.
             before_each: Called with a micro-batch's number before its forward.
         """
         step = list(batches)
         for later, run in enumerate(reversed(self.runs)):  # the last forward is the last run's, whose numbers are plain
             run.expect(step, partial(_numbered_from, later * len(step), before_each))
-        self._scale, self._loss_sum = 1 / supervised_tokens, loss_sum
+        self._scale, self._loss_sum = 1 / divisor, loss_sum
         at_once = 1 if self.schedule == "naive" else len(step)
         if self._recorder is not None:
             self._recorder.begin_step()
@@ -120,7 +120,6 @@ class Pipeline(nn.Module):
             self._sums.add_up()
         for run in self.runs:
             run.expect(())
-        return sum(len(batch["supervised"]) for batch in step)
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """The norm over the gradients of all stages, float32 []; a weight that two of them have counts once."""
@@ -132,14 +131,6 @@ class Pipeline(nn.Module):
             square += get_total_norm(gradients).double().square()
         dist.all_reduce(square, group=self._own_copy)
         return square.sqrt().float()
-
-    def clip_gradients(self, optimizer: Any, max_grad_norm: float) -> Tensor:
-        """Scale the gradients of all stages down to this norm where theirs is larger; returns theirs."""
-        norm = self.gradient_norm(optimizer)
-        clip_grads_with_norm_(
-            [weight for group in optimizer.param_groups for weight in group["params"]], max_grad_norm, norm
-        )
-        return norm
 
     @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:

@@ -101,7 +101,7 @@ def test_a_way_that_a_recipe_cannot_take_is_a_line(
 
     chats = write_chats(tmp_path / "chats.jsonl", [20, 30])
     recipe = write_recipe(tmp_path, tiny(tiny_llama, chats))
-    monkeypatch.setattr(lecture, "plan_by_trace", planned)
+    monkeypatch.setattr(lecture.planner, "plan", planned)
     asked = LectureRequest(recipe, (), {}, tmp_path, lambda _: None)
     found = lecture.plan_way(asked, load_recipe(recipe).recipe, "QLoRA, paged AdamW", None)
     assert found == FullSize(None, "refused: paged_adamw_32bit")

@@ -13,7 +13,7 @@ import pytest
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.paths import CHECKOUT
-from finetune.planner.variants import changed
+from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe

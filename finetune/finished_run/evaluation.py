@@ -22,6 +22,7 @@ from finetune.run_folder.facts import read_run
 from finetune.tokens.dataset import prepare
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
+from finetune.training.objectives import objective_of
 from finetune.wording import counted
 
 
@@ -47,7 +48,7 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     for name, model in models_of(run, device, with_loss=True):
         with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
             try:
-                loss = evaluate(accelerator, model, prepared.eval, plan)["loss"]
+                loss = evaluate(accelerator, model, prepared.eval, plan, objective_of(recipe))["loss"]
             except NotFinite:
                 raise NotFinite(
                     f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"

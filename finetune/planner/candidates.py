@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit
-from finetune.planner.variants import plain
+from finetune.planner.remedies import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe, Training
@@ -149,7 +149,7 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
     lines = [
         f"# {name}, {method}, on {ranks} x {gpus.name}; picked by finetune plan.",
         f"#   accelerate launch {how}--num_processes {ranks} finetune/train.py THIS_FILE",
-        f"# Planned: {gib:.1f} GiB of each GPU's {room:.1f}, by a trace; finetune plan THIS_FILE shows where.",
+        f"# Plan: {gib:.1f} GiB of each GPU's {room:.1f}, by a trace; finetune plan THIS_FILE shows where.",
         f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}, nodes: {budget.nodes}}}",
         f"accelerate_config: {recipe.accelerate_config}  # {_WHY[recipe.accelerate_config]}",
         "model:",

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
+from finetune.model.adapter_targets import adapted_paths, describe_reach, reach
 from finetune.model.build import build_model, decoder_parts, refuse_early
 from finetune.recipe.schema import Lora, Recipe
 from tests.support.architectures import save_shaken

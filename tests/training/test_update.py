@@ -14,14 +14,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.errors import NotFinite
-from finetune.measure.phases import Phases
 from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW
-from finetune.training.step.optimizer_step import StepInFlight, optimizer_step
-from finetune.training.step.update import gradient_norm, updates_on_device
+from finetune.training.step import optimizer_step
+from finetune.training.update import PendingStep, gradient_norm, updates_on_device
 from tests.support.one_rank import half_recipe, one_rank
-from tests.support.stepping import CPU, CountReads, float32_recipe
+from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts
 from tests.support.tiny import flat_batch
 
 TOKENS = 17
@@ -36,25 +35,21 @@ class Bench:
         model: nn.Module = build_model(recipe, CPU)
         self.model, self.optimizer = self.accelerator.prepare(model.train(), make_optimizer(model, recipe))
 
-    def begin(self, seed: int, max_grad_norm: float | None = 1.0) -> StepInFlight:
+    def begin(self, seed: int, max_grad_norm: float | None = 1.0) -> PendingStep:
         batches = [flat_batch(seed=seed), flat_batch(seed=seed + 100)]
         with CountReads() as counter:
-            flight = self.give(batches, max_grad_norm)
+            pending = self.give(batches, max_grad_norm)
         assert not counter.reads
-        return flight
+        return pending
 
-    def give(self, batches: list[Any], max_grad_norm: float | None) -> StepInFlight:
+    def give(self, batches: list[Any], max_grad_norm: float | None) -> PendingStep:
         return optimizer_step(
-            self.accelerator,
-            self.model,
-            self.optimizer,
+            step_parts(self.accelerator, self.model, self.optimizer, max_grad_norm=max_grad_norm),
             iter(batches),
             micro_steps=2,
-            supervised_tokens=2 * TOKENS,
-            max_grad_norm=max_grad_norm,
+            planned_count=2 * TOKENS,
             seed=None,
             stop=False,
-            phases=Phases(CPU, enabled=False),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -85,7 +80,7 @@ def by_torch(bench: Bench, seed: int, max_grad_norm: float | None) -> float:
 def test_it_is_torch_s_clip_and_update(tiny_llama: Path, max_grad_norm: float | None) -> None:
     bench, other = Bench(tiny_llama), Bench(tiny_llama)
     for seed in range(4):
-        norm = bench.begin(seed, max_grad_norm).read().grad_norm
+        norm = bench.begin(seed, max_grad_norm).result().grad_norm
         assert norm == pytest.approx(by_torch(other, seed, max_grad_norm), rel=1e-6)
     assert max_grad_norm != 1e-2 or norm > 1e-2, "it clipped"
     ours, theirs = bench.state(), other.state()
@@ -99,10 +94,10 @@ def test_it_is_torch_s_clip_and_update(tiny_llama: Path, max_grad_norm: float | 
 
 
 def test_nothing_is_read_before_it_is_asked_for(tiny_llama: Path) -> None:
-    flight = Bench(tiny_llama).begin(0)  # which counts too
-    assert not flight.has_landed
+    pending = Bench(tiny_llama).begin(0)  # which counts too
+    assert not pending.is_ready
     with CountReads() as counter:
-        flight.read()
+        pending.result()
     assert sum(counter.reads.values()) == 1, counter.reads
 
 
@@ -125,7 +120,7 @@ def test_a_bad_step_and_those_after_it_change_nothing(
     tiny_llama: Path, spoil: Callable[[nn.Module], Any], max_grad_norm: float | None
 ) -> None:
     bench = Bench(tiny_llama)
-    bench.begin(0, max_grad_norm).read()
+    bench.begin(0, max_grad_norm).result()
     before = bench.state()
     hook = spoil(bench.model)
     bad = bench.begin(1, max_grad_norm)
@@ -134,10 +129,10 @@ def test_a_bad_step_and_those_after_it_change_nothing(
     assert_equal(bench.state(), before)
     assert all(parameter.grad is None for parameter in bench.model.parameters())
     with pytest.raises(NotFinite, match=r"^loss .*, gradient norm (nan|inf)$"):
-        bad.read()
-    for flight in later:
+        bad.result()
+    for pending in later:
         with pytest.raises(NotFinite, match="an earlier step"):
-            flight.read()
+            pending.result()
     assert_equal(bench.state(), before)
 
 
@@ -145,7 +140,7 @@ def test_a_wrong_count_is_our_own_bug(tiny_llama: Path) -> None:
     bench = Bench(tiny_llama)
     bench.accelerator.reduce = lambda tally, reduction: tally + 1
     with pytest.raises(AssertionError, match="planned"):
-        bench.begin(0).read()
+        bench.begin(0).result()
 
 
 def test_the_others_wait_for_the_host(tiny_llama: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from finetune.training.step.batches_ahead import made_ahead
+from finetune.training.loop import made_ahead
 
 
 def threads() -> list[str]:

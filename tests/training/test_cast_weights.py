@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.recomputation.layers import checkpoint_layers
-from finetune.measure.phases import Phases
 from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.training.batch_plan import BatchPlan
+from finetune.training.cast_weights import AS_THEY_ARE, CastWeights, cast_weights
 from finetune.training.loop import evaluate
-from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights, cast_weights
-from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.objectives.supervised import Supervised
+from finetune.training.step import optimizer_step
 from tests.support.recipes import least_recipe
-from tests.support.stepping import CPU
+from tests.support.stepping import step_parts
 from tests.support.tiny import Documents, flat_batch, tiny_model
 
 BATCHES = [flat_batch([9, 8], seed=seed) for seed in range(3)]
@@ -45,19 +45,15 @@ def built(*, tied: bool, recomputed: bool = False, half: bool = False) -> PreTra
 
 def step(model: PreTrainedModel, weights: CastWeights) -> None:
     """Gradients of a step over BATCHES, with an update that changes nothing."""
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
     optimizer_step(
-        Accelerator(cpu=True, mixed_precision="no"),
-        model,
-        KeepsGradients(model.parameters()),
+        step_parts(accelerator, model, KeepsGradients(model.parameters()), max_grad_norm=None, weights=weights),
         iter(BATCHES),
         micro_steps=len(BATCHES),
-        supervised_tokens=TOKENS,
-        max_grad_norm=None,
+        planned_count=TOKENS,
         seed=None,
         stop=False,
-        phases=Phases(CPU, enabled=False),
-        weights=weights,
-    ).read()
+    ).result()
 
 
 class KeepsGradients(torch.optim.SGD):
@@ -88,17 +84,13 @@ def test_gradients_are_sums_in_float32_of_the_bfloat16_models(tied: bool, recomp
 def test_the_parameters_are_in_their_places_afterwards() -> None:
     model = built(tied=True)
     before = list(model.named_parameters(remove_duplicate=False))
-    weights, seen = CastWeights(model, torch.bfloat16), list[Any]()
-
-    def work() -> str:
-        seen.extend(parameter.dtype for parameter in model.parameters())
+    weights = CastWeights(model, torch.bfloat16)
+    with weights.cast():
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        return "done"
-
-    assert weights.during(work) == "done"
-    assert set(seen) == {torch.bfloat16}
-    with pytest.raises(ZeroDivisionError):
-        weights.during(lambda: 1 // 0)
+        assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == [name for name, _ in before]
+    with pytest.raises(ZeroDivisionError), weights.cast():
+        1 // 0  # noqa: B018
     after = list(model.named_parameters(remove_duplicate=False))
     assert [name for name, _ in after] == [name for name, _ in before]
     assert all(now is then for (_, now), (_, then) in zip(after, before, strict=True))
@@ -154,9 +146,11 @@ def test_an_evaluation_computes_with_copies_too() -> None:
     model, rows = built(tied=False), Documents([5, 9, 7])
     plan = BatchPlan(3, 3, 1, 3, 3, world_size=1, rank=0, seed=0, flat=True)
     accelerator = Accelerator(cpu=True, mixed_precision="no")
-    expected = evaluate(accelerator, built(tied=False, half=True), rows, plan)
-    assert evaluate(accelerator, model, rows, plan, weights=CastWeights(model, torch.bfloat16)) == expected
-    assert evaluate(accelerator, model, rows, plan) != expected
+    expected = evaluate(accelerator, built(tied=False, half=True), rows, plan, Supervised())
+    assert (
+        evaluate(accelerator, model, rows, plan, Supervised(), weights=CastWeights(model, torch.bfloat16)) == expected
+    )
+    assert evaluate(accelerator, model, rows, plan, Supervised()) != expected
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -176,7 +170,8 @@ def test_an_evaluation_computes_with_copies_too() -> None:
 def test_where_there_are_copies(tmp_path: Path, changes: dict[str, Any], strategy: str, copied: bool) -> None:
     recipe: Recipe = least_recipe(tmp_path, **({"lora": None} | changes))
     model = nn.Linear(2, 2)
-    found = cast_weights(recipe, read_strategy(strategy), model).during(lambda: model.weight.dtype)
     half = torch.float16 if recipe.training.mixed_precision == "fp16" else torch.bfloat16
-    assert found == (half if copied else torch.float32)
-    assert AS_THEY_ARE.during(lambda: model.weight.dtype) == torch.float32
+    with cast_weights(recipe, read_strategy(strategy), model).cast():
+        assert model.weight.dtype == (half if copied else torch.float32)
+    with AS_THEY_ARE.cast():
+        assert model.weight.dtype == torch.float32

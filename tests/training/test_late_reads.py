@@ -21,8 +21,7 @@ from finetune.files import read_lines
 from finetune.train import main
 from finetune.training import loop
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.step import run_steps
-from finetune.training.step.optimizer_step import StepInFlight
+from finetune.training.update import PendingStep
 from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
 
@@ -45,13 +44,15 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The host works ahead; how many steps were unread whenever one was read."""
     monkeypatch.setattr(loop, "host_works_ahead", lambda run: True)
-    read, unread = run_steps.Steps.read, []
+    must_read, unread = loop.must_read, []
 
-    def noting(steps: run_steps.Steps) -> bool:
-        unread.append(steps.unread)
-        return read(steps)
+    def noting(queued: Any, **options: bool) -> bool:
+        reads: bool = must_read(queued, **options)
+        if reads:
+            unread.append(len(queued))
+        return reads
 
-    monkeypatch.setattr(run_steps.Steps, "read", noting)
+    monkeypatch.setattr(loop, "must_read", noting)
     return unread
 
 
@@ -96,25 +97,25 @@ def test_steps_that_the_host_decides_on_are_read_at_once(
     recipe: Path, tmp_path: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As RoundedAdamW's are, bitsandbytes' and DeepSpeed's."""
-    monkeypatch.setattr("finetune.training.step.optimizer_step.updates_on_device", lambda *_: False)
+    monkeypatch.setattr("finetune.training.update.updates_on_device", lambda *_: False)
     assert run(recipe, tmp_path / "run") == 0
     assert ahead == [1] * STEPS
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """A gradient that is not a number in this step of the training, counted from 1."""
-    original, calls = run_steps.optimizer_step, []
+    original, calls = loop.optimizer_step, []
 
-    def spoilt(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> StepInFlight:
+    def spoilt(parts: Any, *args: Any, **kwargs: Any) -> PendingStep:
         calls.append(1)
-        trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        trained = next(parameter for parameter in parts.model.parameters() if parameter.requires_grad)
         hook = trained.register_hook(lambda gradient: gradient * (math.nan if len(calls) == at else 1.0))
         try:
-            return original(accelerator, model, *args, **kwargs)
+            return original(parts, *args, **kwargs)
         finally:
             hook.remove()
 
-    monkeypatch.setattr(run_steps, "optimizer_step", spoilt)
+    monkeypatch.setattr(loop, "optimizer_step", spoilt)
 
 
 # Step 2 is read when step 3 has begun; 3 is before an evaluation, 5 before a save, 7 the last.
@@ -149,16 +150,16 @@ def test_a_bad_step_is_named_and_nothing_of_it_is_kept(
 def test_a_signal_is_seen_a_step_later_and_the_run_continues_bitwise(
     recipe: Path, tmp_path: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = run_steps.optimizer_step, []
+    original, calls = loop.optimizer_step, []
 
-    def stops(*args: Any, **kwargs: Any) -> StepInFlight:
+    def stops(*args: Any, **kwargs: Any) -> PendingStep:
         calls.append(1)
         if len(calls) == 1:  # the flag of step 1 is taken by then
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_steps, "optimizer_step", stops)
+        patch.setattr(loop, "optimizer_step", stops)
         assert run(recipe, tmp_path / "run") == 130
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["step"]) == ("stopped", 3), "step 2 carries the flag, step 3 had begun"

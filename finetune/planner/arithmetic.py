@@ -8,7 +8,7 @@ from typing import Any
 from finetune.closed_form.constants import FLOAT32, HALF, loss_chunk_rows
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.shape import FAMILIES, Shape, adapter_weights, shape_of
-from finetune.planner.variants import changed
+from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe

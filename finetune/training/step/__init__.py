@@ -1,4 +1,0 @@
-"""One optimizer step: its gradients, its update, its batches and random numbers, and the record of it.
-
-May import: what `training` may.
-"""
