@@ -227,9 +227,15 @@ def test_all_gpus_are_taken(proved: Proved) -> None:
     ],
 )
 def test_what_is_wrong_is_found(name: str, change: dict[str, Any], words: str, proved: Proved, tmp_path: Path) -> None:
-    report, _ = proved(gpus(1), **{name: change})
+    needed = proof = next(proof for proof in plan_proofs(gpus(1)) if proof.folder_name == name)
+    names = [proof.name]
+    while needed.of:  # the proofs that it is compared with
+        needed = next(other for other in plan_proofs(gpus(1)) if other.name == needed.of)
+        names.append(needed.name)
+    report, _ = proved(gpus(1), [other for other in plan_proofs(gpus(1)) if other.name in names], **{name: change})
     failed = states(report)["failed"]
-    assert failed == [name.replace("_", " ")]
+    assert failed == [proof.name]
+    assert len(states(report)["ok"]) == len(names) - 1
     assert words in outcome_of(report, failed[0])["seen"]
     assert not report["ok"]
     assert report["folder"] == str(tmp_path)
