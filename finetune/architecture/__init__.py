@@ -1,4 +1,5 @@
-"""What a model computes: attention inside documents, the loss, and a trial of which architectures are trained rightly.
+"""A model's computation: attention inside documents, the loss, and a trial that finds which architectures train
+correctly.
 
 May import: recipe, files, errors.
 """

@@ -39,7 +39,7 @@ BLOCK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Attended:
-    """What a layer asks for, besides queries, keys and values."""
+    """A layer's request to attention, beside queries, keys and values."""
 
     lengths: tuple[int, ...]  # of the documents, or of what is attended to inside of them
     scale: float
@@ -161,12 +161,12 @@ def refuse_unknown(
     cap: float | None = None,
     dropout: float = 0.0,
 ) -> None:
-    """Raise FinetuneError, in one line, where a layer hands over what `varlen_attention` would leave out.
+    """Raise FinetuneError, in one line, if a layer hands over an argument that `varlen_attention` would leave out.
 
-    An argument that is None asks for nothing, so what a later release of transformers adds is refused from the first
-    model on that uses it. position_ids have a value, and queries and keys are already rotated by them; use_cache and
-    output_attentions are False in training; is_causal is what this attention is, unless it is False;
-    output_router_logits is for the routers of experts.
+    None asks for nothing. So an argument that a later transformers adds is refused with the first model that uses it.
+    Some arguments may have a value: position_ids, because queries and keys are already rotated by them; use_cache and
+    output_attentions, which are False in training; is_causal unless it is False, because this attention is causal;
+    output_router_logits, which is for experts' routers.
     """
     if cu_seq_lens is None:
         problem = "does not hand on where documents end (cu_seq_lens)"
@@ -205,7 +205,7 @@ def chunk_of(module: nn.Module) -> int | None:
 
 
 def _in_chunks(lengths: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
-    """Documents cut at multiples of `chunk`: (5, 20) in chunks of 8 is (5, 8, 8, 4)."""
+    """Cut documents at multiples of `chunk`: (5, 20) in chunks with 8 tokens is (5, 8, 8, 4)."""
     if chunk is None:
         return lengths
     return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
@@ -217,8 +217,9 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
-    """In float32 at least. 16-bit products go to oneDNN, which keeps 4 MB of kernels for each new document length and
-    which documents of a hundred tokens keep busy with calls: 16 ms forward and backward, 8 in float32 (docs/log.md)."""
+    """Compute in float32 at least. oneDNN takes 16-bit products, keeps 4 MB of kernels for each new document length,
+    and spends most of a short document's time on calls: 16 ms forward and backward, 8 in float32 (docs/log.md).
+    """
     result = _computed_in(query)  # read before autocast is off
     wide_query, wide_key, wide_value = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
     with torch.autocast("cpu", enabled=False):
@@ -272,11 +273,11 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: 
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
-    """One document whose every softmax has the head's sink among its scores.
+    """Attend within one document whose softmax also has the head's sink.
 
-    The sink is one more token before the first: a key that only meets one more column of the queries, the sink's score
-    over the scale, and a value of zeros. So the kernel needs to know of no sinks, and their gradient is its queries'.
-    Eight columns more rather than one, for kernels that want rows of 16 bytes.
+    The sink becomes one more token before the first. Its key meets only one more column of the queries, which holds the
+    sink's score over the scale; its value is zero. So the kernel needs no sinks, and their gradient is the column's
+    gradient. There are eight more columns rather than one, for kernels that want rows in 16 bytes.
     """
     assert asked.sinks is not None
     tokens, width = query.shape[2], value.shape[-1]
@@ -301,7 +302,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grou
 
 
 def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    """Which keys each query sees, [tokens, tokens], where the window is shorter than the document."""
+    """The keys that each query sees, [tokens, tokens], if the window is shorter than the document."""
     tokens = query.shape[2]
     if window is None or window >= tokens:
         return None
@@ -309,8 +310,9 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
-    """One document with capped scores, a block of queries at a time, each computed again in backward: what is held is
-    one block's scores, and not the document's [heads, tokens, tokens]."""
+    """Attend within one document with capped scores, one block of queries at a time, computed again in backward. So
+    only one block's scores are held, never [heads, tokens, tokens].
+    """
     heads, tokens = query.shape[1:3]
     step = max(1, BLOCK_BYTES // (4 * heads * tokens))
     blocks = []
@@ -325,7 +327,7 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped:
 
 
 def _capped_block(query: Tensor, key: Tensor, value: Tensor, offset: int, asked: Attended) -> Tensor:
-    """`offset`: how many keys come before that of the first query."""
+    """`offset`: the number of keys before the first query's."""
     assert asked.cap is not None
     capped = asked.cap * torch.tanh((query @ key.transpose(2, 3)).float() * (asked.scale / asked.cap))
     seen = torch.ones(capped.shape[2:], dtype=torch.bool, device=query.device).tril(offset)
@@ -341,5 +343,5 @@ def _computed_in(tensor: Tensor) -> torch.dtype:
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Not on a T4 or V100, whose memory-efficient kernel takes a document at a time just as well."""
+    """Not on a T4 or V100: their memory-efficient kernel takes one document at a time just as well."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE

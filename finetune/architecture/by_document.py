@@ -1,9 +1,9 @@
-"""Layers that carry something from token to token, run on one document of the flat row after another.
+"""Layers that carry a state from token to token run on one document after another.
 
 A short convolution, a gated delta rule or a state-space layer would carry its state from one document into the next.
-The kernels that take the documents' ends are on GPUs alone and differ in their names; the same layer on each document
-by itself is right everywhere. Which modules these are is found by the trial (trial.py), with the axes of positions
-among what they take and give.
+Kernels that take the documents' ends exist only on GPUs and have different names. Running the same layer on each
+document is right everywhere. The trial (trial.py) finds these modules, and the position axes among their inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Row:
 
 
 def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
-    """Have these modules of `model` run on each document of a row that comes with `document_lengths`.
+    """Run these modules on each document in a row that comes with `document_lengths`.
 
     Only instances change, so saving, generation and peft see the classes they know.
     """
@@ -78,7 +78,7 @@ def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
 
 
 def run_document_by_document(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` to which `run_by_document` was applied."""
+    """The modules that `run_by_document` was applied to."""
     return [module for module in model.modules() if hasattr(module, "finetune_documents")]
 
 
@@ -89,7 +89,7 @@ def checkpoint_contexts(model: nn.Module) -> Callable[[], Contexts] | None:
 
 
 def first_parameter(module: nn.Module) -> str:
-    """The name of the first argument of its class's forward, after the module itself."""
+    """The name of the first argument in its class's forward, after the module itself."""
     return list(inspect.signature(type(module).forward).parameters)[1]
 
 
@@ -135,7 +135,7 @@ def _cut(value: Any, mixer: Mixer, start: int, length: int, tokens: int, place: 
 
 
 def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: str = "") -> Any:
-    """What the whole row would have given, of what its documents gave."""
+    """Join the documents' outputs into the whole row's output."""
     first = parts[0]
     if isinstance(first, Tensor):
         # The state at the end of a row is that of no document, and the trial would have failed where it is used.

@@ -1,4 +1,4 @@
-"""Which architectures are trained rightly is found by a trial without data (trial.py), and not by a list of names."""
+"""Finds which architectures train correctly, by a trial without data (trial.py) and not by a list of names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DocumentLayout:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a trial found: what is wrong with training this architecture, or what it takes to do it right."""
+    """A trial's result: the reason why this architecture cannot be trained, or what correct training needs."""
 
     problem: str | None = None
     logits: LogitTransform = AS_IT_IS
@@ -56,10 +56,10 @@ class Computed:
 
 
 def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
-    """Raise FinetuneError, in one line with its remedy, where the recipe would train something else than it seems to.
+    """Raise FinetuneError, in one line with its remedy, if the recipe would train something other than it seems to.
 
-    Only the model's class and configuration are looked at, so its weights may be on meta. Returns what the forward
-    is to be taught.
+    It looks at the model's class and configuration only, so weights may be on meta. Returns the settings that the
+    forward needs.
     """
     name = type(model).__name__
     if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -79,8 +79,9 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
 
 
 def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
-    """The coefficient of the router's auxiliary loss: the recipe's; without one the model's own, where it says
-    `output_router_logits: true`, by which transformers adds that loss."""
+    """The auxiliary loss coefficient for routers: the recipe's, else the model's own if it sets `output_router_logits:
+    true`, with which transformers adds that loss.
+    """
     if recipe.model.router_aux_loss_coef is not None:
         return recipe.model.router_aux_loss_coef
     text = config.get_text_config()
@@ -139,7 +140,7 @@ def chosen_in(tried: _Tried) -> int | str:
 
 @lru_cache(maxsize=64)  # a planner builds the same model many times
 def computed_in_layout(tried: _Tried, layout: DocumentLayout) -> Computed:
-    """What training this architecture in this layout takes, or what is wrong with it."""
+    """The needs of this architecture in this layout, or the reason why it cannot be trained."""
     kind, config = tried.kind, tried.config
     mixers: tuple[Mixer, ...] = ()
     try:

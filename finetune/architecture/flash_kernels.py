@@ -1,10 +1,10 @@
-"""FlashAttention 3 and 4 in place of torch's own flash attention, where they are installed.
+"""FlashAttention 3 and 4 in place of torch's own flash attention, if they are installed.
 
-torch's variable-length attention is FlashAttention 2, and torch has a public switch by which another implementation
-answers in its place. Both of them are prototypes to torch (torch/nn/attention/_fa3.py and _fa4.py of 2.13, which also
-say for which GPUs they are). So one is taken after it has computed what torch's own kernel computes, forward and
-backward, for all that the model's layers ask for. And it is on in training steps alone: the switch changes
-`scaled_dot_product_attention` too, by which answers are generated.
+torch's variable-length attention is FlashAttention 2. torch has a public switch that lets another implementation answer
+instead. torch calls both prototypes (torch/nn/attention/_fa3.py and _fa4.py in 2.13, which also list their GPUs). So
+one is used only after it has matched torch's own kernel, forward and backward, on everything the model's layers ask
+for. It is on in training steps only, because the switch also changes `scaled_dot_product_attention`, which generates
+answers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ IMPLEMENTATIONS = (
 
 @dataclass
 class FlashKernel:
-    """What computes the packed attention of training steps on this GPU."""
+    """The kernel that computes packed attention in training steps on this GPU."""
 
     taken: Implementation | None = None  # None: torch's own
     difference: float = 0.0  # relative, of its results from those of torch's own
@@ -131,10 +131,10 @@ class FlashKernel:
 def choose_flash_kernel(
     recipe: Recipe, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
 ) -> FlashKernel:
-    """The first implementation that is installed, for this GPU and right; torch's own where there is none.
+    """The first implementation that is installed, made for this GPU, and right; otherwise torch's own.
 
     Args:
-        dtype: What attention is computed in.
+        dtype: The format that attention is computed in.
     """
     reasons, expands = [], None
     if recipe.model.attention in ("auto", "varlen") and device.type == "cuda" and dtype.itemsize == 2:
@@ -173,7 +173,7 @@ def _sharing(kind: str, shared: bool) -> Iterator[None]:
 
 
 def _installed(candidate: Implementation) -> bool:
-    """Whether its file is there; nothing is imported, which may take seconds, or fail."""
+    """Whether its file is there. Nothing is imported, because that may take seconds, or fail."""
     package, *inner = candidate.module.split(".")
     spec = util.find_spec(package)
     if spec is None or not inner:
@@ -206,7 +206,7 @@ def _unfit(candidate: Implementation, recipe: Recipe, device: torch.device, dtyp
 
 
 def _tried(candidate: Implementation, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> float | str:
-    """The largest difference from torch's own kernel, or what is wrong."""
+    """The largest difference from torch's own kernel, or the fault."""
     shapes = attention_shapes(type(model), model.config)
     if any(shape.dropout for shape in shapes):
         return "computes no dropout"

@@ -1,17 +1,16 @@
-"""Every path that is chosen for speed, compared once with what it stands for, before a run's first step.
+"""Compares every path that is chosen for speed with the library's path, once, before a run's first step.
 
 A run may compute its layers by torch's compiler, its adapters, norms and gates by the kit's own autograd, and its
-attention by a flash kernel. All of them are chosen without being asked for, and a wrong gradient shows in no loss until
-much later. So one forward of a few tokens runs through the model before the worst step. In it, each kind of fast module
-computes its output and all its gradients beside the library's own module, from the same inputs, the same random
-numbers and the same gradient of the output:
+attention by a flash kernel. The user asked for none of them, and a wrong gradient shows in no loss until much later. So
+one forward over a few tokens runs through the model before the worst step. In it, each kind of fast module computes its
+output and all gradients beside the library's module, from the same inputs, random numbers and output gradient:
 
     compiled layer       the layer without compiling
     own adapters         peft's forward
     own norms, gates     transformers' forward
     flash attention      one scaled-dot-product attention for each document
 
-A path that differs is left off: on the rank that sees it at once, and on all ranks after they have agreed.
+A path that differs is left off: at once on the rank that sees it, and on all ranks after they have agreed.
 """
 
 from __future__ import annotations
@@ -63,15 +62,15 @@ Call = Callable[..., Any]
 def compare_computations(
     found: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> Discrepancy:
-    """Compare outputs and gradients of two ways to compute the same.
+    """Compare outputs and gradients of two ways to compute one thing.
 
     Args:
         found, expected: Called with `inputs`; each returns a tensor, or tensors in tuples, lists and dictionaries.
         inputs: Those that require a gradient have theirs compared.
-        parameters: That both use, by name; gradients of those that are trained are compared.
+        parameters: Used by both, by name; the trained ones' gradients are compared.
 
-    A trained parameter that is exactly zero would hide the gradients of others: with lora_B = 0 that of lora_A is zero
-    whoever computes it. Such a parameter gets random values meanwhile.
+    A trained parameter that is exactly zero would hide other gradients: with lora_B = 0, lora_A's is zero however it is
+    computed. Such a parameter gets random values meanwhile.
     """
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     with torch.enable_grad(), _without_zeros(trained.values()):
@@ -123,7 +122,7 @@ def _slope(output: Tensor) -> Tensor:
 
 
 def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The number format of the products, as far as it can be told: the narrowest of those that take part."""
+    """The products' number format, as far as it can be told: the narrowest among the tensors."""
     kind = inputs[0].device.type
     formats = [each.dtype for each in (*inputs, *parameters.values()) if each.is_floating_point()]
     if torch.is_autocast_enabled(kind):
@@ -132,7 +131,7 @@ def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> 
 
 
 def _rounded_otherwise(inputs: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """The first input, each number of it by half a unit of its last place larger or smaller, and the others."""
+    """The inputs, with each number in the first one half a unit in the last place larger or smaller."""
     first, *others = inputs
     generator = torch.Generator().manual_seed(1)
     sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
@@ -155,8 +154,9 @@ def _relative(distance: float, length: float) -> float:
 
 @contextmanager
 def _without_zeros(parameters: Any) -> Iterator[None]:
-    """Within, parameters that are exactly zero are drawn as the weights of a linear layer. By their `data`: autograd,
-    which may have kept them, is not to count it as a change, and they are what they were before anyone sees them."""
+    """Within the block, parameters that are exactly zero get random values like a linear layer's. They are set through
+    `data`, so that autograd does not count a change. They are restored before anyone sees them.
+    """
     changed: list[tuple[Tensor, Tensor]] = []
     generator = torch.Generator().manual_seed(2)
     try:
@@ -182,7 +182,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Guard:
-    """What was compared, and what is left off."""
+    """The comparisons that were made, and the paths that are left off."""
 
     compared: dict[str, int] = field(default_factory=dict)  # kinds of modules, by path
     furthest: dict[str, float] = field(default_factory=dict)  # the largest difference, by path
@@ -202,10 +202,10 @@ class Guard:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[Callable[[nn.Module], bool]]:
-        """Within, the first call of each kind of fast module in `model`, and the first of each attention, is compared.
+        """Within the block, the first call of each kind of fast module, and of each attention, is compared.
 
-        Yields what ends that for the modules inside of another one, because the compiler is not to see who watches. It
-        returns whether all that was compared until then is right, so that the other module may be compared with it.
+        Yields a function that ends the watching for modules inside another one, because the compiler must not see the
+        watcher. It returns whether all comparisons so far are right, so that the outer module may be compared too.
         """
         watched: dict[nn.Module, tuple[str, Any]] = {}
         seen: set[Any] = set()

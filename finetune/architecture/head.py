@@ -1,4 +1,4 @@
-"""What a model makes of its last hidden states: one product with its head, and a scale or a soft cap at most."""
+"""The head: one product with the last hidden states, and at most a scale or a soft cap after it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ class AfterDecoder:
 
 
 def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) -> LogitTransform:
-    """What the operations after the decoder make of the head's product.
+    """Read the operations after the decoder as a scale or a cap on the head's product.
 
-    They must be one line: each takes what the one before it gave, and the weights of the head at most. Raises
-    Unsuitable at anything that is not the product, a scale by a number or a tanh, or in another order than scale,
-    tanh, scale.
+    They must be one line: each takes the previous result, and at most the head's weights. Raises Unsuitable for
+    anything other than the product, a scale by a number or a tanh, and for another order than scale, tanh, scale.
     """
     views: list[Tensor] = []
     current: Tensor | None = None

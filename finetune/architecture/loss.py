@@ -1,8 +1,8 @@
 """Summed token cross-entropy that never holds all logits.
 
-The language-model head of Llama 3 turns 8,192 tokens into 4.2 GB of float32 logits, and their gradient into as much
-again. Here the head is applied to a few hundred tokens at a time, and what backward needs, the gradient of the hidden
-states and of the head, is computed in the same pass, so that no logits outlive their chunk and nothing is recomputed.
+Llama 3's head turns 8,192 tokens into 4.2 GB of float32 logits, and their gradient takes as much again. Here the head
+is applied to a few hundred tokens at a time. The same pass computes the gradients that backward needs, for the hidden
+states and the head. So no logits outlive their chunk, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ TILE = 256
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model makes of its head's product z: `inner * z`, or `outer * tanh(inner * z)` where it is capped.
+    """A model's change to its head's product z: `inner * z`, or `outer * tanh(inner * z)` if it is capped.
 
-    A scale is `inner` (Granite, Cohere); a soft cap c is (1/c, c) (Gemma 2).
+    A scale is `inner` (Granite, Cohere). A soft cap c is (1/c, c) (Gemma 2).
     """
 
     inner: float = 1.0
     outer: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Logits of the head's float32 product, which is overwritten: by them, or by the tanh."""
+        """Turn the head's float32 product into logits, in place. With a cap the tanh stays there."""
         if self.inner != 1:
             logits.mul_(self.inner)
         return logits if self.outer is None else logits.tanh_() * self.outer
 
     def chain_(self, slope: Tensor, overwritten: Tensor) -> Tensor:
-        """d loss / d product over d loss / d logits, both [chunk, vocabulary]; written over one of the arguments, of
-        which `overwritten` is what `apply_` left in its argument's place."""
+        """d loss / d product from d loss / d logits, both [chunk, vocabulary]. It overwrites one argument;
+        `overwritten` is what `apply_` left in its argument's place.
+        """
         if self.outer is not None:
             slope = overwritten.square_().neg_().add_(1).mul_(slope).mul_(self.outer)
         return slope if self.inner == 1 else slope.mul_(self.inner)
@@ -73,16 +74,19 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum over supervised positions of -log softmax(transform(hidden @ weight.T + bias))[target].
 
-    hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with -100 where nothing is
-    learned, already shifted; supervised: int64, where it is not -100, counted over all of [...] flattened. Where
-    that is given, the head is applied to those positions and no others: of a conversation, to the answers alone.
-    Rows of `own` stand in place of those of `weight`, without the bias, and without a copy of the whole.
-    Returns a float32 scalar. The matrix products run in autocast's dtype where autocast is on, else in `hidden`'s;
-    softmax, sum and the head's gradient accumulate in float32.
+    Args:
+        hidden: [..., hidden_size].
+        weight: [vocabulary, hidden_size].
+        targets: [...], already shifted; -100 where a position is not supervised.
+        supervised: int64, the flattened positions that are not -100. The head is applied to these alone: in a
+            conversation, to the answers.
+        own: Rows that replace rows of `weight`, without the bias, and without a copy of the whole.
 
-    Gradients are those of the summed loss, for one backward: neither `retain_graph` nor higher derivatives work. The
-    same idea as torch 2.13's chunked `linear_cross_entropy`, which torch 2.11 lacks and whose sum in bf16 is up to
-    3.8 % off.
+    Returns a float32 scalar. Matrix products run in autocast's dtype if autocast is on, else in `hidden`'s. Softmax,
+    sum and the head's gradient accumulate in float32.
+
+    Gradients are for one backward: neither `retain_graph` nor higher derivatives work. torch 2.13's chunked
+    `linear_cross_entropy` has the same idea, but torch 2.11 lacks it, and its sum in bf16 is up to 3.8 % off.
     """
     if torch.is_grad_enabled():
         ids, rows = own or (None, None)
@@ -92,12 +96,12 @@ def summed_cross_entropy(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Tokens to which the head is applied at a time: as many tiles as CHUNK_BYTES holds, one at least."""
+    """Tokens that the head is applied to at a time: as many tiles as fit CHUNK_BYTES, at least one."""
     return max(1, CHUNK_BYTES // (4 * vocabulary * TILE)) * TILE
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model below the head, whose forward gives the last hidden states."""
+    """The model below the head. Its forward gives the last hidden states."""
     base = model.base_model
     if base is model:  # Llama 4's text model has its family's prefix and a name of its own
         base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), base)
@@ -188,8 +192,9 @@ def _pass(
     transform: LogitTransform,
     wants: Sequence[bool],
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight, bias and own rows that are
-    wanted."""
+    """One pass over chunks of tokens: the loss, and the gradients that are wanted for hidden, weight, bias and own
+    rows.
+    """
     dtype, size = _compute_dtype(hidden), chunk_rows(weight.shape[0])
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -233,7 +238,7 @@ def _pass(
 
 
 class _Rows:
-    """Own rows in a pass over chunks: their products in place of the head's, and the gradient of each chunk added."""
+    """Own rows in a pass over chunks: their products replace the head's, and each chunk's gradient is added."""
 
     def __init__(self, own: OwnRows, dtype: torch.dtype, *, learn: bool) -> None:
         self._ids, self._weight = own.ids, own.weight.to(dtype)
@@ -276,10 +281,10 @@ def _add_product(total: Tensor, slope: Tensor, part: Tensor) -> None:
 def _loss_and_slope(
     product: Tensor, room: Tensor | None, target: Tensor, transform: LogitTransform, *, all_learned: bool, learn: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss, and where it is to `learn` d loss / d product, which takes the product's place.
+    """A chunk's summed loss, and with `learn` d loss / d product, which overwrites the product.
 
-    product: [chunk, vocabulary]; target: [chunk]; room: float32 [chunk or more, vocabulary] for its logits, None where
-    the product is float32 itself. Loss and gradient are of one softmax, computed in place.
+    product: [chunk, vocabulary]; target: [chunk]; room: float32 [chunk or more, vocabulary] for its logits, None if the
+    product is float32 itself. Loss and gradient share one softmax, computed in place.
     """
     wide = product if room is None else room[: len(product)].copy_(product)
     logits = transform.apply_(wide)  # one more such tensor where there is a cap

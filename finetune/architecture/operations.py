@@ -1,6 +1,6 @@
-"""What an operation of a forward on meta does with positions.
+"""How an operation in a forward on meta treats positions.
 
-The number of tokens is a prime that no axis of a model has, so an axis of that size is the axis of positions.
+The number of tokens is a prime that no axis in a model has. So an axis with that size is the position axis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNMIXED = {
 
 
 class Unsuitable(Exception):
-    """The kit would compute something wrongly for this architecture; the text says what."""
+    """The kit would compute something wrongly for this architecture; the text says why."""
 
 
 class Watching(TorchDispatchMode):
@@ -58,8 +58,9 @@ class Watching(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation answers. torch works out in Python what a sum of two tensors on meta looks like (0.2 ms);
-        layers that are alike ask for the same, so a new tensor is remembered by what it was made of."""
+        """The operation's result. torch takes 0.2 ms to work out in Python how a sum of two meta tensors looks. Similar
+        layers ask for the same, so results are remembered by their inputs.
+        """
         schema = func._schema
         new = not schema.is_mutable and [each.alias_info for each in schema.returns] == [None]
         key = (func, _form(args), _form(kwargs)) if new else ()
@@ -82,7 +83,7 @@ def _form(value: Any) -> Any:
 
 
 def mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether what is at one position comes to others by this operation."""
+    """Whether this operation brings one position's values to others."""
     if "convolution" in name or "scaled_dot_product" in name:
         return TOKENS in args[0].shape
     if name in SUMMED:
@@ -120,7 +121,7 @@ def placed_tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def token_axes(value: Any) -> dict[str, tuple[int, ...]]:
-    """Of each tensor of a nested value, by its place: the axes of positions."""
+    """The position axes of each tensor in a nested value, by its place."""
     return {
         where: tuple(axis for axis, size in enumerate(tensor.shape) if size == TOKENS)
         for where, tensor in placed_tensors(value)
@@ -128,7 +129,7 @@ def token_axes(value: Any) -> dict[str, tuple[int, ...]]:
 
 
 def place() -> str:
-    """The class of the library's module whose forward is running."""
+    """The library module's class whose forward is running."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")

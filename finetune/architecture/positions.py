@@ -1,4 +1,4 @@
-"""Which modules of a model bring positions together, found in one forward on meta."""
+"""Finds the modules that bring positions together, in one forward on meta."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTED = "counts positions"
 
 
 class Positions:
-    """Which modules of a model mix positions, and what each module takes and gives."""
+    """The modules that mix positions, with each one's inputs and outputs."""
 
     def __init__(self, model: PreTrainedModel, positions: Tensor, mixers: Sequence[Mixer] = ()) -> None:
         """`mixers` are run document by document here, and cut and join rows for that."""
@@ -69,7 +69,7 @@ class Positions:
         return self.running[-1] if self.running else ""
 
     def outermost(self) -> list[str]:
-        """Paths of the modules that mix positions, without those inside of another."""
+        """Paths of the modules that mix positions, without those inside another one."""
 
         def inside(path: str, other: str) -> bool:
             return path != other and (not other or path.startswith(f"{other}."))
@@ -90,7 +90,7 @@ class Positions:
         return self.problem(self.outermost()[0])
 
     def problem(self, path: str) -> str:
-        """In words, what this module does."""
+        """A sentence about this module's fault."""
         kind = type(self.model.get_submodule(path)).__name__
         operations = sorted(self.found[path] - {COUNTED})
         if not operations:

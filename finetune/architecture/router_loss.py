@@ -1,14 +1,15 @@
-"""The auxiliary loss that keeps a mixture of experts balanced, of one document at a time.
+"""The auxiliary loss that keeps a mixture of experts balanced, computed for one document at a time.
 
-transformers takes it over whatever a batch holds: experts x the sum over experts of the choices of an expert per token
-x its mean probability. A product of two means changes with the split of a batch. Here both means are of one document,
-over its tokens and all layers with a router, as the library's own function gives them where a batch is that document;
-the loss of a step is then a sum over documents like its cross-entropy, for any split:
+transformers computes it over a whole batch: the number of experts times the sum over experts of (choices per token x
+mean probability). A product of two means changes with the split of a batch. Here both means are over one document, its
+tokens and all layers with a router, as the library's own function gives them for a batch with that document alone. A
+step's loss is then a sum over documents like its cross-entropy, for any split:
 
-    sum over documents d of (cross-entropy summed over d + coefficient x learned(d) x auxiliary(d))
-    divided by the sum of learned(d)
+    sum over documents d of (cross-entropy summed over d + coefficient x supervised(d) x auxiliary(d))
+    divided by the sum of supervised(d)
 
-with learned(d) the supervised tokens of d: the mean of the library's loss of each document, weighted by these tokens.
+supervised(d) is the number of supervised tokens in d. So this is the mean of the library's losses for single documents,
+weighted by these tokens.
 """
 
 from __future__ import annotations

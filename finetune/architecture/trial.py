@@ -1,15 +1,14 @@
-"""One forward of an architecture on meta, without weights or memory, with every operation examined.
+"""One forward of an architecture on meta, without weights or memory, that examines every operation.
 
-A micro-batch holds several documents in one row, so nothing in a decoder but its attention may mix positions, and
-the attention must be the one that the kit puts in its place. That is a property of the computation: a model built anew
-on meta runs one forward, and these are found, whatever the model is called:
-- a module that mixes positions outside of transformers' attention interface: a convolution, a recurrence, linear
-  attention; where it can be run on one document after another, it is (by_document.py);
-- an attention of the model's own, which takes a mask that the kit's layout has not;
-- positions that are not those of the batch;
-- an attention that asks for what document-isolated attention does not compute, or whose window is only in a mask;
-- what becomes of the head's product with the decoder's last hidden states: a scale or a soft cap, which the loss then
-  computes (head.py), or anything else.
+A micro-batch holds several documents in one row. So in a decoder only attention may mix positions, and it must be the
+kit's attention. This is a property of the computation, so no list of names is needed. One forward of a new model on
+meta finds:
+- a module that mixes positions outside transformers' attention interface: a convolution, a recurrence, linear
+  attention; if it can run on one document after another, it does (by_document.py);
+- a model's own attention with a mask that the kit's layout does not have;
+- positions that are not the batch's;
+- an attention with a request that document-isolated attention does not support, or with a window only in a mask;
+- the operations on the head's product: a scale or a soft cap, which the loss then computes (head.py), or anything else.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
 
 
 def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> tuple[Mixer, ...]:
-    """Check that documents of one row do not see each other outside of transformers' attention.
+    """Check that documents in one row do not see each other outside transformers' attention.
 
     Args:
-        isolated: Check the attention too: it is the kit's own, and computes all that the layers ask of it. Then
-            modules that mix positions are returned, which are to be run on one document after another.
+        isolated: Check the attention too: it is the kit's own and supports all that the layers ask for. Then returns
+            the modules that mix positions and must run on one document after another.
     """
     calls: list[tuple[nn.Module, int | None]] = []
 
@@ -128,8 +127,9 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
 
 
 def _refuse_masked(kind: Architecture, config: PreTrainedConfig, seen: Positions) -> None:
-    """Refuse an attention of the model's own: in the library's layout it is given a mask, and here it would see what
-    comes after a token. One that only counts its positions takes them from the documents."""
+    """Refuse a model's own attention: in the library's layout it gets a mask, and here it would see later tokens. One
+    that only counts positions takes them from the documents.
+    """
     _register_masks(lambda *_: None)
     model = _structure(kind, config, MASKED)
     masked = _run(model, _batch())
@@ -140,9 +140,9 @@ def _refuse_masked(kind: Architecture, config: PreTrainedConfig, seen: Positions
 
 
 def check_masks_isolate(kind: Architecture, config: PreTrainedConfig) -> None:
-    """Check that the masks that transformers makes for this architecture isolate the documents of a row: the model
-    passes the positions to the mask function, which finds in them where documents begin, and then forbids to skip a
-    causal mask."""
+    """Check that transformers' masks for this architecture isolate the documents in a row. The model must pass
+    positions to the mask function, which finds there where documents begin, and then does not skip a causal mask.
+    """
 
     def look(attention_mask: Tensor | None) -> None:
         if not getattr(attention_mask, "isolates", False):
@@ -155,7 +155,7 @@ def check_masks_isolate(kind: Architecture, config: PreTrainedConfig) -> None:
 
 
 def _register_masks(look: Callable[[Tensor | None], None]) -> None:
-    """Make `MASKED` known: an attention with masks, each of which is shown to `look`."""
+    """Register `MASKED`: an attention with masks, each of which is passed to `look`."""
 
     def mask(*, batch_size: int, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **_: Any) -> Tensor:
         empty: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
@@ -175,12 +175,12 @@ def _register_masks(look: Callable[[Tensor | None], None]) -> None:
 def check_head_is_last(
     kind: Architecture, config: PreTrainedConfig, implementation: str | None, *, decoder_ran: bool = False
 ) -> LogitTransform:
-    """Check that the logits are the head applied to the decoder's last hidden states: one product, and nothing after it
-    but what is returned.
+    """Check that the logits are the head's product with the decoder's last hidden states, with nothing after it except
+    the returned transform.
 
     Args:
-        implementation: transformers' name of the attention; None and the names of kernels that need a GPU: any.
-        decoder_ran: All layers have been run (`check_documents_isolated`); a few of them do here, for 48 take a second.
+        implementation: transformers' name for the attention; None and names of GPU kernels: any.
+        decoder_ran: All layers have run (`check_documents_isolated`). A few are enough here, because 48 take a second.
     """
     if decoder_ran and implementation is None:
         with suppress(Exception):  # of a model that asks for all of its layers; and what is wrong the whole one says
@@ -231,8 +231,9 @@ class _CountsOnMeta(TorchFunctionMode):
 
 
 def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
-    """How many experts a token goes to. Raises Unsuitable where transformers has no auxiliary loss for this
-    architecture, or one of other sizes than the choice among the logits of each router."""
+    """The number of experts per token. Raises Unsuitable if transformers has no auxiliary loss for this architecture,
+    or one with other sizes than the choice among each router's logits.
+    """
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return _answer(query, value), None
@@ -253,7 +254,7 @@ def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
 
 
 def attention_shapes(kind: Architecture, config: PreTrainedConfig) -> set[AttentionShape]:
-    """What the layers ask of their attention, but for those whose scores are capped, which no kernel computes."""
+    """The layers' requests to their attention, without those with capped scores, which no kernel computes."""
     found = set()
 
     def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **asked: Any) -> tuple[Tensor, None]:
@@ -275,7 +276,7 @@ def _not_causal(module: nn.Module, _: Any) -> None:
 
 
 def _structure(kind: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
-    """The architecture on meta. Not by from_config: under ZeRO-3 that would shard what is built."""
+    """The architecture on meta. Not by from_config: under ZeRO-3 that would shard the new model."""
     config = copy.deepcopy(config)
     config._attn_implementation = implementation  # as from_config sets it; sections of the configuration take it over
     if getattr(config.get_text_config(), "output_router_logits", False):  # its auxiliary loss is looked at on its own

@@ -1,10 +1,10 @@
-"""torch's variable-length flash attention on a GPU, and attention sinks, which it does not know.
+"""torch's variable-length flash attention on a GPU, with attention sinks, which it does not know.
 
-With a sink s among the scores of a softmax whose log-sum-exp is L, the output o becomes o * exp(L - M) with
-M = log(exp(L) + exp(s)): the kernel's result is corrected after it. The kernel's own backward would leave out that the
-correction depends on the scores. But it computes each probability as exp(score - log-sum-exp) and takes from the
-output only its product with the gradient, so given the corrected output and M it returns the gradients of attention
-with sinks. The sink's is minus its share of the softmax times that product.
+A sink s joins the scores of a softmax whose log-sum-exp is L. The output o then becomes o * exp(L - M) with M =
+log(exp(L) + exp(s)), so the kernel's result is corrected afterwards. The kernel's backward would ignore that the
+correction depends on the scores. But it computes each probability as exp(score - log-sum-exp), and uses the output only
+in a product with the gradient. So with the corrected output and M it returns the right gradients for attention with
+sinks. The sink's gradient is minus its share of the softmax times that product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARED_KEYS: dict[str, bool] = {"cuda": False}
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What layers of one kind ask of their attention."""
+    """The request of one kind of layer to its attention."""
 
     heads: int
     kv_heads: int

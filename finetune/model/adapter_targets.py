@@ -45,10 +45,10 @@ class Targets:
 
 
 def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
-    """What `lora` means in this model; all-linear as its layers by path and its experts by kind.
+    """peft's targets for `lora` in this model. all-linear becomes layers by path and experts by kind.
 
-    Not by peft's own all-linear, which adds experts and routers for some architectures, and layers of vision towers.
-    Raises FinetuneError where experts are reached that its other settings cannot adapt.
+    peft's own all-linear is not used: it adds experts and routers for some architectures, and layers in vision towers.
+    Raises FinetuneError if experts are reached that the other settings cannot adapt.
     """
     if lora.target_modules != "all-linear":
         return Targets(lora.target_modules, lora.target_parameters or [])
@@ -64,8 +64,9 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """The language model's linear layers by path, without the head, routers that answer more than one tensor, and what
-    kernels read past any adapter."""
+    """The language model's linear layers by path. Left out: the head, routers that return more than one tensor, and
+    layers that kernels read without any adapter.
+    """
     head, inside, past = model.get_output_embeddings(), language_paths(model), set(_read_by_kernels(model))
     found = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
     return {
@@ -76,8 +77,9 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _read_by_kernels(model: nn.Module) -> Iterator[str]:
-    """Layers of Mamba mixers, which alone have A_log and D: their fused kernels take the weights of all but in_proj
-    themselves, so that an adapter beside such a layer is not in the computation."""
+    """Layers in Mamba mixers, the only modules with A_log and D. Their fused kernels read all weights except in_proj's
+    directly, so an adapter beside such a layer would not be computed.
+    """
     for path, mixer in model.named_modules():
         if hasattr(mixer, "A_log") and hasattr(mixer, "D"):
             yield from (f"{path}.{name}" for name, _ in mixer.named_children() if name != "in_proj")
@@ -96,7 +98,7 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def part_of(model: PreTrainedModel) -> str | None:
-    """The kind of multimodal model whose text part this one is; None for any other."""
+    """The multimodal model's kind if this is its text part; None for any other model."""
     config = getattr(model, "finetune_whole", None)
     return None if config is None else str(config.model_type)
 
@@ -108,7 +110,7 @@ def language_paths(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def language_model_path(model: PreTrainedModel) -> str:
-    """Where the decoder of a multimodal model is; empty for a model of text alone."""
+    """The path of a multimodal model's decoder; empty for a text model."""
     if model.config.get_text_config() is model.config:
         return ""
     decoder = model.get_decoder()
@@ -127,7 +129,7 @@ def is_excluded(lora: Lora, path: str) -> bool:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it is a quantised layer, whose weight is packed bytes."""
+    """Whether this is a quantised layer with packed bytes as its weight."""
     return type(module).__module__.startswith("bitsandbytes.")
 
 
@@ -172,7 +174,7 @@ def named_targets(model: PreTrainedModel, lora: Lora, targets: Targets) -> set[s
 
 
 def names_near(name: str, others: Iterable[str]) -> str:
-    """What to write in place of a name: those of `others` that are like it, else the first of them."""
+    """A hint for a wrong name: similar names among `others`, or the first ones."""
     known = list(dict.fromkeys(others))
     last = {other.rpartition(".")[2]: other for other in reversed(known)}
     close = get_close_matches(name, known, n=3) or [
@@ -188,7 +190,7 @@ def _ends(path: str) -> Iterator[str]:
 
 
 def _names(lora: Lora) -> Iterator[tuple[str, str, str]]:
-    """Place, name, and the pattern by which peft looks for it in the path of a module."""
+    """Place, name, and the pattern that peft matches with a module's path."""
     targets = lora.target_modules
     if isinstance(targets, list):
         for name in targets:
@@ -212,7 +214,7 @@ def _names(lora: Lora) -> Iterator[tuple[str, str, str]]:
 
 
 def _packed(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
-    """Parameters of quantised layers, whose packed bytes peft would take for numbers."""
+    """Parameters of quantised layers. peft would take their packed bytes for numbers."""
     for name in lora.target_parameters or ():
         for path in ends_of([path for path, _ in model.named_parameters()], name):
             layer = path.rpartition(".")[0]
@@ -225,7 +227,7 @@ def _packed(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
 
 
 def _beyond(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
-    """Targets outside of the language model, which rows of text never train."""
+    """Targets outside the language model, because rows of text never train them."""
     place, inside = language_model_path(model), language_paths(model)
     targets = lora.target_modules
     if not place or targets == "all-linear":
@@ -253,7 +255,7 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _remedy(name: str, model: PreTrainedModel) -> str:
-    """What to write instead: the last part of a path, as lists of names have it."""
+    """The text to write instead: the last part of a path, as lists of names have it."""
     inside, head = language_paths(model), _head(model)
     text = [(path, module) for path, module in model.named_modules() if path and (inside(path) or module is head)]
     kinds = {path.rpartition(".")[2]: module for path, module in text}
@@ -289,12 +291,12 @@ def base_path(path: str) -> str:
 
 
 def reach(model: nn.Module, base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, Any]:
-    """For the receipt: how many modules of each name have an adapter, the share of the matrices' weights in them, and
-    what is left out with its share.
+    """Facts for the receipt: adapted modules by name, their share of the matrix weights, and each left-out kind with
+    its share.
 
     Args:
         model: With adapters, maybe sharded; `base` is the transformers model in it.
-        numel: Elements of a parameter that is not packed, which an engine may hold in part.
+        numel: Counts the elements of an unpacked parameter, which an engine may hold in part.
     """
     adapted = adapted_paths(model)
     matrices = _matrices(base, numel)
@@ -329,14 +331,14 @@ def describe_reach(receipt: dict[str, Any]) -> str:
 
 
 def _short(path: str) -> str:
-    """The last name; of a parameter the last two, as it has no module of its own name."""
+    """The last name. For a parameter the last two, because it has no module with its own name."""
     *before, last = path.split(".")
     parameter = last == "weight" or (bool(before) and "expert" in before[-1])
     return ".".join([*before[-1:], last]) if parameter else last
 
 
 def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, int]:
-    """The weights of each matrix of the language model's layers, by the path of its layer or parameter."""
+    """The number of weights in each matrix of the language model's layers, by its layer's or parameter's path."""
     found, inside = {}, language_paths(base)
     ends = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
     for path, module in base.named_modules():

@@ -1,4 +1,4 @@
-"""Adapters put into a model by peft, and what was put in compared with what the recipe's `lora` names."""
+"""Puts adapters into a model with peft, and compares the result with the recipe's `lora`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from finetune.recipe.schema import Lora
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: Sequence[int] = ()) -> nn.Module:
-    """peft's model around this one, which is changed in place.
+    """Wrap this model, which is changed in place, with peft.
 
     Args:
-        new_rows: Of embeddings and head, to be trained too, beginning with what they hold.
+        new_rows: Rows of embeddings and head that are trained too, starting from their present values.
 
-    Raises FinetuneError where a name of `lora` means nothing here, or another thing to peft than to the recipe.
+    Raises FinetuneError if a name in `lora` means nothing here, or means something else to peft than to the recipe.
     """
     from peft import get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -86,9 +86,9 @@ def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
 
 
 def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: Sequence[int]) -> dict[str, list[int]]:
-    """peft's `trainable_token_indices`: the rows of the embeddings, and of the head where it is not tied to them.
+    """peft's `trainable_token_indices`: rows of the embeddings, and of the head if it is not tied to them.
 
-    Raises FinetuneError where peft would train them in another way, or leave something out.
+    Raises FinetuneError if peft would train them differently, or leave something out.
     """
     embeddings: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -136,7 +136,7 @@ def _head_forward(
     supervised: Tensor | None = None,
     transform: LogitTransform = AS_IT_IS,
 ) -> Tensor:
-    """Of peft's wrapper of the head: as architecture/loss.py has it of a plain one."""
+    """The forward for peft's wrapper around the head, as architecture/loss.py has it for a plain head."""
     if shift_labels is None:
         logits: Tensor = type(head).forward(head, hidden)
         return logits
@@ -159,7 +159,7 @@ def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:
 
 
 def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
-    """Raise FinetuneError for a key that fits no adapter, or only without the .weight under which peft has it."""
+    """Raise FinetuneError for a key that fits no adapter, or that fits only without peft's `.weight`."""
     mistakes = []
     for place, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for key in patterns:
@@ -179,8 +179,9 @@ def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
 
 
 def _refuse_other_names(adapted: Any, architecture: str) -> None:
-    """peft 0.21 renames an adapter's tensors when it loads them, by rules for checkpoints of transformers 4; those that
-    it has just made must stay what they are, else a load would silently leave them out."""
+    """Check that peft keeps the adapter's tensor names. peft 0.21 renames tensors at loading, by rules for transformers
+    4 checkpoints. If it renamed the ones it just made, a load would silently leave them out.
+    """
     from peft import get_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
@@ -194,8 +195,9 @@ def _refuse_other_names(adapted: Any, architecture: str) -> None:
 
 
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:
-    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight they adapt,
-    or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
+    """Give adapters on meta the number format that peft gives them on a rank with weights: the adapted weight's format,
+    or a 4-bit layer's compute format. peft 0.21 leaves meta out, and ranks would disagree on their shards.
+    """
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -213,8 +215,9 @@ def _adapters_as_elsewhere(adapted: nn.Module) -> None:
 
 @contextmanager
 def silenced_peft() -> Iterator[None]:
-    """Within, none of peft 0.21's warnings that a user cannot act on: it asks transformers 5.2x by a deprecated name,
-    and looks for ranks of parameters among modules alone; our own check looks among both."""
+    """Within the block, hide peft 0.21's warnings that a user cannot act on. It asks transformers 5.2x by a deprecated
+    name, and looks for ranks of parameters among modules alone. Our own check looks among both.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")

@@ -44,9 +44,9 @@ Load = Callable[..., PreTrainedModel]
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base model, with its chat template and the recipe's new tokens.
+    """The base model's tokenizer, with its chat template and the recipe's new tokens.
 
-    Raises FinetuneError when there is none, or it has one of these tokens already.
+    Raises FinetuneError if there is none, or if it already has one of these tokens.
     """
     with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
         tokenizer = read_tokenizer(recipe.model)
@@ -92,17 +92,17 @@ def build_model(
 
 
 def plain_structure(recipe: Recipe) -> PreTrainedModel:
-    """The base model on meta, not quantised, with eager attention, which every architecture can be built with."""
+    """The base model on meta, not quantised, with eager attention, because every architecture supports that."""
     section = recipe.model.model_copy(update={"attention": "eager"})
     return structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
 
 
 def refuse_early(recipe: Recipe, base: PreTrainedModel | None = None) -> nn.Module:
-    """The model on meta, before weights are read and data prepared. Raises what `build_model` would raise of the
-    architecture and of the names in `lora`. 1 s of CPU time for Llama 8B with adapters.
+    """Build the model on meta, before weights are read and data prepared. Raises what `build_model` would raise about
+    the architecture and the names in `lora`. It takes 1 s of CPU time for Llama 8B with adapters.
 
     Args:
-        base: The recipe's `plain_structure`, where there is one already.
+        base: The recipe's `plain_structure`, if it exists already.
     """
     refuse_unsuitable(base or plain_structure(recipe), recipe)
     widening(configuration(recipe), recipe)
@@ -132,14 +132,14 @@ def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
 def load_base(
     recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, path: str | None = None
 ) -> PreTrainedModel:
-    """The library's model with the weights of the recipe's base, quantised where the recipe says so; of a multimodal
-    base its text part.
+    """The library's model with the recipe's base weights, quantised if the recipe says so. For a multimodal base, its
+    text part.
 
     Args:
-        dtype: Of the weights; None: as the recipe trains them.
-        path: A folder of other weights of the same architecture.
+        dtype: The weights' format; None: as the recipe trains them.
+        path: A folder with other weights for this architecture.
 
-    Raises FinetuneError when weights are missing, unexpected or not safetensors.
+    Raises FinetuneError if weights are missing, unexpected or not safetensors.
     """
     section = recipe.model
     options = _common_options(recipe, dtype) | {"use_safetensors": True, "output_loading_info": True}
@@ -237,13 +237,13 @@ def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
 
 
 def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda mixer: mixer) -> None:
-    """Keep quantised weights as they were loaded, and check that no other code than their layers' reads them.
+    """Keep quantised weights as they were loaded, and check that only their layers read them.
 
     Args:
-        ready: Gives a module whose layers can compute, for one whose cannot yet.
+        ready: Returns a module whose layers can compute, for one whose layers cannot yet.
 
-    On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales
-    rounded to bfloat16: training would continue from other weights (tests/model/test_quantization.py). Raises
+    On a CPU with AVX512-BF16, bitsandbytes 0.50's first evaluation repacks every 4-bit weight permanently and rounds
+    its scales to bfloat16. Training would continue from other weights (tests/model/test_quantization.py). Raises
     EnvironmentMismatch.
     """
     for layer in quantized_layers(model):
@@ -259,8 +259,9 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
 
 
 def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]) -> None:
-    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. A mixer of each
-    class is run on two tokens. Raises EnvironmentMismatch."""
+    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. One mixer from each
+    class runs on two tokens. Raises EnvironmentMismatch.
+    """
     packed = set(quantized_layers(model))
     every: Iterable[Any] = model.modules()
     mixers = [each for each in every if hasattr(each, "A_log") and hasattr(each, "D") and hasattr(each, "in_proj")]

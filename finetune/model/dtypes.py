@@ -1,4 +1,4 @@
-"""Number formats by the names that recipes, receipts and files use; and those in which weights are stored."""
+"""Number formats by the names in recipes, receipts and files, and the formats that weights are stored in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOUR_BIT = tuple(f"bnb_4bit_{key}" for key in ("quant_type", "use_double_quant",
 
 
 def widening(config: PreTrainedConfig, recipe: Recipe) -> Any:
-    """What `from_pretrained` is told so that weights stored in fewer bits are read in 16; None for all others.
+    """Arguments for `from_pretrained` that read weights stored in fewer bits as 16 bits; None for all others.
 
     Raises FinetuneError, in one line, for weights in a format that cannot be trained, or that is not the recipe's.
     """

@@ -1,7 +1,7 @@
-"""Answers of a model to prompts: the samples before and after training, and what `finetune chat` streams.
+"""A model's answers to prompts: the samples before and after training, and the stream in `finetune chat`.
 
-Training runs under an attention without a cache; answering borrows the model for a while with transformers' own
-kernel, and gives it back as it was.
+Training runs under an attention without a cache. Answering borrows the model for a while with transformers' own kernel,
+and returns it unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 @contextmanager
 def answering(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in evaluation mode and under an attention of transformers' own, for the time of the block."""
+    """Within the block, the model is in evaluation mode and under transformers' own attention."""
     inner = decoder_parts(model)
     trained_with, was_training = inner.config._attn_implementation, model.training
     use_librarys(inner)
@@ -66,13 +66,13 @@ def greedy_answers(
 ) -> list[str]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
-    For models whose rows may be padded, as `probe/padding.py` finds out; each answer is then the one that `answer`
-    gives, up to rounding.
+    Use it for models whose rows may be padded, as `probe/padding.py` finds out. Each answer then equals `answer`'s, up
+    to rounding.
 
     Args:
-        device: Of the computation; weights may be in host memory.
-        together: Every rank of several asks the same: all of them run forwards until the last one has its answers.
-        cached: Keys and values are kept; without, all tokens are computed again for each new one.
+        device: Computes the answers; weights may be in host memory.
+        together: All ranks ask the same prompts and run forwards until the last one has its answers.
+        cached: Keys and values are kept; otherwise each new token computes all tokens again.
     """
     batch = left_padded(prompts, device)
     options = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
@@ -82,8 +82,8 @@ def greedy_answers(
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, int64 [prompts, longest], each prompt at the end of its row.
 
-    A row is padded with its own first token: penalties for repeated tokens, which a model's generation settings may
-    ask for, look at the padding too, and the usual padding token is often the one that ends an answer.
+    A row is padded with its own first token. Penalties for repeated tokens, which generation settings may ask for, look
+    at the padding too, and the usual padding token is often the one that ends an answer.
     """
     longest = max(map(len, prompts))
     rows = [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -95,7 +95,7 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[
 
 
 def computing_device(model: nn.Module) -> torch.device:
-    """The device of a model that is not sharded: of its buffers, or of its weights where it has none (GPT-2, OPT)."""
+    """An unsharded model's device: its buffers', or its weights' if it has no buffers (GPT-2, OPT)."""
     return next(chain(model.buffers(), model.parameters())).device
 
 
@@ -116,7 +116,7 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
 
 
 def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Each row's answer, up to the token that ends it: what follows pads a row that ended before the others."""
+    """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
     ends = set(end_tokens(model, tokenizer))
     texts = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
@@ -126,7 +126,7 @@ def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and those of the model's generation settings."""
+    """Tokens that end an answer, from the tokenizer and the model's generation settings."""
     config = getattr(decoder_parts(model), "generation_config", None)
     listed = getattr(config, "eos_token_id", None)
     ends = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}

@@ -62,12 +62,12 @@ FAMILIES_NAMED = ("llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b")  # of
 
 
 def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
-    """The real model's configuration, as config.json has it, and where it was found.
+    """The real model's configuration, as in config.json, and where it was found.
 
-    Of a multimodal model it is that of its text part, where that is trained by itself, every default written out.
-    Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache, and then
-    asks the Hub for config.json and nothing else. Raises EnvironmentMismatch when it is nowhere, FinetuneError for a
-    package that is not there.
+    For a multimodal model whose text part is trained by itself, it is the text part's, with every default written out.
+    This looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache.
+    Then it asks the Hub for config.json and nothing else. Raises EnvironmentMismatch if it is nowhere, FinetuneError
+    for a missing package.
     """
     name = name_or_path
     if name.startswith(PREFIX):
@@ -95,9 +95,9 @@ def _as_number(content: dict[str, Any]) -> Any:
 
 
 def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
-    """config.json of a repository on the Hub, downloaded into the Hub's cache with the token of this machine.
+    """A Hub repository's config.json, downloaded into the Hub's cache with this machine's token.
 
-    Its head is asked for first, once: a download tries for half a minute where there is no network.
+    The file's head is requested first, once, because a download without a network tries for half a minute.
     """
     why, remedy = "", ""
     if ON_HUB.fullmatch(name) and not Path(name).exists():
@@ -149,8 +149,9 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
 
 
 def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
-    """The same with its number of layers, from which a plan of all of them is made. Raises FinetuneError without one:
-    Nemotron-H lists the kinds of its layers instead."""
+    """The configuration with its number of layers, from which a full plan is made. Raises FinetuneError if there is no
+    such number: Nemotron-H lists its layers' kinds instead.
+    """
     config, source = decoder_config(name_or_path, revision)
     if "num_hidden_layers" in config:
         return config, source
@@ -161,7 +162,7 @@ def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
 
 
 def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the architecture's own names of COMMON_NAMES replaced by these, which it takes as well."""
+    """The configuration with the architecture's own names replaced by those in COMMON_NAMES, which it accepts as well."""
     if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
         return config
     from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing

@@ -1,8 +1,8 @@
-"""Tokens that a recipe adds: known to its tokenizer, with rows in embeddings and head that begin as a mean.
+"""Tokens that a recipe adds: known to its tokenizer, with rows in embeddings and head that start as a mean.
 
-A new token's row is the mean of the rows of the pieces that its text was encoded into before: what the model read in
-its place so far. Under adapters these rows alone are trained, by peft's trainable tokens (adapters.py); else they are
-weights like all others.
+A new token's text was encoded into pieces before. Its row starts as the mean of those pieces' rows, which the model has
+read there so far. With adapters only these rows are trained, by peft's trainable tokens (adapters.py). Otherwise they
+are weights like all others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of embeddings and head that are new, and what each begins as."""
+    """The new rows in embeddings and head, and each one's starting value."""
 
     starts: Mapping[int, tuple[int, ...]]  # row -> the rows whose mean it is; none: of all rows that there were
     vocabulary: int  # rows in all
@@ -42,8 +42,9 @@ class NewRows:
 
 
 def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer that comes with the model. Raises FinetuneError for a tokenizer.json that is not usable, and what
-    transformers raises where there is none."""
+    """The model's tokenizer. Raises FinetuneError for an unusable tokenizer.json, and transformers' own error if there
+    is none.
+    """
     if (folder := folder_of(section.name_or_path, section.revision)) is not None:
         look_at_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -78,10 +79,10 @@ def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, section: ModelSection) 
 
 
 def new_rows(section: ModelSection, rows: int) -> NewRows | None:
-    """What the recipe's new tokens make of a model with `rows` rows by token; None where there are none.
+    """The recipe's new rows for a model with `rows` rows; None if there are none.
 
-    A vocabulary with room keeps its rows, and new tokens take some that no token had. Where a tokenizer counts further
-    than its model, the rows between begin as the mean of all.
+    A vocabulary with room keeps its size, and new tokens take rows that no token had. If a tokenizer counts further
+    than its model, the rows between start as the mean of all rows.
     """
     if not section.new_tokens:
         return None
@@ -133,7 +134,7 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
 
 @torch.no_grad()
 def _fill(tensor: Tensor, starts: Mapping[int, tuple[int, ...]], old: int) -> None:
-    """tensor: [rows, hidden] of embeddings or head, or [rows] of its bias. Means are taken in float32."""
+    """Fill a tensor: [rows, hidden] for embeddings or head, or [rows] for its bias. Means are computed in float32."""
     whole: Tensor | None = None
     for row, pieces in starts.items():
         if pieces:

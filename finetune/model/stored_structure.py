@@ -105,7 +105,7 @@ def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None 
 def unties(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether a folder's files hold two matrices that its config.json ties.
 
-    Imports torch only if several tensors have a row for each token, which few models have.
+    torch is imported only if several tensors have one row per token, which few models have.
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config

@@ -1,8 +1,8 @@
-"""The text part of a multimodal checkpoint: the language model inside it, and what its modules are called in the whole.
+"""The text part of a multimodal checkpoint: the language model inside it, and its module names in the whole model.
 
-Where transformers has a causal class for the text section of a configuration (Gemma 3 and 4, Mistral 3, Llama 4,
-Qwen 3.5), that class is trained, with the weights that the whole class loads. Where it has none (Qwen 2.5 VL and 3 VL)
-the whole class is trained on text, with adapters in its language model alone.
+If transformers has a causal class for a configuration's text section (Gemma 3 and 4, Mistral 3, Llama 4, Qwen 3.5),
+that class is trained, with the weights that the whole class loads. Otherwise (Qwen 2.5 VL and 3 VL) the whole class is
+trained on text, with adapters in its language model alone.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PEFT_PREFIX = "base_model.model."  # of peft's names in files
 
 @dataclass(frozen=True)
 class WholeNames:
-    """What the modules of a trained model are called in the whole one, which it may be itself, and in its files."""
+    """The names of a trained model's modules in the whole model, which may be itself, and in its files."""
 
     places: Mapping[str, str]  # path in the text part -> path in the whole model; none where it is trained as a whole
     whole: PreTrainedModel  # on meta
 
     def of(self, path: str) -> str:
-        """The path of a module or tensor of the text part in the whole model."""
+        """The path in the whole model for a module or tensor of the text part."""
         for own, there in self.places.items():
             if path == own or path.startswith(f"{own}."):
                 return there + path.removeprefix(own)
@@ -60,13 +60,13 @@ class WholeNames:
         return {self.of(path) for path in paths if self.of(path) != path}
 
     def in_file(self, path: str, files: Mapping[str, Any]) -> str:
-        """The name of a tensor among those of the whole model's `files`, which may have names of earlier releases."""
+        """A tensor's name among the whole model's `files`, which may have names from earlier releases."""
         name = self.of(path)
         return name if name in files else self._saved.get(name, name)
 
     @cached_property
     def _saved(self) -> Mapping[str, str]:
-        """The names under which transformers saves the whole model's tensors; without those that it takes apart."""
+        """The names under which transformers saves the whole model's tensors, without those that it takes apart."""
         tensors = self.whole.state_dict()
         with torch.no_grad():
             saved = {id(tensor): name for name, tensor in revert_weight_conversion(self.whole, tensors).items()}
@@ -85,9 +85,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def answering_part(model: PreTrainedModel) -> PreTrainedModel:
-    """What computes logits of text: `model` itself, or the causal model that Llama 4 has inside.
+    """The module that computes text logits: `model` itself, or the causal model inside Llama 4.
 
-    transformers 5.24 asks Llama 4's text model for outputs of pictures, which it has not: the whole model's forward
+    transformers 5.24 asks Llama 4's text model for image outputs, which it does not have: the whole model's forward
     raises for every input.
     """
     inner: PreTrainedModel = model.get_decoder()
@@ -95,7 +95,7 @@ def answering_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of what is trained: of a multimodal model its text section, where a causal class has one."""
+    """The trained model's configuration: a multimodal model's text section, if a causal class has one."""
     if not is_multimodal(config) or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     text: PreTrainedConfig = copy.deepcopy(config.text_config)
@@ -106,12 +106,12 @@ def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def text_alone(whole: PreTrainedModel, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
-    """The text part with the weights of the loaded model; nothing refers to the other parts any more.
+    """The text part with the loaded model's weights. Nothing refers to the other parts any more.
 
     Args:
-        quantization: By which the whole model's layers were quantised when they were loaded.
+        quantization: The settings with which the whole model's layers were quantised at loading.
 
-    Raises FinetuneError where the language model inside is another one than the text section's class has.
+    Raises FinetuneError if the language model inside differs from the text section's class.
     """
     stated = trained_config(whole.config).tie_word_embeddings
     part = _part_on_meta(whole)
@@ -145,7 +145,7 @@ def remember_whole(part: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
-    """The names of a text part in its whole model, which is built on meta; None for a model that is no part of one.
+    """A text part's names in its whole model, which is built on meta; None for a model that is no text part.
 
     Raises FinetuneError as `text_alone` does.
     """
@@ -162,11 +162,10 @@ def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
 
 
 def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
-    """Have plain peft load an exported adapter onto the text part and onto the whole model alike.
+    """Make an exported adapter load in plain peft onto the text part and onto the whole model.
 
-    peft looks for the names of the model at hand and passes over others, so each tensor is in the file by both of its
-    names: twice the bytes. Layers are named by a pattern of whole paths, for `q_proj` alone would mean a vision tower's
-    too.
+    peft looks for the present model's names and ignores others. So the file has each tensor under both names: twice the
+    bytes. Layers are named by a pattern for whole paths, because `q_proj` alone would mean a vision tower's too.
     """
     file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors = load_file(file)
@@ -192,7 +191,7 @@ def _copied(adapted: nn.Module) -> set[str]:
 
 
 def _reach_beyond(adapted: nn.Module, saved: Iterable[str], names: WholeNames) -> bool:
-    """Whether names of modules_to_save mean modules of other parts too, by peft's rule."""
+    """Whether names in modules_to_save match modules in other parts too, by peft's rule."""
     reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}
     return reached != set(map(names.of, _copied(adapted)))
 

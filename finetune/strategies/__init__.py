@@ -1,4 +1,4 @@
-"""A strategy is a way to build an Accelerator: DDP, FSDP2, ZeRO; and the receipt of what really runs.
+"""A strategy is a way to build an Accelerator: DDP, FSDP2, ZeRO. The receipt says what really runs.
 
-May import: model, launch, measure and what is below them.
+May import: model, launch, measure and everything below them.
 """

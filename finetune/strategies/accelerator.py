@@ -44,9 +44,9 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 
 def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
-    """Refuse, before anything is loaded, a launch that would not run what the recipe asks for.
+    """Refuse, before anything is loaded, a launch that would not run as the recipe asks.
 
-    Returns the strategy. Raises EnvironmentMismatch naming what was asked, what runs, and the remedy.
+    Returns the strategy. Raises EnvironmentMismatch with the request, the launch, and the remedy.
     """
     strategy = strategy_of(recipe)
     config = launch.config_file or _default_config(launch)
@@ -198,10 +198,10 @@ def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
-    """The Accelerator for this recipe, compared with what was asked for.
+    """The Accelerator for this recipe, compared with the request.
 
-    Accumulation stays 1: the loop collects the micro-batches of a step itself and divides once. Raises
-    EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
+    Accumulation stays 1: the loop collects a step's micro-batches itself and divides once. Raises EnvironmentMismatch
+    if strategy, world size or precision in force differ from the recipe.
     """
     on_cpu = _computes_on_cpu(launch)
     if not on_cpu and launch.world_size > 1:
@@ -252,17 +252,17 @@ def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
 
 
 def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
-    """Have Accelerate take an FSDP plugin on gloo ranks, which it would otherwise silently replace by DDP.
+    """Make Accelerate accept an FSDP plugin on gloo ranks. Otherwise it would silently use DDP instead.
 
-    accelerate 1.15 turns only MULTI_GPU and its like into FSDP (accelerate/state.py); tests/proofs/test_strategies.py
-    sees the sharded storage.
+    accelerate 1.15 turns only MULTI_GPU and similar types into FSDP (accelerate/state.py).
+    tests/proofs/test_strategies.py checks the sharded storage.
     """
     PartialState(cpu=True, **process_group.to_kwargs())
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:
-    """Compare what Accelerate built with what was asked for. Raises EnvironmentMismatch."""
+    """Compare what Accelerate built with the request. Raises EnvironmentMismatch."""
     in_force = {
         "strategy": KIND_OF_TYPE.get(accelerator.distributed_type.value, "ddp"),  # MULTI_CPU among others
         "world size": accelerator.num_processes,
@@ -283,11 +283,12 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
 
 
 def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Hold:
-    """The context of every micro-batch but the last of a step.
+    """The context for every micro-batch in a step except the last.
 
-    Unsharded gradients are reduced once, after the last. Sharded ones are reduced each time: unsharded they would take
-    15 GiB more on each of 8 GPUs for an 8B model. Weights that stay gathered from forward to backward stay so until the
-    last backward, and are gathered once a step: all of them are there at the peak, where backward begins, anyway.
+    Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time: unsharded they
+    would take 15 GiB more on each of 8 GPUs for an 8B model. Weights that stay gathered from forward to backward stay
+    so until the last backward, so they are gathered once a step. At the peak, where backward begins, all of them are
+    there anyway.
     """
     if strategy.uses_engine:  # DeferredStepEngine sees to it itself
         return nullcontext

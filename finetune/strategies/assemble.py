@@ -64,7 +64,7 @@ class Assembled:
         return saved if self.pipeline is None else self.pipeline.holding.of_this_stage(saved)
 
     def to_write(self, named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | Piece]:
-        """Of the tensors that this rank has, those of a checkpoint, as pieces where other ranks have others."""
+        """The tensors for a checkpoint that this rank has, as pieces if other ranks have other ones."""
         return named if self.pipeline is None else self.pipeline.holding.pieces(named)
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
@@ -97,11 +97,11 @@ def assemble(
     *,
     launch: Launch | None,
 ) -> Assembled:
-    """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
+    """A run's model and optimizer, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
-    The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh` or a
-    pipeline's `parts`, which cannot be made of fake tensors. `launch` decides how many cores quantising on a CPU uses;
-    None: those it has.
+    The planner passes its own `build`, which returns the same model on fake tensors. It also passes the ranks' `mesh`
+    or a pipeline's `parts`, because fake tensors cannot make them. `launch` decides how many cores quantising on a CPU
+    uses; None: all that it has.
     """
     if launch is not None and launch.world_size > 1:
         agree_on_structure(recipe)
@@ -165,9 +165,9 @@ def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
 def _sharded(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
 ) -> Assembled:
-    """Shard the weights, which rank 0 alone has, over the ranks.
+    """Shard the weights over the ranks. Only rank 0 has them.
 
-    The loop calls the decoder inside peft's model, because peft calls its forward past the hooks that gather weights.
+    The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather weights.
     """
     decoder = decoder_parts(unwrapped)
     late = taken(decoder)
@@ -249,10 +249,10 @@ def _build_on_rank_0(
 
 @contextmanager
 def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.ProcessGroup | None]:
-    """Where rank 0 opens a base that is to be quantised: a group to wait in for as long as that takes.
+    """A group to wait in while rank 0 opens a base that will be quantised.
 
-    It takes seconds, for no weight is read then; minutes where the files have another number format than the recipe
-    asks for, in which the ranks' own group may give up. Gloo's waits without spinning on a core.
+    That takes seconds, because no weight is read then. It takes minutes if the files have another number format than
+    the recipe, and the ranks' own group may give up. Gloo waits without spinning on a core.
     """
     if recipe.quantization is None or launch is None:
         yield None
@@ -265,8 +265,9 @@ def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.P
 
 
 def cores_to_quantise(recipe: Recipe, launch: Launch | None, device: torch.device) -> AbstractContextManager[None]:
-    """Where weights are quantised on a CPU, by rank 0 alone: the machine's cores. bitsandbytes 0.50 has no kernel for
-    it there: 84 ns an element and thread, 20 s of the largest weight of 70B, in which the other ranks wait."""
+    """The machine's cores, if rank 0 alone quantises weights on a CPU. bitsandbytes 0.50 has no kernel for that: 84 ns
+    per element and thread, 20 s for the largest weight of 70B, while the other ranks wait.
+    """
     if recipe.quantization is None or launch is None or device.type != "cpu":
         return nullcontext()
     return cores_for(launch, 1)

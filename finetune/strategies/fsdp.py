@@ -1,8 +1,8 @@
 """FSDP2: a model whose weights are sharded over the ranks, filled from rank 0 one tensor at a time.
 
-Accelerate's own preparation would hold each 4-bit model unsharded on every GPU, and finds an optimizer's parameters
-again by their address, which empty shards share. So the model is sharded here by torch's public `fully_shard` and given
-to `Accelerator.prepare` as one that is sharded already.
+Accelerate's own preparation would hold each 4-bit model unsharded on every GPU. It would also find an optimizer's
+parameters by their address, which empty shards share. So torch's public `fully_shard` shards the model here, and
+`Accelerator.prepare` gets a model that is sharded already.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
 
 
 def _own_group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group for each list of ranks; this rank's. Every rank makes all of them, in the same order."""
+    """This rank's group. Every rank makes a group for each list of ranks, in the same order."""
     made: list[dist.ProcessGroup] = [dist.new_group(line, timeout=timeout) for line in lines]
     return next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line)
 
@@ -71,15 +71,16 @@ def shard_model(
     compute_dtype: torch.dtype | None,
     late: dict[str, Late] | None = None,
 ) -> None:
-    """Shard a model in place and fill it from rank 0, which has the weights in host memory; elsewhere they are on meta.
+    """Shard a model in place and fill it from rank 0, which has the weights in host memory. On other ranks they are on
+    meta.
 
     Args:
         decoder: The transformers model, adapters in its layers; the same structure on every rank.
         mesh: From `make_mesh`.
-        device: Of the computation. Under CPU offload the shards stay in host memory.
+        device: Computes the model. Under CPU offload the shards stay in host memory.
         compute_dtype: Weights are gathered in it, gradients reduced in float32; None leaves each tensor as it is.
-        late: On rank 0, parameters by name whose values, and buffers with them, are made when their turn comes; empty
-            afterwards, so that nobody keeps what they were made of.
+        late: On rank 0, parameters by name whose values and buffers are made when their turn comes. It is empty
+            afterwards, so that nothing keeps their sources.
     """
     check_units(decoder, strategy)
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
@@ -94,8 +95,9 @@ def shard_model(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what is still gathered: after a forward without a backward, as in an evaluation, the head is, and its
-    parameters are then not those that the optimizer updates."""
+    """Free what is still gathered. After a forward without a backward, as in an evaluation, the head is. Its parameters
+    are then not the ones that the optimizer updates.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -159,10 +161,10 @@ def check_units(decoder: nn.Module, strategy: Strategy) -> None:
 
 
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """The modules that are gathered as one, innermost first: each layer, embeddings, head, then the small rest.
+    """The modules that are gathered together, innermost first: each layer, embeddings, head, then the small rest.
 
-    The head is not gathered again in backward, which starts where forward ended. A head tied to the embeddings belongs
-    to the rest, which stays gathered from the beginning of forward to the end of backward.
+    The head is not gathered again in backward, because backward starts where forward ended. A head tied to the
+    embeddings belongs to the rest. The rest stays gathered from forward's beginning to backward's end.
     """
     for layer in [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]:
         yield layer, reshard
@@ -179,7 +181,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty(module: nn.Module) -> None:
-    """Move to meta; not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
+    """Move to meta. Not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
     for name, parameter in list(module.named_parameters()):
         empty = torch.empty_like(parameter.detach(), device="meta")
         replace_tensor(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
@@ -246,7 +248,9 @@ def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) ->
 
 
 def shard_parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
-    """One tensor of [rows, ...] for each shard: views, the last rows padded, and one of zeros for all ranks without."""
+    """Split a tensor [rows, ...] into one part per shard: views; the last shard is zero-padded; ranks without rows get
+    zeros.
+    """
     full = len(tensor) // rows
     parts = views(tensor[: full * rows].contiguous(), rows) if full else []
     if full * rows < len(tensor):
@@ -258,12 +262,12 @@ def shard_parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
 
 
 def views(tensor: Tensor, rows: int) -> list[Tensor]:
-    """Views of `rows` rows each; a function that the planner replaces, because it needs one of 512 of them."""
+    """Views with `rows` rows each. The planner replaces this function, because it needs one of 512 views."""
     return list(tensor.split(rows))
 
 
 def shard_count(parameter: DTensor) -> int:
-    """Number of shards of dimension 0."""
+    """The number of shards in dimension 0."""
     assert parameter.placements[-1] == Shard(0), parameter.placements
     assert all(placement == Replicate() for placement in parameter.placements[:-1]), parameter.placements
     return parameter.device_mesh.size(-1)

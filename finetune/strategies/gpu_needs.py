@@ -1,4 +1,4 @@
-"""What a recipe needs of its GPUs: number formats that they compute in themselves, and a way from one to another."""
+"""A recipe's needs from its GPUs: number formats that they compute natively, and a path between them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from finetune.wording import counted
 
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:
-    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower, and float8 on one
-    that has none.
+    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower, and float8 on a
+    GPU without it.
 
-    Looks at the GPUs of all ranks of this machine, so that each of them comes to the same end. torch and Accelerate
-    both count emulation as support. Refuses a deterministic training with a workspace of cuBLAS that is not. Raises
-    EnvironmentMismatch with the settings to write.
+    It looks at all ranks' GPUs on this machine, so that each rank reaches the same result. torch and Accelerate both
+    count emulation as support. It also refuses a deterministic training if cuBLAS's workspace is not deterministic.
+    Raises EnvironmentMismatch with the settings to write.
     """
     _check_workspace(recipe)
     _check_gpu_for_each(launch)
@@ -93,7 +93,7 @@ def go_around_peers(launch: Launch) -> None:
 
 
 def _without_bfloat16(recipe: Recipe) -> Iterator[str]:
-    """For each setting that computes in bfloat16, what to set instead."""
+    """The replacement for each setting that computes in bfloat16."""
     training, quantization = recipe.training, recipe.quantization
     other = "float32" if training.mixed_precision == "no" else "float16"
     if training.mixed_precision == "bf16":

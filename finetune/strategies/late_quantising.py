@@ -1,13 +1,13 @@
-"""4-bit weights that are quantised one by one, on a rank's device, when each is about to be sharded.
+"""4-bit weights that are quantised one by one, on a rank's device, just before each is sharded.
 
-Rank 0 maps the files of the base into memory and has 4-bit layers hold what the files do. A weight's turn comes when an
-engine shards it: it is read, moved to the device and quantised there, whole, because double quantisation subtracts the
-mean of all its scales. In host memory that is one weight at a time, of 70B 0.5 GB in bfloat16 in place of 35 GB of
-packed ones, and no rank waits in a collective for longer than one weight takes.
+Rank 0 maps the base's files into memory, and 4-bit layers hold the files' values. When an engine shards a weight, it is
+read, moved to the device and quantised there, whole, because double quantisation subtracts the mean over all scales. So
+host memory holds one weight at a time: for 70B 0.5 GB in bfloat16 instead of 35 GB packed. And no rank waits in a
+collective for longer than one weight takes.
 
-Pages of a file that is mapped count as the process's while any tensor of that file has not been sharded, though the
-kernel takes them back when it needs them. A weight that is not stored in the recipe's `model.dtype`, or that
-transformers joins from several, is read into host memory at once.
+Pages of a mapped file count as the process's while any tensor from that file is not yet sharded, although the kernel
+takes them back when it needs them. Some weights are read into host memory at once: those not stored in the recipe's
+`model.dtype`, and those that transformers joins from several.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Unquantised:
 
 
 def load_unquantised(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """`load_base` for a host: the base's 4-bit layers are there, and their weights are quantised when they are sharded.
+    """`load_base` for a host: the base has its 4-bit layers, and their weights are quantised when they are sharded.
 
     A base that is stored in 4 bits is loaded as it is. Raises what `load_base` raises.
     """
@@ -87,7 +87,7 @@ def load_unquantised(recipe: Recipe, device: torch.device, *, dtype: torch.dtype
 
 
 def _ready(module: nn.Module) -> nn.Module:
-    """A copy of one module whose layers are quantised."""
+    """A copy of one module with its layers quantised."""
     made = copy.deepcopy(module)
     for _, layer in _four_bit_layers(made):
         layer.weight = layer.unquantised.quantised(torch.device("cpu"))
@@ -106,10 +106,11 @@ def waits_for_sharding(model: nn.Module) -> bool:
 
 
 def taken(model: nn.Module) -> dict[str, Late]:
-    """The weights of this model that wait to be quantised, by name; its layers are then those of ranks without weights.
+    """Take the weights that wait to be quantised out of this model, by name. Its layers then look like those on ranks
+    without weights.
 
-    Each function quantises one of them, and returns the packed weight and the buffers that
-    `plain_quantized_weights` makes of its QuantState, by name.
+    Each function quantises one weight. It returns the packed weight and the buffers, by name, that
+    `plain_quantized_weights` makes from its QuantState.
     """
     result: dict[str, Late] = {}
     for path, layer in _four_bit_layers(model):
@@ -127,7 +128,7 @@ def _plain(path: str, waiting: Unquantised, device: torch.device) -> dict[str, T
 
 
 def state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a QuantState by the names of buffers; some are there under double quantisation alone."""
+    """A QuantState's tensors by buffer name. Some exist only under double quantisation."""
     for buffer, place in TENSORS.items():
         holder, _, name = place.rpartition(".")
         tensor = getattr(getattr(state, holder) if holder else state, name, None)
@@ -136,14 +137,15 @@ def state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:
-    """For an engine that shards each parameter as it gets it: the model's frozen ones, filled one at a time.
+    """The model's frozen parameters, filled one at a time, for an engine that shards each parameter as it gets it.
 
-    Every rank iterates, and rank 0 alone has weights, in host memory; elsewhere they are on meta. A frozen parameter is
-    yielded on `device`, with rank 0's values there and any elsewhere: the engine broadcasts what it shards. Trained
-    ones, buffers and QuantStates are the same on every rank afterwards, trained ones in host memory.
+    Every rank iterates. Only rank 0 has weights, in host memory; other ranks have meta tensors. A frozen parameter is
+    yielded on `device`, with rank 0's values there and any values elsewhere, because the engine broadcasts what it
+    shards. Trained parameters, buffers and QuantStates are the same on every rank afterwards, trained ones in host
+    memory.
 
     Args:
-        dtype: Of weights that are neither packed nor trained.
+        dtype: For weights that are neither packed nor trained.
     """
     layers = {f"{path}.weight": layer for path, layer in _four_bit_layers(model)}
     with ties_kept(model):
@@ -165,7 +167,7 @@ def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _filled_layer(layer: Any, device: torch.device) -> Any:
-    """A 4-bit layer's parameter on the device, which rank 0 quantises; with the QuantState that rank 0 found."""
+    """A 4-bit layer's parameter on the device, quantised by rank 0, with rank 0's QuantState."""
     from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
     layer.support_avx512bf16_for_cpu = False

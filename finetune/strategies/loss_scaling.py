@@ -45,7 +45,7 @@ def kind_of_scaling(accelerator: Accelerator) -> str | None:
 
 
 def lowest_scale(accelerator: Accelerator) -> float:
-    """The scale below which the scaler does not go: a static one is its own."""
+    """The scaler's lowest scale. A static scale is its own lowest."""
     return float(getattr(accelerator.scaler, "floor", FLOOR))
 
 

@@ -1,7 +1,11 @@
-"""Sharded tensors: what each rank writes, and how any range is read back.
+"""Sharded tensors: how each rank writes its part, and how any range is read back.
 
-A piece is a contiguous range of a flattened tensor. Full tensors, FSDP2's rows and ZeRO's partitions are all such
-ranges, so a checkpoint written by one number of ranks is read by any other.
+A piece is a contiguous range of a flattened tensor. Full tensors, FSDP2's rows and ZeRO's partitions all are such
+ranges, so any number of ranks can read a checkpoint that another number wrote.
+
+    weight [4, 3] flattened:   0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
+    FSDP2 on two ranks:        rank 0: [0, 6)         rank 1: [6, 12)
+    ZeRO on two ranks:         rank 0: [0, 5)         rank 1: [5, 12)
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from finetune.strategies.fsdp import is_first_copy, row_range
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, start + numel) of a flattened tensor of `shape`."""
+    """The elements [start, start + numel) of a flattened tensor with `shape`."""
 
     tensor: Tensor  # any shape; its elements in order
     shape: tuple[int, ...]
@@ -32,9 +36,9 @@ class Piece:
 
 
 class Elsewhere(nn.Parameter):
-    """The structure of a weight whose values another stage of a pipeline has: on meta, with neither bytes nor gradient.
+    """A weight whose values another pipeline stage has: on meta, with neither bytes nor gradient.
 
-    `trained`: it is trained there. `stage_device`: where this rank would have it.
+    `trained`: it is trained there. `stage_device`: the device where this rank would have it.
     """
 
     trained: bool
@@ -63,7 +67,7 @@ class Ranks:
 
 
 def all_ranks(group: dist.ProcessGroup | None = None) -> Ranks:
-    """The ranks of the process group, or this process alone; they gather in `group`, which has all of them."""
+    """The process group's ranks, or this process alone. They gather in `group`, which has all of them."""
     if not dist.is_initialized():
         return Ranks()
     world = dist.get_world_size()
@@ -77,7 +81,9 @@ def all_ranks(group: dist.ProcessGroup | None = None) -> Ranks:
 
 
 def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
-    """This rank's piece of a tensor: its rows of a sharded one; a full one is rank 0's. None on ranks with a copy."""
+    """This rank's piece of a tensor: its rows of a sharded tensor; a full one belongs to rank 0. None on ranks with a
+    copy.
+    """
     if isinstance(value, Piece):
         return value
     if isinstance(value, DTensor):

@@ -1,4 +1,4 @@
-"""What really runs, read off the built objects, compared with what the recipe asks for.
+"""Reads what really runs from the built objects, and compares it with the recipe.
 
 Libraries skip silently: a target module that matches nothing, a layer that was not quantised, a layer that is not
 recomputed. So the receipt looks at parameters and layers, never at flags that were passed in.
@@ -131,12 +131,12 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
 def add_optimizer_state(
     recipe: Recipe, strategy: Strategy, receipt: dict[str, Any], elements: Counter[str], ranks: int
 ) -> None:
-    """Note what the optimizer's state is and how much of it this rank holds.
+    """Note the optimizer state's formats, and how much of it this rank holds.
 
-    8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
-    Under `optimizer` it says how many elements of moments this rank has in each.
+    8 bits are for tensors with 4,096 elements or more. Small adapters may have none; the receipt then says float32.
+    `optimizer` counts this rank's elements of moments in each format.
 
-    Raises EnvironmentMismatch where the number format, or the share under ZeRO, is not as asked for.
+    Raises EnvironmentMismatch if the number format, or the share under ZeRO, is not as asked for.
     """
     training, dtypes, spec = recipe.training, formats(elements), OPTIMIZERS[recipe.training.optim]
     requested = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
@@ -184,7 +184,7 @@ def _asked_layers(recipe: Recipe) -> list[str]:
 
 
 def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Place in the recipe, what it asks for there, and what runs."""
+    """The place in the recipe, the value it asks for, and the value that runs."""
     every = recipe.training.recompute_every
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
@@ -252,7 +252,7 @@ def describe(receipt: dict[str, Any]) -> str:
 
 
 def describe_stages(receipt: dict[str, Any]) -> str:
-    """A line of what each stage of a pipeline has, and how long it waits where all take the same time."""
+    """A line about each pipeline stage's layers, and how long it waits if all stages take equally long."""
     pipeline, batch = receipt["pipeline"], receipt["batch"]
     schedule, stages, copies = (pipeline[key] for key in ("schedule", "stages", "copies"))
     held = ", ".join(f"{last - first + 1}" for first, last in pipeline["layers"])
@@ -267,7 +267,7 @@ def describe_stages(receipt: dict[str, Any]) -> str:
 
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:
-    """The line, with its break, that says which adapters take peft's way, and why; empty where none does."""
+    """The line, with its break, that says which adapters peft computes, and why; empty if there are none."""
     others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why != OWN}
     reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
     return f"computed by peft, with more memory traffic: {reasons}\n" if others else ""

@@ -98,10 +98,12 @@ def _precision(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
 
 
 def buckets(model: nn.Module, stage: int) -> dict[str, int]:
-    """Elements of DeepSpeed's buffers for this model.
+    """Sizes of DeepSpeed's buffers for this model, in elements.
 
-    A reduction holds 1/256 of what is trained, so its two buffers cost under 1 % of the gradients. ZeRO-3 keeps the
-    layer in use and the one fetched ahead, besides the largest single tensor (embedding or head).
+    A reduction holds 1/256 of the trained weights, so its two buffers cost under 1 % of the gradients. ZeRO-3 keeps the
+    layer in use and the one fetched ahead, beside the largest single tensor (embedding or head).
+
+    Llama 3 8B, all weights trained: 8.03e9 / 256 = 31.4 million elements, within [2^20, 2^26]; in float32 125 MB each.
     """
     sizes = {parameter: full_numel(parameter) for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
@@ -122,10 +124,10 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
 
 
 def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Count and elements of the buffers by which ZeRO-3 reads weights from a disk, each for one rank's part of any.
+    """Count and elements of the buffers with which ZeRO-3 reads weights from a disk, each for one rank's part.
 
-    DeepSpeed's own hold 1e8 elements, which ends in an assertion for the 525 M of Llama 3 8B's embedding below 6 ranks.
-    Under recomputation a layer's matrices are all in use until its backward, besides those outside of layers.
+    DeepSpeed's own hold 1e8 elements. With fewer than 6 ranks Llama 3 8B's embedding (525 M) then fails an assertion.
+    Under recomputation all matrices of a layer are in use until its backward, beside those outside layers.
     """
     layers = _layers(model)
     matrices = [sum(len(full_shape(parameter)) > 1 for parameter in layer.parameters()) for layer in layers]
@@ -136,7 +138,7 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
 
 
 def _largest_layer(model: nn.Module) -> int:
-    """Elements of a decoder layer, or of the model where it has none."""
+    """Elements of the largest decoder layer, or of the model if it has no layers."""
     sizes = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
     return max(sizes, default=sum(map(full_numel, model.parameters())))
 
@@ -149,8 +151,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 class DeferredStepEngine:
     """Replaces Accelerate's DeepSpeed wrapper, which would step inside backward().
 
-    `clip_grad_norm_` asks for the norm: the engine measures and clips the gradients, drops a step whose norm is not
-    finite, and updates, in one go over the gradients. `optimizer.step()` has nothing left to do.
+    training/update.py asks for the norm. The engine then measures and clips the gradients, drops a step whose norm is
+    not finite, and updates, in one pass over the gradients. `optimizer.step()` has nothing left to do.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -170,7 +172,9 @@ class DeferredStepEngine:
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
 
     def _forget_gradients(self) -> None:
-        """Not public: DeepSpeed 0.19 keeps those of a dropped step where ZeRO-2 offloads, and adds the next to them."""
+        """Not public. If ZeRO-2 offloads, DeepSpeed 0.19 keeps a dropped step's gradients and adds the next step's to
+        them.
+        """
         gradients = self.engine.optimizer.averaged_gradients
         for group in gradients:
             gradients[group] = None
@@ -209,7 +213,7 @@ class EngineScaler:
 def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """`accelerator.prepare` for DeepSpeed: the engine under the loop's control, and its optimizer.
 
-    Weights that are trained in float32 (adapters, under bf16) stay exactly what they are in the engine's masters.
+    Weights trained in float32 (adapters, under bf16) keep their exact values in the engine's masters.
     """
     plugin = accelerator.state.deepspeed_plugin
     exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
@@ -239,7 +243,7 @@ def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks:
 
 @contextmanager
 def loading_unsharded(plugin: DeepSpeedPlugin) -> Iterator[None]:
-    """Within, transformers loads as if there were no ZeRO-3, under which it refuses to quantise on the host."""
+    """Within the block, transformers loads as if there were no ZeRO-3. Under ZeRO-3 it refuses to quantise on the host."""
     unset_hf_deepspeed_config()
     try:
         yield
@@ -263,7 +267,7 @@ def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast what the engine would refuse or round; returns the trained values that lost digits, by name."""
+    """Cast tensors that the engine would refuse or round. Returns the trained values that lost digits, by name."""
     exact: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
@@ -282,7 +286,7 @@ def partition(parameters: Iterable[nn.Parameter], config: Mapping[str, Any]) -> 
 
 
 class _InTurn(nn.Module):
-    """What DeepSpeed takes for a module whose parameters it partitions: they may be made as it asks for them."""
+    """A stand-in for the module whose parameters DeepSpeed partitions: parameters may be made as it asks for them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules whose weights ZeRO-3 gathers as one, before their forward and not inside of it."""
+"""Modules whose weights ZeRO-3 gathers together, before their forward and not inside it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from finetune.architecture.by_document import first_parameter
 
 
 def gather_at_once(modules: Iterable[nn.Module]) -> None:
-    """Gather these modules' weights before their forward and not inside of it, which runs as often as a rank's row has
-    documents: ranks with different numbers of them would wait for each other for good.
+    """Gather these modules' weights before their forward, not inside it. The inner forward runs once per document in a
+    rank's row: ranks with different numbers of documents would wait for each other for ever.
 
-    DeepSpeed then reduces their gradients when backward has passed their inputs, of which torch sees those that are
-    given by place and need a gradient. Without one, they would be reduced before they are computed.
+    DeepSpeed then reduces their gradients when backward has passed their inputs. torch sees only inputs that are given
+    by position and need a gradient. Without such an input, gradients would be reduced before they are computed.
     """
     from deepspeed.utils import set_z3_leaf_module
 

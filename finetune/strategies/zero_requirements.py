@@ -1,4 +1,4 @@
-"""What DeepSpeed needs of the machine and the recipe: one line for what is missing, before anything is loaded."""
+"""DeepSpeed's needs from the machine and the recipe: one line for what is missing, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for mil
 
 
 def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
-    """Set what DeepSpeed and Accelerate read from the environment; before either starts a process group."""
+    """Set the environment variables that DeepSpeed and Accelerate read, before either starts a process group."""
     # The config in force is built here. Accelerate refuses a whole config together with single fields of its own file.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -45,9 +45,9 @@ def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
 
 
 def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Compile, before anything is loaded, what DeepSpeed would compile later within its process group.
+    """Compile, before anything is loaded, the code that DeepSpeed would compile later within its process group.
 
-    Raises EnvironmentMismatch with the line that installs a missing compiler or header.
+    Raises EnvironmentMismatch with the command that installs a missing compiler or header.
     """
     # pip installs ninja next to python, which is not on the PATH of an environment that is not activated.
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
@@ -57,9 +57,9 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
 
 
 def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs in another way.
+    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs differently.
 
-    Raises EnvironmentMismatch with the line to install, or with the setting to change.
+    Raises EnvironmentMismatch with the command to install, or with the setting to change.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
@@ -99,8 +99,8 @@ def _links(program: str, library: str) -> bool:
 def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
-    One process at a time. torch's own lock is a file, which a killed compiler leaves behind, and then every later
-    run waits for it: under our lock no other process compiles for long, so a lock older than OLD_LOCK has no owner.
+    One process at a time. torch's own lock is a file. A killed compiler leaves it behind, and every later run would
+    wait for it. Under our lock no other process compiles for long, so a lock older than OLD_LOCK has no owner.
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -122,10 +122,10 @@ def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
 
 
 def _let_fp16_run_on_cpu() -> None:
-    """Have the engine take fp16 on a CPU, which torch computes there and DeepSpeed 0.19 refuses.
+    """Let the engine take fp16 on a CPU: torch computes it, and DeepSpeed 0.19 refuses it.
 
-    Its accelerator says that a CPU has no fp16 unless oneDNN has kernels of its own for it. DeepSpeed takes another
-    accelerator by `set_accelerator`; ours is its own in all but that answer.
+    Its accelerator says that a CPU has no fp16 unless oneDNN has own kernels for it. DeepSpeed accepts another
+    accelerator through `set_accelerator`. Ours is its own, with one other answer.
     """
     with silenced_deepspeed():
         from deepspeed.accelerator import set_accelerator
@@ -150,6 +150,6 @@ def own_builds() -> Path:
 
 @contextmanager
 def silenced_deepspeed() -> Iterator[None]:
-    """DeepSpeed prints on every rank what it compiles and loads; nothing else that the user should read."""
+    """Hide DeepSpeed's prints about compiling and loading on every rank. A user needs none of them."""
     with redirect_stdout(io.StringIO()):
         yield

@@ -1,7 +1,10 @@
 """Trained weights and optimizer state that ZeRO sharded over the ranks, out of and into the engine.
 
-Each rank owns one contiguous range of every flattened parameter, or nothing of it; so nothing is gathered to be saved,
-and any number of ranks can read back what any other number wrote. Values are the float32 masters, bit for bit.
+Each rank owns one contiguous range of every flattened parameter, or none. So nothing is gathered for a save, and any
+number of ranks can read what any other number wrote. Values are the float32 masters, bit for bit.
+
+    one flat partition on rank 1:   | end of weight A | all of B | start of C |
+    flat_ranges says:               A [700, 1000)      B [0, 50)  C [0, 150)
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def trained_masters(engine: Any) -> dict[str, Piece]:
 
 
 def flat_ranges(engine: Any, places: Mapping[str, int]) -> Iterator[tuple[Tensor, Range]]:
-    """Which elements of which parameter each of this rank's flat partitions holds. `places`: of parameters, by name."""
+    """The range of each parameter that each flat partition on this rank holds. `places`: parameters by name."""
     for owned in _owned(engine, writing=False):
         yield owned.flat, Range(places[owned.name], owned.start, owned.within.start, owned.within.stop)
 
@@ -81,7 +84,7 @@ def load_masters_from(engine: Any, model: Mapping[str, Stored]) -> None:
 
 
 def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give the masters of some parameters these unsharded values, which the engine rounded when it took them over."""
+    """Give some parameters' masters these unsharded values, which the engine had rounded."""
     for owned in _owned(engine, writing=True):
         if owned.name in weights:
             flat = weights[owned.name].reshape(-1)
@@ -128,13 +131,13 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def zero_gathers(model: nn.Module) -> int:
-    """Bytes of weights that each forward of ZeRO-3 gathers: all but the small ones, which every rank keeps."""
+    """Bytes of weights that each ZeRO-3 forward gathers: all except the small ones, which every rank keeps."""
     sharded = [parameter for parameter in model.parameters() if not getattr(parameter, "ds_persist", True)]
     return sum(full_shape(parameter).numel() * parameter.element_size() for parameter in sharded)
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """The tensor that this rank stores of a parameter: its ZeRO-3 shard, or all of one that ZeRO-3 does not shard."""
+    """The tensor that this rank stores for a parameter: its ZeRO-3 shard, or all of an unsharded one."""
     return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
 
 
@@ -181,10 +184,10 @@ def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterato
 
 
 def _owned_stage3(optimizer: Any, basic: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
-    """ZeRO-3: every parameter in equal ranges, the last ones padded; sub-groups of them share one flat partition.
+    """ZeRO-3: every parameter in equal ranges, the last ones padded; sub-groups share one flat partition.
 
-    The private methods are those of the engine's own update: nothing public brings optimizer state that is on a disk
-    into memory before there is any, or the masters' values into the weights.
+    These are the private methods of the engine's own update. Nothing public brings optimizer state from a disk into
+    memory before there is any, or the masters' values into the weights.
     """
     rank = torch.distributed.get_rank()
     for index, parameters in enumerate(optimizer.fp16_groups):
@@ -223,7 +226,7 @@ def _state(basic: torch.optim.Optimizer, flat: Tensor, *, make: bool) -> dict[st
 
 
 def _refresh(engine: Any) -> None:
-    """Make the weights that the model computes with those of the masters."""
+    """Copy the masters into the weights that the model computes with."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.update_lp_params()
         return

@@ -1,4 +1,4 @@
-"""Decoder layers as graphs of torch.compile, and the attention inside of them as one operator.
+"""Decoder layers as torch.compile graphs, with the attention inside them as one operator.
 
-May import: what `architecture` may.
+May import: the same as `architecture`.
 """

@@ -1,4 +1,4 @@
-"""Whether a run's layers are compiled: what the recipe asks for, and what its strategy and architecture allow."""
+"""Decides whether a run's layers are compiled: the recipe asks, the strategy and the architecture allow it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
 
 
 def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """transformers' hooks collect what routers say from inside of the layers, of the trial of a layer too, whose graph
-    is gone when the loss reads it."""
+    """transformers' hooks collect the routers' outputs inside the layers. They also collect them in a layer's trial,
+    whose graph is gone when the loss reads them.
+    """
     if router_coefficient(model.config, recipe):
         return "the router's auxiliary loss reads routers inside of the layers"
     return None

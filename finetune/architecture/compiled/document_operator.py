@@ -1,5 +1,6 @@
-"""Attention one document after another, as one operator: to torch.compile a loop over documents is one graph for each
-number of them and each of their lengths."""
+"""Attention over one document after another, as one operator. torch.compile would make a graph for each number of
+documents and each of their lengths.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor ends, fl
 
 
 def document_operator(name: str, attend: Attend) -> Attend:
-    """`attend` as an operator of torch under `name`, with the same values and gradients.
+    """Register `attend` as a torch operator called `name`, with the same values and gradients.
 
-    Backward computes it once more, for an operator may keep nothing but what it was given and what it gave.
+    Backward computes it again, because an operator may keep only its inputs and outputs.
     """
 
     def computed(*given: Any) -> Tensor:

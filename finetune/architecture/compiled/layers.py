@@ -1,17 +1,18 @@
 """Decoder layers by torch.compile: norms, rotations, activations and sums between the products become a few kernels.
 
-Layers of a kind share a graph, and its sizes are symbols, so that one graph serves rows of all lengths: what depends on
-the documents reaches it as tensors and as one number that none of their lengths exceeds, rounded up to a power of two.
-A graph is one layer with its recomputation, inside of the hooks by which a strategy gathers and frees weights. Before
-torch 2.13 the graph is the layer alone, and torch's checkpoint runs it twice: there a graph keeps what an
-autograd.Function computes, such as the kit's adapters, although it is to be computed again.
+Layers of a kind share a graph. Its sizes are symbols, so one graph serves rows of all lengths. Everything that depends
+on the documents reaches it as tensors, and as one number that no length exceeds, rounded up to a power of two.
 
-Before its first use each kind of layer is compared with the layer as it is written, output and gradients: a compiler
-may be wrong without an error. torch 2.11's gave adapters gradients that were exactly zero. What it keeps for backward
-is compared too, because the plan counts on what the layer as written keeps. The guard (guard.py) has that done on a few
-tokens before the worst step; a kind that it did not meet is compared on the row that it is first given.
+A graph is one layer with its recomputation, inside the hooks with which a strategy gathers and frees weights. Before
+torch 2.13 the graph is the layer alone, and torch's checkpoint runs it twice. There a graph would keep an
+autograd.Function's results, such as the kit's adapters, although they are recomputed.
 
-Only layers that train run so. An evaluation, samples and rows of a single token run as the layer is written.
+Before its first use each kind of layer is compared with the layer as written, in output and gradients. A compiler may
+be wrong without an error: torch 2.11's gave adapters gradients that were exactly zero. Kept bytes are compared too,
+because the plan counts on the written layer's. The guard (guard.py) does this on a few tokens before the worst step. A
+kind that it did not meet is compared on its first row.
+
+Only training layers run compiled. An evaluation, samples and rows with a single token run the layer as written.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MOST_KEPT, MOST_KEPT_BESIDES = 1.5, 1 << 16
 
 @dataclass
 class CompiledLayers:
-    """The layers of a model that are compiled, and what became of it."""
+    """A model's compiled layers, and the result of compiling them."""
 
     required: bool  # what cannot be compiled, or not rightly, is an error; else all layers run as they are written
     log: Callable[[str], None]  # a line for the user
@@ -75,11 +76,11 @@ class CompiledLayers:
 
     @contextmanager
     def comparing(self, reached: bool, before: Callable[[nn.Module], bool]) -> Iterator[None]:
-        """Within, layers run as they are written, without gradients, and each kind is compared on what it is given.
+        """Within the block, layers run as written, without gradients, and each kind is compared on its inputs.
 
         Args:
-            reached: Whether a gradient is wanted of the first layer's input.
-            before: Called with a layer before it is compiled; False where the layer as it is written is not right.
+            reached: Whether the first layer's input needs a gradient.
+            before: Called with a layer before it is compiled; False if the layer as written is not right.
         """
         self.reached, self._before = reached, before
         try:
@@ -146,7 +147,7 @@ class CompiledLayers:
         return layer._gradient_checkpointing_func(partial(self._kept, layer, **kwargs), *args)
 
     def _kept(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of a layer whose recomputation is outside of its graph."""
+        """The bytes kept by a layer whose recomputation is outside its graph."""
         layer.gradient_checkpointing = False  # transformers' wrapper, which the graph includes, reads it
         try:
             return self._function(type(layer))(layer, *args, **kwargs)
@@ -163,10 +164,10 @@ class CompiledLayers:
         return function
 
     def _tried(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the compiled layer may run: its kind was compared, or is now.
+        """Whether the compiled layer may run: its kind was compared, or is compared now.
 
-        Forward and backward of this layer alone, thrown away: a failure in the backward of the whole model would come
-        between the collectives of the other ranks.
+        This runs only this layer's forward and backward, and drops the results. A failure in the whole model's backward
+        would come between the other ranks' collectives.
         """
         kind = layer.finetune_kind, reached
         if self.stopped is not None or kind in self.seconds:
@@ -258,7 +259,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _kind(layer: Any) -> str:
-    """What tells layers of different graphs apart: their structure, kind of attention and recomputation."""
+    """The key that tells layers with different graphs apart: structure, attention kind and recomputation."""
     attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return f"{layer!r} {attentions} {layer.gradient_checkpointing}"
 
@@ -276,7 +277,9 @@ def _keeps_too_much(
 
 
 def _kept_for_backward(call: Callable[[], Any]) -> int:
-    """Bytes that a forward keeps beside its output. What a second one keeps too was there before: weights, inputs."""
+    """Bytes that a forward keeps beside its output. Tensors that a second forward keeps too were there before: weights,
+    inputs.
+    """
     kept: list[dict[int, int]] = []
     held, outputs = list[Tensor](), list[Any]()  # until the end, so that no two storages have one address
 
@@ -319,7 +322,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What was raised, and what it was raised from."""
+    """The error and its cause, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
     cause = f" ({_in_one_line(error.__cause__)})" if error.__cause__ is not None else ""

@@ -1,4 +1,5 @@
-"""What of a decoder layer the kit computes by autograd of its own: linear layers with adapters, norms and gates.
+"""The parts of a decoder layer that the kit computes with its own autograd: linear layers with adapters, norms and
+gates.
 
-May import: what `architecture` may.
+May import: the same as `architecture`.
 """

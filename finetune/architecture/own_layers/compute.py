@@ -21,7 +21,7 @@ ADAPTERS, NORMS, GATES = "own adapters", "own norms", "own gates"
 
 
 def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None) -> None:
-    """Have them computed here, wherever a layer allows it. The arguments are those of `compute_adapters`."""
+    """Let the kit compute adapters, norms and gates, wherever a layer allows it. The arguments are `compute_adapters`'."""
     compute_adapters(model, unpack, by_peft=adapters_by_peft)
     compute_norms_and_gates(model)
 

@@ -1,13 +1,14 @@
 """A linear layer and its adapter as one step of autograd: y = x W^T + b + s drop(x) A^T B^T.
 
-peft 0.21 computes it as five: it casts x to the adapter's float32, which autocast casts back, and keeps a copy of x for
-each of q, k and v; it multiplies the adapter's result by s, adds it to the base's, and adds two gradients of x. At
-4,096 tokens those passes over memory take a third of a decoder layer's time beside its matrix products. Here x is kept
-as it came, which layers that are given the same tensor share; each product adds to the one before it (`addmm`); and W
-is frozen, so it has no gradient. The same numbers up to rounding, with fewer roundings.
+peft 0.21 computes five steps. It casts x to the adapter's float32, which autocast casts back, and keeps a copy of x for
+each of q, k and v. It multiplies the adapter's result by s, adds it to the base's, and adds two gradients of x. At
+4,096 tokens those passes over memory take a third of a decoder layer's time beside its matrix products.
 
-Only instances change, so saving, merging and peft see the classes they know. What peft alone computes it goes on
-computing: whatever `computed_by` names, and any call with several adapters, a merged or a disabled one.
+Here x is kept as it came, and layers with the same input share it. Each product adds to the one before (`addmm`). W is
+frozen, so it has no gradient. The numbers are the same up to rounding, with fewer roundings.
+
+Only instances change, so saving, merging and peft see the classes they know. peft still computes everything that
+`computed_by` names, and any call with several adapters, a merged or a disabled one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ OWN = "own"  # what computes a layer: this module, or peft for a reason
 
 
 def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = None) -> None:
-    """Have every layer of `model` whose adapter allows it computed by this module.
+    """Let this module compute every layer in `model` whose adapter allows it.
 
     Args:
         unpack: For layers with 4-bit weights.
-        by_peft: Why all of them stay peft's; None: they need not.
+        by_peft: The reason why all stay peft's; None: there is none.
     """
     for layer in _adapted(model):
         layer.finetune_computed_by = by_peft or _only_peft(layer) or OWN
@@ -68,7 +69,7 @@ def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
 
 
 def _formats_agree(layer: Any) -> bool:
-    """Whether adapter and base are of one number format; that of packed weights is the one they were packed from."""
+    """Whether adapter and base have one number format. Packed weights count as the format they were packed from."""
     base, (down,) = layer.base_layer, layer.lora_A.values()
     packing = getattr(base, "packing", None) or vars(getattr(base.weight, "quant_state", base.weight))
     return bool(down.weight.dtype == packing.get("dtype", base.weight.dtype))
@@ -150,10 +151,14 @@ class _Adapter(NamedTuple):
 def _adapted_product(flat: Tensor, base: Any, unpack: Unpack | None, adapter: _Adapter, bias: Tensor | None) -> Tensor:
     """[tokens, inputs] to [tokens, outputs].
 
-    What backward needs is saved before the large product and apart from it. Recomputation of a layer (torch's
-    non-reentrant checkpoint) ends when all that was saved is there again, so the last product of a layer, a quarter of
-    Llama's forward, is not computed again. The two steps are joined by a tensor of one element, expanded to the shape
-    of the result, whose gradient is the result's.
+    Everything that backward needs is saved before the large product, and apart from it:
+
+        saved:    x, A, B  ->  x A^T            (step 1, small)
+        product:  x W^T + (x A^T) B^T           (step 2, large, saves nothing)
+        joint:    one element, expanded to the result's shape, links step 2's gradient to step 1
+
+    torch's non-reentrant checkpoint recomputes a layer until all saved tensors are there again, then stops. Nothing is
+    saved in step 2, so a layer's last product, a quarter of Llama's forward, is not computed again.
     """
     weight = None if unpack else base.weight
     with torch.no_grad():

@@ -1,14 +1,12 @@
 """RMSNorm and gated MLPs as one step of autograd each: fewer passes over memory, and less kept for backward.
 
 transformers writes both one operation after another. Autograd then keeps a norm's input in float32, and the normed
-input where the weight is trained. For a gate act(g) * u it keeps act(g) beside g and u. Here the input is kept as it
-came: that is the residual stream, which is there anyway. act(g) is computed again. Forward rounds where transformers
-rounds. In 16 bits results match to the bit, except for rare one-ulp differences from the summation order of a mean
-square.
+input if the weight is trained. For a gate act(g) * u it keeps act(g) beside g and u. Here the input is kept as it came:
+it is the residual stream, which is there anyway. act(g) is computed again. Forward rounds where transformers rounds. In
+16 bits results match to the bit, except for rare one-ulp differences from a mean square's summation order.
 
 Numbers decide which modules are computed here, not names: `recognise_norm` and `recognise_gate` run a module's own
-forward on small inputs and compare it with the formula. A compiled layer runs as it is written; torch's compiler fuses
-both.
+forward on small inputs and compare it with the formula. A compiled layer runs as written; torch's compiler fuses both.
 """
 
 from __future__ import annotations
@@ -63,9 +61,9 @@ ACTIVATIONS = {
 
 
 def compute_norms_and_gates(model: nn.Module) -> None:
-    """Let this module compute every RMSNorm and gated MLP of `model` whose numbers it knows.
+    """Let this module compute every RMSNorm and gated MLP in `model` whose numbers it knows.
 
-    Only instances change. An instance whose forward somebody has replaced stays as it is.
+    Only instances change. An instance with a replaced forward stays as it is.
     """
     # A thread has no dispatch mode: the planner builds models under one that makes tensors without data.
     with ThreadPoolExecutor(1) as thread:
@@ -141,9 +139,9 @@ def _agree(result: Tensor, expected: Tensor) -> bool:
 
 
 def recognise_gate(module: nn.Module) -> str | None:
-    """The name in ACTIVATIONS with which down(act(gate(x)) * up(x)) gives the bits of `module`'s forward, or None.
+    """The name in ACTIVATIONS for which down(act(gate(x)) * up(x)) equals `module`'s forward to the bit, or None.
 
-    The trial replaces the three projections by small random matrices.
+    The trial replaces the three projections with small random matrices.
     """
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(16, 16, generator=generator) for _ in range(3))
@@ -279,5 +277,5 @@ class _Gate(torch.autograd.Function):
 
 
 def _times(values: Tensor, factor: Tensor, like: Tensor | None = None) -> Tensor:
-    """The product, computed in float32 and rounded once, to the number format of `like` (None: of `values`)."""
+    """The product, computed in float32 and rounded once to `like`'s number format (None: to `values`')."""
     return torch.mul(values, factor, out=torch.empty_like(values if like is None else like))

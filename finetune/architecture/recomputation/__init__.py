@@ -1,4 +1,4 @@
-"""Layers that backward computes again: which ones, and which of their results are kept.
+"""Layers that backward computes again: the choice of layers, and the results that are kept.
 
-May import: the rest of architecture, and what is below it.
+May import: the rest of architecture, and everything below it.
 """

@@ -1,13 +1,14 @@
 """Selective recomputation: a layer keeps its matrix products and attention outputs, and computes only the rest again.
 
-torch's non-reentrant checkpoint runs a layer's forward a second time in backward, under contexts of its caller's. Here
-they are two dispatch modes: the first keeps the results of products and attention, the second returns them where the
-same operations would run again. Norms, RoPE and SwiGLU are cheap beside the products and save more than these return.
+torch's non-reentrant checkpoint runs a layer's forward a second time in backward, under its caller's contexts. Here
+they are two dispatch modes. The first keeps results of products and attention. The second returns them when the same
+operations would run again. Norms, RoPE and SwiGLU are cheap beside the products and save more memory than they return.
 
-torch's own pair, create_selective_checkpoint_contexts, is not used for three reasons. It keeps the last product of a
-layer, [tokens, hidden], which backward does not need. A product to which another is added in place, as in
-own_layers/lora_linear.py, it either refuses or, with allow_cache_entry_mutation, returns with whatever was written to
-it since. And torch 2.11 asks its policy again in backward, which a policy that looks at what came before cannot answer.
+torch's own pair, create_selective_checkpoint_contexts, is not used for three reasons:
+- It keeps a layer's last product, [tokens, hidden], which backward does not need.
+- It refuses a product that another is added to in place, as in own_layers/lora_linear.py; with
+  allow_cache_entry_mutation it returns the later value instead.
+- torch 2.11 asks its policy again in backward. A policy that depends on earlier operations cannot answer there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SAVE_NOTHING = {
 
 
 def keeping_and_returning() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The contexts of one layer's forward, and of the same forward in backward."""
+    """The contexts for one layer's forward, and for that forward in backward."""
     kept: dict[int, Any] = {}
     return _Keeping(kept), _Returning(kept)
 
@@ -90,7 +91,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Returning(TorchDispatchMode):
-    """Returns what was kept instead of computing it. Recomputation may end before all of it is asked for."""
+    """Returns kept results instead of computing them. Recomputation may end before it asks for all."""
 
     def __init__(self, kept: dict[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -140,7 +141,7 @@ class _Unread:
         return self._storage is not None and self._storage() is tensor.untyped_storage()
 
     def after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A view of it, and what is written to it, are it still; of a fake tensor its device is asked for by a call."""
+        """Track views and in-place writes as the kept tensor. A fake tensor needs a call to know its device."""
         if self._storage is None or func.namespace == "prim" or any(map(self.is_of, _tensors(result))):
             return
         if any(map(self.is_of, _tensors(args))) or any(map(self.is_of, _tensors(list(kwargs.values())))):
@@ -157,7 +158,9 @@ def _may_be_kept(func: Any) -> bool:
 
 
 def _is_worth_it(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Not what draws random numbers, which later operations draw after it; nor what is larger than its factors."""
+    """False for operations that draw random numbers, because later ones draw after them, and for results larger than
+    their factors.
+    """
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     if any(value for name, value in given.items() if "dropout" in name):
         return False
@@ -177,7 +180,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _detached(value: Any) -> Any:
-    """Without the graph, which holds these contexts."""
+    """The tensor without its graph, because the graph holds these contexts."""
     if isinstance(value, Tensor):
         return value.detach()
     return type(value)(map(_detached, value)) if isinstance(value, tuple | list) else value

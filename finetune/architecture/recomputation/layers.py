@@ -1,8 +1,8 @@
-"""Every n-th decoder layer of a model, recomputed in backward.
+"""Every n-th decoder layer is recomputed in backward.
 
-What is recomputed is the layer's forward alone. The hooks that a strategy puts around a layer run once, so no weight is
-gathered twice. From torch 2.13 on, a compiled layer is one graph with its recomputation. transformers does so since
-5.24. Before, it recomputes the whole call, hooks included; `checkpoint_layers` brings the later way to those releases.
+Only a layer's forward is recomputed. A strategy's hooks around a layer run once, so no weight is gathered twice. From
+torch 2.13 on, a compiled layer is one graph with its recomputation. transformers works this way since 5.24. Earlier
+releases recompute the whole call with its hooks; `checkpoint_layers` brings the later way to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int, *, keep_products: bool
     """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint.
 
     Args:
-        keep_products: But for its matrix products and attention outputs, which are kept.
+        keep_products: Keep matrix products and attention outputs, and recompute the rest.
     """
     # Renamed within transformers 5; the old name warns in the new releases.
     renamed = hasattr(model, "activation_checkpointing_enable")
@@ -46,7 +46,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int, *, keep_products: bool
 
 
 def _recompute_forward_alone(kind: Any) -> None:
-    """Have the layers of this class recompute their forward instead of their call, under transformers before 5.24.
+    """Let layers of this class recompute their forward instead of their call, under transformers before 5.24.
 
     There the base class overrides `__call__` to checkpoint it. FSDP2 makes a subclass of `kind` for its shards, which
     inherits both methods from here.
@@ -70,7 +70,7 @@ def keeps_products(layer: nn.Module) -> bool:
 
 
 def checkpoint_options(model: nn.Module, *, keep_products: bool = False) -> dict[str, Any]:
-    """Options of torch's checkpoint with which a layer that runs again sees the row that it saw, and its products."""
+    """Options for torch's checkpoint, so that a layer that runs again sees the same row and its kept products."""
     row = checkpoint_contexts(model)
     if not keep_products:
         return {} if row is None else {"context_fn": row}

@@ -1,4 +1,4 @@
-"""Matrix products of decoder layers in float8, by torchao: what a recipe needs for it, and the layers.
+"""float8 matrix products in decoder layers, by torchao: a recipe's needs for it, and the layers.
 
-May import: what `model` may.
+May import: the same as `model`.
 """

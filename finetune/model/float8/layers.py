@@ -1,15 +1,17 @@
-"""Linear layers of decoder layers whose products are in float8: torchao's Float8Linear, by its public functions.
+"""Linear layers in decoder layers with float8 products: torchao's Float8Linear, by its public functions.
 
-For a weight [outputs, inputs] and hidden states [tokens, inputs] in bfloat16, torchao's recipe ROWWISE_WITH_GW_HP:
-- forward: both are scaled and rounded to e4m3, a row (a token, an output) with a scale of its own;
-- the gradient of the input: that of the output so, a token with its own scale; the weight with one scale;
-- the gradient of the weight is a product in bfloat16.
-So a token's output and input gradient depend on that token alone, and a step's loss and gradients on its rows, however
-they are split into micro-batches and ranks. torchao's other recipes scale a whole micro-batch at once or each column of
-it, and take its number of tokens in multiples of 16, which packed rows of documents are not.
+For a weight [outputs, inputs] and hidden states [tokens, inputs] in bfloat16, torchao's recipe ROWWISE_WITH_GW_HP does
+this:
+- forward: scale and round both to e4m3; each row (a token, an output) has its own scale;
+- the input's gradient: scale and round the output's gradient the same way, the weight with one scale;
+- the weight's gradient: a product in bfloat16.
 
-Weights, their names, gradients and moments stay as they are, and so do checkpoints and exports. torchao saves input and
-weight for backward as they are given, so as many bytes as in bfloat16.
+So each token's output and input gradient depend on that token alone, and a step's loss and gradients on its rows,
+however they are split into micro-batches and ranks. torchao's other recipes scale a whole micro-batch at once, or each
+column, and need a multiple of 16 tokens. Packed rows of documents do not have that.
+
+Weights, names, gradients and moments stay as they are, and so do checkpoints and exports. torchao saves input and
+weight for backward as given, so memory is as in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ ALIGNED = 16  # inputs and outputs of a product of float8 are multiples of this
 
 
 def compute_in_float8(model: PreTrainedModel) -> None:
-    """Replace those linear layers in place; their weights are the same parameters.
+    """Replace those linear layers in place. Their weights are the same parameters.
 
-    Raises EnvironmentMismatch for a mixture of experts, which are not linear layers.
+    Raises EnvironmentMismatch for a mixture of experts, because its experts are not linear layers.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -49,7 +51,7 @@ def compute_in_float8(model: PreTrainedModel) -> None:
 
 
 def _inside(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers inside of decoder layers: not the head, which the loss computes with."""
+    """The linear layers inside decoder layers, without the head, because the loss computes with that."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
 
@@ -65,9 +67,9 @@ def computes_in_float8(layer: Any) -> bool:
 
 
 def float8_facts(model: nn.Module) -> dict[str, Any] | None:
-    """For the receipt: how many layers compute in float8, by which scales, and how many linear layers do not.
+    """Facts for the receipt: how many layers compute in float8, by which scales, and how many linear layers do not.
 
-    None where none does.
+    None if none does.
     """
     layers: list[Any] = list(_inside(model))
     found = [layer for layer in layers if computes_in_float8(layer)]

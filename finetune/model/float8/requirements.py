@@ -1,4 +1,4 @@
-"""What `training.mixed_precision: fp8` needs of the machine: torchao, and a GPU that multiplies float8."""
+"""The needs of `training.mixed_precision: fp8` from the machine: torchao, and a GPU that multiplies float8."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimizers that no library has as we need them: AdamW in bfloat16, rounded at random, and its random bits; AdamW with
-moments of one byte that can be sharded, and their blocks.
+"""Optimizers that no library offers as we need them: AdamW in bfloat16 with stochastic rounding and its random bits,
+and AdamW with shardable one-byte moments and their blocks.
 
-May import: what `model` may.
+May import: the same as `model`.
 """

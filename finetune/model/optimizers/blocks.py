@@ -1,8 +1,8 @@
-"""Moments in one byte: blocks of a weight's rows, a scale for each, and a book of 256 values.
+"""One-byte moments: blocks within a weight's rows, one scale per block, and a book with 256 values.
 
-Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. A block lies within a row, so a shard has the
-blocks that its rows have in the full tensor, on any number of ranks. bitsandbytes has the same book, and blocks of 256
-elements of the flattened tensor: the same ones where rows are multiples of 256.
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. A block lies within a row, so a shard has the same
+blocks as its rows in the full tensor, on any number of ranks. bitsandbytes has the same book, and blocks of 256
+elements in the flattened tensor. They are the same blocks if rows are multiples of 256.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # a scale by which zeros can be div
 
 
 class Book(NamedTuple):
-    """The values of the codes 0 to 255, ascending, float32 [256], and what separates each from the next [255]."""
+    """The values for codes 0 to 255, ascending, float32 [256], and the edges between them [255]."""
 
     values: Tensor
     edges: Tensor
 
 
 def block_length(shape: Sequence[int]) -> int:
-    """Elements of a block of the moments of a weight; 0 where they stay in float32.
+    """Elements per block in a weight's moments; 0 if they stay in float32.
 
-    The largest divisor of a row, up to 256: 256 of 4,096; 192 of 576; all of an adapter's row of 16. Vectors, tensors
-    of fewer than 4,096 elements and rows without such a divisor have none.
+    The largest divisor of a row, up to 256: 256 for 4,096; 192 for 576; a whole row for an adapter's 16. Vectors,
+    tensors under 4,096 elements and rows without such a divisor have none.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST:
         return 0
@@ -44,7 +44,7 @@ def block_length(shape: Sequence[int]) -> int:
 
 
 def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
-    """Elements of a block in moments of this shape that have scales of that one; 0 where these do not fit.
+    """Elements per block in moments with this shape and scales with that shape; 0 if they do not fit.
 
     bitsandbytes' scales are flat, ours lie in rows.
     """
@@ -53,11 +53,11 @@ def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
 
 
 def book_on(device: torch.device, *, signed: bool) -> Book:
-    """The book of first moments (signed), or of second ones.
+    """The book for first moments (signed), or for second ones.
 
     Seven powers of ten, the larger ones in finer steps, 0 and 1. A positive second moment is never 0: a root of 0
-    beside a mean that is not would make an update of 1 / epsilon (the zero-point problem of Li et al., Memory Efficient
-    Optimizers with 4-bit States, 2023; docs/log.md). So the first edge of its book is 0 and not halfway.
+    beside a non-zero mean would make an update of 1 / epsilon (the zero-point problem in Li et al., Memory Efficient
+    Optimizers with 4-bit States, 2023; docs/log.md). So the first edge in its book is 0, not halfway.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -72,9 +72,9 @@ def book_on(device: torch.device, *, signed: bool) -> Book:
 
 
 def encode(values: Tensor, block: int, book: Book) -> tuple[Tensor, Tensor]:
-    """Codes, int32 [elements], and scales, float32 [blocks], of float32 [elements], whose memory is used.
+    """Codes, int32 [elements], and scales, float32 [blocks], for float32 [elements], whose memory is reused.
 
-    A scale is its block's largest magnitude; the last block may be shorter. A code is that of the nearest value.
+    A scale is its block's largest magnitude. The last block may be shorter. A code is the nearest value's.
     """
     blocks = _blocks(values, block)  # [blocks, block]
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_min_(_SMALLEST)

@@ -1,8 +1,8 @@
-"""AdamW with moments of one byte, over full weights and over shards of them.
+"""AdamW with one-byte moments, over full weights and over shards.
 
-bitsandbytes' kernels (0.50) take no DTensors. torchao's 8-bit AdamW (0.18) does, but its blocks are those of a shard,
-so that its state fits no other number of ranks, and a shard whose elements are not a multiple of 256 has none; it
-compiles the update for each shape, without a choice, and wants the learning rate as a tensor.
+bitsandbytes' kernels (0.50) take no DTensors. torchao's 8-bit AdamW (0.18) does, but its blocks belong to a shard: its
+state fits no other number of ranks, and a shard with other than a multiple of 256 elements has none. It also compiles
+the update for each shape, without a choice, and wants the learning rate as a tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune.model.optimizers.rounded_adamw import (
 
 
 class _Moment(NamedTuple):
-    """This rank's elements of a moment, flat: values in float32, or codes with the scales of their blocks."""
+    """This rank's elements of a moment, flat: float32 values, or codes with their blocks' scales."""
 
     held: Tensor
     scales: Tensor | None
@@ -41,7 +41,7 @@ class _Moment(NamedTuple):
         return decode(self.held[begin:end], self._scales(self.scales, begin, end), self.block, self.book)
 
     def write(self, begin: int, end: int, values: Tensor) -> None:
-        """Keep what `read` gave, updated in its memory."""
+        """Keep the values from `read`, updated in their memory."""
         if self.scales is None:
             return
         codes, scales = encode(values, self.block, self.book)
@@ -53,15 +53,15 @@ class _Moment(NamedTuple):
 
 
 class BlockwiseAdamW(torch.optim.Optimizer):
-    """AdamW, computed in float32, that keeps moments in one byte and a scale for each block (blocks.py).
+    """AdamW, computed in float32, that keeps moments in one byte with one scale per block (blocks.py).
 
     State by parameter, under bitsandbytes' names: `step` (a number), `state1` and `state2` like the parameter, uint8 or
-    float32, and of uint8 `absmax1` and `absmax2`, float32 [..., rows, blocks of a row]. All are sharded as it is.
-    Weights in bfloat16 are rounded at random, as RoundedAdamW does.
+    float32; for uint8 also `absmax1` and `absmax2`, float32 [..., rows, blocks per row]. All are sharded like the
+    parameter. bfloat16 weights are rounded stochastically, as in RoundedAdamW.
 
     Args:
-        seed, local_part: As of RoundedAdamW.
-        in_float32: Parameters whose moments stay in float32, besides those that `block_length` leaves so.
+        seed, local_part: As in RoundedAdamW.
+        in_float32: Parameters whose moments stay in float32, beside those that `block_length` leaves so.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Random bits that depend on what they are for, and on nothing else: no generator, no device, no number of ranks.
+"""Random bits that depend on their use alone: not on a generator, a device or the number of ranks.
 
-A key is made of (seed, step, tensor, use, chunk); a bit pattern of the key and the element's index in its chunk. So
-copies of a weight on several ranks are rounded alike, shards as the full tensor is, and a resumed run as one that was
-never interrupted.
+A key is made from (seed, step, tensor, use, chunk). A bit pattern comes from the key and the element's index in its
+chunk. So copies of a weight on several ranks are rounded alike, shards like the full tensor, and a resumed run like an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the step of SplitMix
 
 
 def key_of(*numbers: int) -> int:
-    """64 bits that depend on every one of these numbers and on their order.
+    """64 bits that depend on all these numbers and their order.
 
-    Each is mixed in by the finaliser of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
+    The finaliser of SplitMix64 mixes each one in (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
     Generators, 2014).
     """
     key = 0
@@ -30,10 +30,10 @@ def key_of(*numbers: int) -> int:
 
 
 def random_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """int32 [count], all bits random: those of the elements `first`, `first + 1`, ... under this key.
+    """int32 [count], all bits random, for elements `first`, `first + 1`, ... under this key.
 
-    The index is multiplied by one half of the key, made odd, and added to the other; then comes lowbias32, a hash of
-    32 bits (Wellons, Prospecting for Hash Functions, 2018). Products wrap around, as those of int32 do in torch.
+    The index is multiplied by one half of the key, made odd, and added to the other half. Then comes lowbias32, a
+    32-bit hash (Wellons, Prospecting for Hash Functions, 2018). Products wrap around, as int32 products do in torch.
     """
     bits = torch.arange(first, first + count, dtype=torch.int32, device=device)
     bits.mul_(_signed(key & _BITS_32 | 1)).add_(_signed(key >> 32))

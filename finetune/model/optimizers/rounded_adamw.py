@@ -1,9 +1,9 @@
-"""AdamW for weights and moments in bfloat16, which rounds at random, so that small updates count on average.
+"""AdamW for bfloat16 weights and moments with stochastic rounding, so that small updates count on average.
 
-bfloat16 has 8 significant bits: an update below 1/512 of its weight rounds to none, and at a learning rate of 1e-5
-most do. A second moment with beta2 = 0.999 changes by a thousandth a step and would never shrink. Rounded up with a
-probability equal to the part that is cut off, each of them moves right in the mean (Gupta et al., Deep Learning with
-Limited Numerical Precision, 2015). The bits are random_bits.py's, so copies stay equal and resumes exact.
+bfloat16 has 8 significant bits. An update below 1/512 of its weight rounds to none, and at a learning rate of 1e-5 most
+do. A second moment with beta2 = 0.999 changes by a thousandth per step and would never shrink. Rounding up with a
+probability equal to the cut-off part makes the mean right (Gupta et al., Deep Learning with Limited Numerical
+Precision, 2015). The bits come from random_bits.py, so copies stay equal and resumes are exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LocalPart = Callable[[Tensor], tuple[Tensor, int]]
 
 
 class Range(NamedTuple):
-    """Elements of one weight within a flat tensor that holds those of several."""
+    """One weight's elements within a flat tensor that holds several weights."""
 
     place: int  # of the weight, among all that are trained
     start: int  # in the flattened weight
@@ -62,8 +62,9 @@ class RoundedAdamW(torch.optim.AdamW):
         self._ranges: dict[int, list[Range]] = {}
 
     def round_as(self, ranges: Iterable[tuple[Tensor, Range]]) -> None:
-        """Rounds each range of these flat tensors, which an engine has put in the parameters' stead, as the weight is
-        that it belongs to. What is in no range of its tensor is padding, and not updated."""
+        """Round each range of these flat tensors like the weight it belongs to. An engine has put them in the
+        parameters' place. Elements outside any range are padding and are not updated.
+        """
         for flat, each in ranges:
             self._ranges.setdefault(id(flat), []).append(each)
 
@@ -102,8 +103,12 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 def chunks(range_: Range, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """The number of each chunk that these elements are in, the index of the first one there, and their begin and end
-    in the flat tensor. Chunks of `size` elements are the full weight's, on every rank."""
+    """For each chunk that has some of these elements: its number, the first one's index in it, and their begin and end
+    in the flat tensor. Chunks have `size` elements of the full weight, on every rank.
+
+    With size 100, elements [150, 320) at the tensor's start are: chunk 1 from index 50, [0, 50); chunk 2 from 0, [50,
+    150); chunk 3 from 0, [150, 170).
+    """
     begin = range_.begin
     while begin < range_.end:
         chunk, first = divmod(range_.start + begin - range_.begin, size)
@@ -127,9 +132,11 @@ def adamw_update(values: Sequence[Tensor], gradient: Tensor, group: dict[str, An
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> None:
-    """Rounds float32 to what bfloat16 can hold, away from zero with the probability of the part that is cut off.
+    """Round float32 stochastically to bfloat16's values: away from zero with the cut-off part's probability.
 
-    The low 16 of the random bits are added to the bits of the number, whose low half is then cut off; a carry goes
-    into the exponent where it belongs.
+    The low 16 random bits are added to the number's bits, then the low half is cut off. A carry into the exponent is
+    right.
+
+        1.0 + 3/4 of a bfloat16 step = 0x3F80C000; adding 0x0000 to 0xFFFF carries in three cases of four.
     """
     values.view(torch.int32).add_(bits.bitwise_and_(_LOW)).bitwise_and_(_HIGH)

@@ -1,4 +1,4 @@
-"""A pipeline: each rank is a stage with a run of the decoder layers, on torch.distributed.pipelining.
+"""A pipeline: each rank is a stage with a run of decoder layers, on torch.distributed.pipelining.
 
-May import: model, launch, measure and what is below them; of strategies what knows of pieces and shards.
+May import: model, launch, measure and everything below them; from strategies only the modules about pieces and shards.
 """

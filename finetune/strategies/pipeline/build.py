@@ -30,7 +30,7 @@ from finetune.strategies.pipeline.stage import runs_of
 
 
 def parts_of_recipe(recipe: Recipe) -> Parts:
-    """Which parts its model has. Raises FinetuneError where its layers are not a line."""
+    """The parts of its model. Raises FinetuneError if its layers are not a line."""
     plain = recipe.model_copy(update={"quantization": None})  # 4-bit layers have no forward on meta
     return parts_of(structure_alone(plain, torch.bfloat16))  # experts have products in 16 bits alone on meta
 
@@ -38,12 +38,11 @@ def parts_of_recipe(recipe: Recipe) -> Parts:
 def staged(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts
 ) -> tuple[nn.Module, Pipeline, torch.optim.Optimizer]:
-    """The model, with this rank's part on its device and the rest on meta, the pipeline that computes with it, and the
-    optimizer of this rank's part.
+    """The model with this rank's part on its device and the rest on meta, its pipeline, and its part's optimizer.
 
-    Every rank reads the model into host memory before it gives up what other stages hold: as much host memory a rank
-    as the whole model takes. Weights in 4 bits are read when they are quantised, one by one, by the stage that holds
-    them. Raises FinetuneError where the model cannot be split, on all ranks.
+    Every rank reads the model into host memory before it gives up the other stages' layers, so each rank needs host
+    memory for the whole model. Each stage reads and quantises its own 4-bit weights, one by one. Raises FinetuneError,
+    on all ranks, if the model cannot be split.
     """
     pipelines, device = strategy.pipelines, accelerator.device
     assert pipelines is not None
@@ -82,7 +81,7 @@ def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]
 
 
 def _require_training_in_each(layers: Sequence[range], decoder: nn.Module, parts: Parts) -> None:
-    """Raises FinetuneError where a run of layers has no weight to train: no gradient comes out of it."""
+    """Raises FinetuneError if a run of layers has no trained weight, because no gradient comes out of it."""
     named = decoder.named_parameters(remove_duplicate=False)
     training = {run_with(parts.place(name), layers) for name, weight in named if weight.requires_grad}
     if idle := set(range(len(layers))) - training:

@@ -1,7 +1,7 @@
-"""Which weights a stage holds, which of them it writes, and how all of them come together for an export. Where there
-are several pipelines, the first one writes.
+"""Which weights a stage holds, which of these it writes, and how an export collects all of them. With several
+pipelines, the first one writes.
 
-A stage keeps the whole structure: what other stages hold is on meta, under the same names, and takes no memory.
+A stage keeps the whole structure. Other stages' weights are on meta, under the same names, and take no memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Holding:
 
     @property
     def stage(self) -> int:
-        """That of this rank."""
+        """This rank's stage."""
         return self.place.stage
 
     def of_this_stage(self, saved: Mapping[str, Thing]) -> dict[str, Thing]:
-        """Of tensors by a weight's name, or by that and a colon: without those of other stages alone."""
+        """Select the saved tensors that this stage owns. Keys are `name` or `name:moment`."""
         return {key: value for key, value in saved.items() if self.stage in self._stages_of(key, (self.stage,))}
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
@@ -92,13 +92,13 @@ def place_stage(
     device: torch.device,
     late: Mapping[str, Late] | None = None,
 ) -> tuple[Holding, dict[str, nn.Parameter]]:
-    """Leave on `device` what this stage holds, and on meta all else; in place.
+    """Put this stage's weights on `device` and all others on meta, in place.
 
     Args:
-        layers: Of each run; the stages have them in turn.
-        late: 4-bit weights by name that are quantised when their turn comes, and the buffers with them.
+        layers: For each run; the stages have the runs in turn.
+        late: 4-bit weights by name that are quantised when their turn comes, with their buffers.
 
-    Returns what is held where, and the trained weights of this stage by name.
+    Returns which stage holds what, and this stage's trained weights by name.
     """
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: dict[int, set[int]] = {}
@@ -127,12 +127,12 @@ def place_stage(
 
 
 def _packed_elsewhere(layer: nn.Module) -> bool:
-    """Whether it is a 4-bit layer of another stage, whose scales are buffers of it."""
+    """Whether it is another stage's 4-bit layer, whose scales are its buffers."""
     return hasattr(layer, "packing") and bool(layer.weight.is_meta)  # a planner's weights are of no class of ours
 
 
 def run_with(index: int, layers: Sequence[range]) -> int:
-    """The run of a layer; of what is before all layers, -1, the first, of what is after them the last."""
+    """The run with a layer. Modules before all layers (-1) belong to the first run, modules after them to the last."""
     if index < 0:
         return 0
     return next((run for run, held in enumerate(layers) if index in held), len(layers) - 1)

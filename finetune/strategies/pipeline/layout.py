@@ -1,8 +1,7 @@
-"""Which parts of a model run before its decoder layers, which after, and which stage holds what.
+"""Finds which parts of a model run before its decoder layers and which after.
 
-Seen in one forward of the structure on meta, whatever the model is called: the layers have to be a line, each of which
-takes what the one before it gave and, besides, nothing that weights had a part in. Then a stage can begin at any layer
-with that one tensor.
+One forward of the structure on meta shows it, for any family. The layers must be a line: each takes the previous
+layer's output and nothing else that weights had a part in. Then a stage can begin at any layer with that one tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Parts:
 
 @dataclass
 class _Seen:
-    """What the forward on meta did so far."""
+    """The record of the forward on meta so far."""
 
     layers: int = 0
     gave: Any = None  # the layer before
@@ -55,9 +54,9 @@ class _Seen:
 
 
 def parts_of(structure: PreTrainedModel) -> Parts:
-    """The parts of a model on meta, which has another attention afterwards.
+    """The parts of a model on meta. The model has another attention afterwards.
 
-    Raises FinetuneError where its layers are not a line.
+    Raises FinetuneError if its layers are not a line.
     """
     layers = [path for path, module in structure.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     units = [
@@ -93,7 +92,7 @@ def _inside(path: str, others: Sequence[str]) -> bool:
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """What has the shape of attention's output, [batch, tokens, heads, width], and comes of its weights."""
+    """A tensor with attention's output shape, [batch, tokens, heads, width], that depends on its weights."""
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 

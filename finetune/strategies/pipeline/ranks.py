@@ -1,6 +1,6 @@
-"""Which rank is which stage of which pipeline, and whose gradients are added up.
+"""Which rank is which stage in which pipeline, and which ranks add up their gradients.
 
-The stages of a pipeline follow each other; where there are several pipelines, the next one's come after them.
+A pipeline's stages follow each other. With several pipelines, the next one's stages come after them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUCKET_BYTES = 25 * 2**20  # gradients are sent together until they are so many,
 
 @dataclass(frozen=True)
 class StagePlace:
-    """This rank's stage, of so many, in this copy of the pipeline, of so many."""
+    """This rank's stage and pipeline copy, and the number of each."""
 
     stage: int
     stages: int
@@ -28,7 +28,7 @@ class StagePlace:
 
     @classmethod
     def of(cls, rank: int, ranks: int, copies: int) -> StagePlace:
-        """That of one of so many ranks."""
+        """The place of one rank among this many."""
         copy, stage = divmod(rank, ranks // copies)
         return cls(stage, ranks // copies, copy, copies)
 
@@ -65,8 +65,8 @@ class GradientSums:
         """Every rank calls it.
 
         Args:
-            stages_of: Of each trained weight, by name, in the same order on all ranks.
-            own: Those of this stage, by name.
+            stages_of: The stages that have each trained weight, by name, in the same order on all ranks.
+            own: This stage's trained weights, by name.
             timeout: How long ranks wait for each other.
         """
         self._summed: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
@@ -92,7 +92,7 @@ class GradientSums:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In their order, each of one number format, up to BUCKET_BYTES or of one tensor."""
+    """Split in order into buckets with one number format, up to BUCKET_BYTES or one tensor."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         together = sum(each.nbytes for each in (*bucket, gradient))

@@ -15,7 +15,7 @@ from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation
 
 
 class StageRecorder:
-    """The spans of the latest step, on a clock that all processes of a machine share."""
+    """The latest step's spans, on a clock that all processes on a machine share."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.spans: list[Computation] = []
@@ -28,7 +28,7 @@ class StageRecorder:
         self._before.clear()
 
     def watch(self, runs: Sequence[PipelineStage]) -> None:
-        """Time torch's calls of this stage's runs, in place; what they wait for before and after is not in them."""
+        """Time torch's calls of this stage's runs, in place. Waiting before and after is not included."""
         for run, made in enumerate(runs):
             timed: Any = made
             timed.forward_one_chunk = self._timed(FORWARD, run, made.forward_one_chunk)

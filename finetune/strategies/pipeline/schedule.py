@@ -1,7 +1,8 @@
-"""A pipeline of stages: the micro-batches of a step through all of them, by torch.distributed.pipelining.
+"""A pipeline of stages: a step's micro-batches go through all of them, by torch.distributed.pipelining.
 
-torch's schedules send and receive hidden states and their gradients, [1, tokens, hidden] a micro-batch, in tensors that
-a run of layers allocates once: every micro-batch has the same number of tokens (training/batch_plan.py pads it).
+torch's schedules send and receive hidden states and their gradients, [1, tokens, hidden] per micro-batch, in tensors
+that a run of layers allocates once. So every micro-batch has the same number of tokens (training/batch_plan.py pads
+it).
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Pipeline(nn.Module):
         """Every rank calls it.
 
         Args:
-            runs: Of layers, this stage's.
-            layers: Those of each run of all stages, which have them in turn.
+            runs: This stage's runs of layers.
+            layers: The layers in each run of all stages; the stages have the runs in turn.
             schedule: One of SCHEDULES.
-            trained: This stage's weights, by name.
-            timeout: How long ranks that have the same weight wait for each other.
+            trained: This stage's trained weights, by name.
+            timeout: How long ranks with the same weight wait for each other.
         """
         super().__init__()
         self.runs: Sequence[LayerRun] = nn.ModuleList(runs)  # type: ignore[assignment]
@@ -71,7 +72,7 @@ class Pipeline(nn.Module):
 
     @property
     def own_layers(self) -> tuple[range, ...]:
-        """Those of this stage's runs."""
+        """The layers in this stage's runs."""
         return tuple(self.layers[run.index] for run in self.runs)
 
     def record(self) -> StageRecorder:
@@ -122,7 +123,7 @@ class Pipeline(nn.Module):
             run.expect(())
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
-        """The norm over the gradients of all stages, float32 []; a weight that two of them have counts once."""
+        """The norm over all stages' gradients, float32 []. A weight that two stages have counts once."""
         again = self._sums.counted_before
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in again]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -134,10 +135,10 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
-        """Within the block `model.generate` computes with all stages: every rank of this copy calls it alike.
+        """Within the block `model.generate` computes with all stages: every rank in this copy calls it alike.
 
-        The last stage gives the others its scores, so that all choose the same next token. Nothing is cached: for each
-        new token all of them are computed again.
+        The last stage gives the others its scores, so that all choose the same next token. Nothing is cached: each new
+        token computes all tokens again.
         """
         decoder = decoder_parts(model)
         whole: Callable[..., Any] = decoder.forward
@@ -178,9 +179,9 @@ class Pipeline(nn.Module):
         return scores
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
-        """For the receipt, read off what the stages hold; every rank calls it.
+        """Facts for the receipt, read from the stages; every rank calls it.
 
-        `layers`: first and last of each run, which the stages have in turn; `bytes`: of the weights on each stage;
+        `layers`: each run's first and last; the stages have the runs in turn. `bytes`: each stage's weights.
         `shared_tensors`: trained weights that two stages have.
         """
         held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Elsewhere))
@@ -237,7 +238,7 @@ class Pipeline(nn.Module):
         )
 
     def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """What backward begins with: the summed loss over the step's supervised tokens."""
+        """The start of backward: the summed loss over the step's units."""
         value = loss.detach()
         self._loss_sum.add_(value)
         # A loss that is not finite makes the gradients of all stages nan, as in the loop over micro-batches.

@@ -1,4 +1,4 @@
-"""Which layers each run of a pipeline's stages computes, by the bytes that its weights take while they are trained."""
+"""Splits layers into runs for a pipeline's stages, by the bytes that their weights take during training."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def bytes_while_trained(recipe: Recipe, parameter: nn.Parameter) -> int:
 
 
 def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> list[range]:
-    """The layers of each stage: the largest stage as small as can be, and all as even as that allows.
+    """The layers of each stage: the largest stage is as small as possible, and all are as even as that allows.
+
+    With costs (1, 1, 1, 1) and a last stage that also has a head with cost 2, two stages get 3 and 1 layers: 3 and 3.
 
     Args:
-        layers: What each layer costs.
-        first, last: What the first stage and the last one have besides.
+        layers: Each layer's cost.
+        first, last: Additional cost on the first and the last stage.
     """
     sums = [sum(layers[:index]) for index in range(len(layers) + 1)]
 
@@ -67,7 +69,9 @@ def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> l
 
 
 def _best(layers: int, stages: int, join: Callable[..., float]) -> tuple[float, tuple[range, ...]]:
-    """The least value of any split, and the split. `join`: of the stages before and one with layers [begin, end)."""
+    """The least value over all splits, and its split. `join` combines the earlier stages with one that has layers
+    [begin, end).
+    """
     ending: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         further: dict[int, tuple[float, tuple[range, ...]]] = {}

@@ -1,9 +1,12 @@
-"""A run of layers of one stage: the library's own forward of the whole model, in which all other layers do nothing.
+"""A stage's run of layers: the library's own forward of the whole model, in which all other layers do nothing.
 
-So scales, positions, masks and the order of layers are the model's own, of any family. The first run embeds; a later
-one has what it received from the run before handed to its first layer, whatever the modules before that made of the
-tokens; the last one computes the loss; another one gives what its last layer gave. A stage has one run, or several that
-take turns with the same decoder.
+So scales, positions, masks and the order of layers are the model's own, for any family.
+- The first run embeds the tokens.
+- A later run replaces the embeddings by the hidden states it received.
+- The last run computes the loss.
+- Every other run returns its last layer's hidden states.
+
+A stage has one run, or several that take turns with the same decoder.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ OF_THE_HEAD = ("logits_to_keep", "use_cache", "return_dict")  # what `generate` 
 
 @dataclass
 class Crossing:
-    """What passes between a run and its neighbours in one forward, [1, tokens, hidden]."""
+    """The tensors that pass between a run and its neighbours in one forward, [1, tokens, hidden]."""
 
     layers: range | None = None  # of the run whose forward this is; None between forwards: layers are recomputed
     received: Tensor | None = None
@@ -37,7 +40,7 @@ class Crossing:
 
 
 class LayerRun(nn.Module):
-    """A run of this rank's layers, called with what the run before gave, for one micro-batch after another."""
+    """One run on this rank, called with the previous run's output, for one micro-batch after another."""
 
     def __init__(
         self,
@@ -48,11 +51,10 @@ class LayerRun(nn.Module):
         autocast: Callable[[], AbstractContextManager[Any]],
         dtype: torch.dtype,
     ) -> None:
-        """
-        Args:
-            decoder: With its loss in the forward; what other stages hold is on meta, and `_leave_out` was called.
-            layers: Those of each run.
-            dtype: Of the hidden states between runs.
+        """Args:
+        decoder: With its loss in the forward. Other stages' weights are on meta, and `_leave_out` was called.
+        layers: The layers in each run.
+        dtype: The number format of hidden states between runs.
         """
         super().__init__()
         self.decoder, self.index, self.dtype = decoder, index, dtype
@@ -63,14 +65,15 @@ class LayerRun(nn.Module):
         self._layers, self._autocast, self._crossing = layers[index], autocast, crossing
 
     def expect(self, batches: Sequence[Given], before_each: Callable[[int], None] = lambda number: None) -> None:
-        """The micro-batches of the coming forwards, which every schedule computes in this order. `before_each` is
-        called with the number of each before its forward."""
+        """Announce the coming forwards' micro-batches, in the order in which every schedule computes them.
+        `before_each` is called with each one's number before its forward.
+        """
         self._batches, self._before_each = iter(enumerate(batches)), before_each
 
     def forward(self, received: Tensor) -> Tensor:
-        """received: [1, tokens, hidden]; the first run ignores what it is given.
+        """received: [1, tokens, hidden]; the first run ignores it.
 
-        Returns [1, tokens, hidden], the last run the summed loss.
+        Returns [1, tokens, hidden]; the last run returns the summed loss.
         """
         number, given = next(self._batches)
         self._before_each(number)
@@ -82,14 +85,14 @@ class LayerRun(nn.Module):
             self._crossing.layers = self._crossing.received = self._crossing.sent = None
 
     def answer(self, received: Tensor | None, given: Given, whole: Callable[..., Any]) -> Tensor:
-        """For `generate`, of any number of rows, without gradients and in the weights' own number formats.
+        """Compute for `generate`, with any number of rows, without gradients and in the weights' own number formats.
 
         Args:
             received: [rows, tokens, hidden]; None in the first run.
-            given: What `generate` gives a model.
+            given: The arguments that `generate` gives a model.
             whole: The model's forward, with its head and without the loss.
 
-        Returns [rows, tokens, hidden], the last run the scores of the next token, float32 [rows, 1, vocabulary].
+        Returns [rows, tokens, hidden]; the last run returns the next token's scores, float32 [rows, 1, vocabulary].
         """
         self._crossing.layers, self._crossing.received = self._layers, received
         try:
@@ -123,7 +126,7 @@ def runs_of(
     autocast: Callable[[], AbstractContextManager[Any]],
     dtype: torch.dtype,
 ) -> list[LayerRun]:
-    """The runs with these numbers, which are one stage and share its decoder; its forwards are changed in place."""
+    """The runs with these numbers. They are one stage and share its decoder, whose forwards are changed in place."""
     crossing = Crossing()
     _leave_out(decoder, parts, [layers[index] for index in indices], crossing, dtype)
     return [LayerRun(decoder, crossing, layers, index, autocast, dtype) for index in indices]
@@ -132,8 +135,9 @@ def runs_of(
 def _leave_out(
     decoder: PreTrainedModel, parts: Parts, held: Sequence[range], crossing: Crossing, dtype: torch.dtype
 ) -> None:
-    """Change the forwards of what not every run of this stage computes: of layers, embeddings, norm. Only instances
-    change."""
+    """Change the forwards of layers, embeddings and norm that some run in this stage does not compute. Only instances
+    change.
+    """
 
     def between(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert crossing.layers is not None
@@ -191,7 +195,7 @@ def _as_it_came(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """In the place of embeddings: [batch, tokens, width], one element in memory. No layer of this run sees it."""
+    """A stand-in for embeddings: [batch, tokens, width], one element in memory. No layer in this run sees it."""
 
     width: int
     dtype: torch.dtype

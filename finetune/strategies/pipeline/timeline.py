@@ -1,6 +1,6 @@
-"""In what order each stage of a pipeline computes a step's micro-batches, when that is, and how much of it is idle.
+"""The order in which each pipeline stage computes a step's micro-batches, when it does so, and how long it is idle.
 
-Arithmetic alone, without torch: what a plan says, and what a recorder (recorder.py) found beside it.
+Arithmetic alone, without torch: for plans, and to compare with a recorder (recorder.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Work(NamedTuple):
 
 
 def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Work]:
-    """What a stage computes, one after another.
+    """A stage's forwards and backwards, in order.
 
-    gpipe: all forwards, then all backwards. naive: a micro-batch's backward before the next one's forward. 1f1b: as
-    many forwards as there are stages from here on, then backward and forward in turn; of fewer micro-batches than
-    stages, as gpipe. interleaved_1f1b: as 1f1b over twice as many stages, of which each has two runs of layers; a round
-    of micro-batches goes through one run before it goes through the next (arXiv 2104.04473, figure 4).
+    gpipe: all forwards, then all backwards. naive: one micro-batch's backward before the next one's forward. 1f1b: as
+    many forwards as there are stages from here on, then backward and forward in turn; like gpipe if there are fewer
+    micro-batches than stages. interleaved_1f1b: like 1f1b over twice as many stages, two on each rank. A round of
+    micro-batches goes through one run before it goes through the next (arXiv 2104.04473, figure 4).
+
+    1f1b with 2 stages and 3 micro-batches: stage 0 has F0 F1 B0 F2 B1 B2, stage 1 has F0 B0 F1 B1 F2 B2.
     """
     if schedule == "interleaved_1f1b":
         return _interleaved(stage, stages, micro_batches, RUNS[schedule])
@@ -69,8 +71,9 @@ def _interleaved(stage: int, stages: int, micro_batches: int, runs: int) -> list
 
 
 def alive_at_most(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once: those with a forward and no backward yet. Where it has
-    several runs of layers, those of each run count by themselves."""
+    """The most micro-batches whose activations a stage holds at once: those with a forward and no backward yet. With
+    several runs of layers, each run's micro-batches count separately.
+    """
     alive = most = 0
     for work in order_of(schedule, stage, stages, micro_batches):
         alive += 1 if work.kind == FORWARD else -1
@@ -79,10 +82,10 @@ def alive_at_most(schedule: str, stage: int, stages: int, micro_batches: int) ->
 
 
 def steps_alike(schedule: str, stages: int, micro_batches: int) -> tuple[int, int] | None:
-    """Two smaller numbers of micro-batches with which each stage does, and holds at once, what it does with so many;
-    None: there are none. Each further micro-batch adds its own tensors and messages, and nothing else.
+    """Two smaller numbers of micro-batches with which each stage behaves as with this many, or None.
 
-    With as many as these a stage that holds most goes on to a forward after a backward, whose gradients are there.
+    Each further micro-batch adds its own tensors and messages, and nothing else. With at least this many, a stage that
+    holds most has a forward after a backward, whose gradients are there.
     """
     few, more = {"1f1b": (stages + 2, stages + 3), "naive": (3, 4)}.get(schedule, (micro_batches, micro_batches))
     if schedule == "interleaved_1f1b" and micro_batches >= stages:
@@ -94,10 +97,10 @@ def steps_alike(schedule: str, stages: int, micro_batches: int) -> tuple[int, in
 def planned_spans(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, sending: float = 0.0
 ) -> list[Computation]:
-    """When each stage computes what, as early as its order and the stages around it allow.
+    """When each stage computes what, as early as its order and its neighbours allow.
 
     Args:
-        forward, backward: Seconds of one micro-batch on each stage; of its runs of layers each has an equal part.
+        forward, backward: Seconds for one micro-batch on each stage, in equal parts for its runs of layers.
         sending: Seconds from the end on one stage to the beginning on the next, which computes meanwhile.
     """
     stages, runs = len(forward), RUNS.get(schedule, 1)
@@ -123,7 +126,7 @@ def planned_spans(
 
 
 def bubble(spans: Iterable[Computation]) -> float:
-    """The share of all stages' time, from the first beginning to the last end, in which they are idle."""
+    """The idle share of all stages' time, from the first beginning to the last end."""
     spans = list(spans)
     stages = len({span.stage for span in spans})
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
@@ -131,7 +134,8 @@ def bubble(spans: Iterable[Computation]) -> float:
 
 
 def bubble_of_equal_stages(schedule: str, stages: int, micro_batches: int) -> float:
-    """The textbook's: (p-1)/(m+p-1) of p stages and m micro-batches, and (p-1)/p where they go one after another. With
-    v runs of layers on each stage (p-1)/(vm+p-1), where p divides m."""
+    """The textbook formula for p stages and m micro-batches: (p-1)/(m+p-1), and (p-1)/p if they go one after another.
+    With v runs of layers on each stage it is (p-1)/(vm+p-1), if p divides m.
+    """
     at_once = 1 if schedule == "naive" else micro_batches * RUNS.get(schedule, 1)
     return (stages - 1) / (at_once + stages - 1)
