@@ -50,7 +50,7 @@ from benchmarks.gpu_recipes import (
     why_not,
 )
 from finetune.files import read_lines, write_json, write_text
-from finetune.preflight.job import ended_by_signals
+from finetune.preflight import ended_by_signals
 from finetune.recipe.loader import load_recipe
 
 # Seconds of each on an H200 with 16 cores. Measured: the environment 19 and 27; layers 150, when there was one more to

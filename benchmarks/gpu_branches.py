@@ -26,8 +26,9 @@ from tests.support.gpu_branches import FILE, all_questions
 
 TESTS = """strategies measure launch architecture/test_attention.py architecture/test_varlen_kernel.py
 architecture/test_loss.py architecture/test_flash_kernels.py model/test_optimizer.py model/test_quantization.py
-probe/test_judge.py probe/test_remembered.py tokens/test_batches.py preflight/test_doctor.py preflight/test_gpu_proof.py
-preflight/test_compare.py finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py
+probe/test_judge.py probe/test_remembered.py tokens/test_batches.py preflight/test_doctor.py
+preflight/test_gpu_proofs.py preflight/test_compare.py
+finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py
 training/test_train.py training/test_update.py training/test_late_reads.py training/test_compile.py
 architecture/test_compiled.py cli/test_train_verb.py proofs/test_pretended_gpu.py
 proofs/test_recipes_on_gpu.py""".split()

@@ -158,8 +158,8 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
     the library's own in float32, one document at a time with eager attention. Eager first, then compiled."""
     import torch
 
+    from finetune.model.small import SmallModel
     from finetune.probe.compare import library_side
-    from finetune.probe.shrink import SmallModel
     from finetune.recipe.schema import Recipe
 
     device = torch.device("cpu" if shrunken else "cuda")
@@ -285,10 +285,7 @@ def _judge(found: dict[str, Any], ours: Any, expected: Any, bound: float, *, exa
 def proofs(lines: Lines, *, shrunken: bool) -> None:
     """The proofs of `finetune doctor --gpu` on one GPU, those side by side that do not wait for each other: they are
     tiny, and most of a proof is imports."""
-    from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
-    from finetune.preflight.gpu_proof.material import write_proof_recipe
-    from finetune.preflight.gpu_proof.plan import plan_proofs
-    from finetune.preflight.gpu_proof.sequence import ProofBench
+    from finetune.preflight import ProofBench, ProofMachine, find_gpus, plan_proofs, write_proof_recipe
 
     machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else replace(find_gpus(), count=1)
     planned = [_compiled_or_not(proof) for proof in plan_proofs(machine) if proof.ranks == 1]
@@ -328,7 +325,7 @@ def _log_of(outcome: dict[str, Any], folder: Path) -> dict[str, str]:
 
 def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: bool) -> None:
     """The recipe's model in bfloat16, of random weights, and a tokenizer of its rows, in `folder`."""
-    from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
+    from finetune.preflight import END_TOKENS, sample_texts, shrink_model, train_tokenizer
     from finetune.recipe.loader import load_recipe
 
     recipe = load_recipe(recipe_path, changes).recipe
@@ -343,8 +340,7 @@ def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: b
 
     tokenizer = train_tokenizer(sample_texts(recipe.data))
     config, _ = full_config(name, recipe.model.revision)
-    special = shrunken_config(config, len(tokenizer))  # the tokenizer's own special tokens, whatever the size
-    config |= {key: special[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config |= {"bos_token_id": None, **END_TOKENS}  # the tokenizer's own
     with torch.device("cuda"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     half_made = folder.with_name(f"{folder.name}-half-made")  # it has its name when it is whole

@@ -25,9 +25,7 @@ import psutil
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
 from finetune.planner import audited, plan_of_run
-from finetune.preflight.disk import free_bytes
-from finetune.preflight.job import kill_all
-from finetune.preflight.job_failure import failure_reason
+from finetune.preflight import failure_reason, free_bytes, kill_all
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy

@@ -12,7 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output
 
 if TYPE_CHECKING:
-    from finetune.preflight.compare_rows import AskedRow
+    from finetune.preflight import AskedRow
 
 STEPS = 20
 STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"  # where nothing is named
@@ -60,8 +60,7 @@ def compare(
             raise FinetuneError(f"--lecture: the lectures moved; in a checkout, run `python -m lectures {lecture}`")
         if recipe is None:
             raise FinetuneError("RECIPE: is missing; name a recipe file")
-        from finetune.preflight.compare import plan_comparison
-        from finetune.preflight.compare_report import run_and_report
+        from finetune.preflight import plan_comparison, run_and_report
 
         if folder is not None:
             check_output(folder, "--output", folder=True)
@@ -74,7 +73,7 @@ def compare(
 
 def _asked_rows(strategies: str | None, vary: list[str], file: Path | None) -> list[AskedRow]:
     """The rows from one of the three options, or from the usual strategies. Raises FinetuneError."""
-    from finetune.preflight.compare_rows import rows_of_file, rows_of_options
+    from finetune.preflight import rows_of_file, rows_of_options
 
     if file is None:
         return rows_of_options(vary, STRATEGIES if strategies is None and not vary else strategies)

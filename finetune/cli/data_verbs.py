@@ -88,7 +88,7 @@ def doctor(
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
 
     def work() -> dict[str, Any]:
-        from finetune.preflight.doctor import as_text, examine_machine
+        from finetune.preflight import as_text, examine_machine
 
         loaded = load_recipe(recipe).recipe if recipe else None
         findings = []
@@ -99,7 +99,7 @@ def doctor(
         bad = any(finding.state == "bad" for finding in findings)
         proved: dict[str, Any] = {}
         if gpu:
-            from finetune.preflight.gpu_proof.command import prove_gpus
+            from finetune.preflight import prove_gpus
 
             proved = {"gpu": prove_gpus(lambda line: None if as_json else typer.echo(line))}
             bad = bad or not proved["gpu"]["ok"]

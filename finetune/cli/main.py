@@ -168,8 +168,8 @@ def rehearse(
 
     def work() -> dict[str, Any]:
         from finetune.closed_form.recomputation import chosen_words
-        from finetune.preflight.rehearse import checklist_printer
-        from finetune.preflight.rehearse import rehearse as run
+        from finetune.preflight import checklist_printer
+        from finetune.preflight import rehearse as run
 
         words = chosen_words(recipe, overrides or [])  # the small model on this CPU would be another choice
         with checklist_printer(quiet=as_json) as log:

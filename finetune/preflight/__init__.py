@@ -1,4 +1,99 @@
-"""Before you pay: rehearse a recipe, compare strategies, examine this machine.
+"""Before you pay: rehearse a recipe, compare strategies, examine this machine and prove its GPUs.
+
+    report = rehearse(recipe, words, log=print)           the whole run, small, on the CPU
+    comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
+    result = run_and_report(comparison, quiet=False)      the same steps under each strategy
+    findings = list(examine_machine())                    libraries, devices, disk, token
+    report = prove_gpus(print)                            small trainings beside the CPU's curve
+
+Other packages import only this module. It imports nothing before a name is asked for.
 
 May import: training and what is below it.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.preflight.compare_report import PHASE_COLOURS, draw, run_and_report
+    from finetune.preflight.compare_rows import AskedRow, rows_of_file, rows_of_options
+    from finetune.preflight.comparison import Comparison, compare, plan_comparison
+    from finetune.preflight.disk import free_bytes
+    from finetune.preflight.doctor import Finding, as_text, examine_machine
+    from finetune.preflight.gpu_proof_plan import Proof, ProofMachine, find_gpus, plan_proofs
+    from finetune.preflight.gpu_proofs import ProofBench, prove_gpus, write_proof_recipe
+    from finetune.preflight.job import (
+        StepFailed,
+        TrainingJob,
+        ended_by_signals,
+        failure_reason,
+        kill_all,
+        started,
+        wait_for_end,
+    )
+    from finetune.preflight.rehearsal import checklist_printer, rehearse
+    from finetune.preflight.shrink import END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
+
+# Module -> the names that it gives.
+_NAMES = {
+    # The commands.
+    "rehearsal": ("checklist_printer", "rehearse"),
+    "compare_rows": ("AskedRow", "rows_of_file", "rows_of_options"),
+    "comparison": ("Comparison", "compare", "plan_comparison"),
+    "compare_report": ("PHASE_COLOURS", "draw", "run_and_report"),
+    "doctor": ("Finding", "as_text", "examine_machine"),
+    "gpu_proofs": ("ProofBench", "prove_gpus", "write_proof_recipe"),
+    "gpu_proof_plan": ("Proof", "ProofMachine", "find_gpus", "plan_proofs"),
+    # For lectures and benchmarks: a training as a job of its own, a small model with a tokenizer of the rows.
+    "job": (
+        *("StepFailed", "TrainingJob", "ended_by_signals", "failure_reason", "kill_all", "started", "wait_for_end"),
+    ),
+    "shrink": ("END_TOKENS", "Shrunk", "sample_texts", "shrink_model", "train_tokenizer"),
+    "disk": ("free_bytes",),
+}
+
+__all__ = [
+    "END_TOKENS",
+    "PHASE_COLOURS",
+    "AskedRow",
+    "Comparison",
+    "Finding",
+    "Proof",
+    "ProofBench",
+    "ProofMachine",
+    "Shrunk",
+    "StepFailed",
+    "TrainingJob",
+    "as_text",
+    "checklist_printer",
+    "compare",
+    "draw",
+    "ended_by_signals",
+    "examine_machine",
+    "failure_reason",
+    "find_gpus",
+    "free_bytes",
+    "kill_all",
+    "plan_comparison",
+    "plan_proofs",
+    "prove_gpus",
+    "rehearse",
+    "rows_of_file",
+    "rows_of_options",
+    "run_and_report",
+    "sample_texts",
+    "shrink_model",
+    "started",
+    "train_tokenizer",
+    "wait_for_end",
+    "write_proof_recipe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

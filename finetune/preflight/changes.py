@@ -1,11 +1,12 @@
-"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that explains it.
+"""A rehearsal's changes to a recipe: each is a few overrides and a line that explains them.
 
-The rest is the recipe's own: strategy, method, precision, packing, checkpointing, save path, schedule, seed.
+Everything else stays: strategy, method, precision, packing, checkpointing, save path, schedule, seed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ import yaml
 
 from finetune.data.sources import resolve
 from finetune.paths import SHIPPED
+from finetune.preflight.job import with_two_copies
 from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.resolved import LoadedRecipe
@@ -32,7 +34,7 @@ RESUMES_ON_A_GPU = (
     "training.deterministic: a CPU's kernels sum in one order, so the resumed run is compared bitwise; on a GPU its "
     "state is bitwise, its losses are to rounding, unless this is true"
 )
-# Of its 42 rows, so that held-out ones are not trained on as well.
+# The file has 42 rows. Held-out rows must not be trained on.
 STAND_IN_ROWS = {"data.train": "train[:36]", "data.eval": "train[36:]"}
 
 
@@ -45,14 +47,24 @@ class RecipeChange:
 
 
 def processes_of(strategy: Strategy, requested: int) -> int:
-    """Ranks of a rehearsal: one for single, copies of shards for HSDP, two stages or more for each pipeline."""
-    copies = strategy.pipelines.copies if strategy.pipelines else 2 if strategy.replicates else 1
-    return strategy.rank_count(-(-max(2 * copies, requested) // copies) * copies)
+    """Ranks of a rehearsal: one for single, copies of shards for HSDP, two stages or more for each pipeline.
+
+    Five ranks requested for two pipelines: three each, so six.
+    """
+    copies = 1
+    if strategy.pipelines:
+        copies = strategy.pipelines.copies
+    elif strategy.replicates:
+        copies = 2
+    in_each_copy = math.ceil(max(2 * copies, requested) / copies)
+    return strategy.rank_count(in_each_copy * copies)
 
 
 def layers_of(strategy: Strategy, ranks: int) -> int:
-    """Of the small model: a pipeline has one or two for each stage."""
-    return max(LAYERS, strategy.stage_count(ranks) * strategy.pipelines.runs) if strategy.pipelines else LAYERS
+    """Layers of the small model: a pipeline has one or two for each stage."""
+    if not strategy.pipelines:
+        return LAYERS
+    return max(LAYERS, strategy.stage_count(ranks) * strategy.pipelines.runs)
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
@@ -77,8 +89,8 @@ def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
         return []
     values = {"training.mixed_precision": page.recipe.training.mixed_precision, "model.dtype": page.recipe.model.dtype}
     settings = {key: values[key] for key in page.auto_formats}
-    said = ", ".join(f"{key}: {value}" for key, value in settings.items())
-    return [RecipeChange(settings, f"{said}, which auto is on GPUs, whatever this CPU computes fastest")]
+    chosen = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    return [RecipeChange(settings, f"{chosen}, which auto is on GPUs, whatever this CPU computes fastest")]
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
@@ -96,16 +108,17 @@ def overrides(recipe_changes: list[RecipeChange]) -> list[str]:
 def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[RecipeChange]:
     budget = recipe.budget
     gpus = budget.gpus * budget.nodes
-    device = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
+    device = "as many as are launched"
+    if gpus == 1:
+        device = "a GPU"
+    elif gpus > 1:
+        device = f"{gpus} GPUs over NCCL"
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
     note = f"device: {ranks} on the CPU instead of {device}" if gpus or processes > 1 else ""
     yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, note)
     if strategy.replicates:
-        config = folder / f"{strategy.name}.yaml"
-        mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
-        config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
         note = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
-        yield RecipeChange({"accelerate_config": str(config)}, note)
+        yield RecipeChange({"accelerate_config": str(with_two_copies(strategy, folder))}, note)
     if "nvme" in strategy.offload_devices.values():
         yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
     if budget.gpus and not recipe.training.deterministic:
@@ -115,7 +128,7 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
 
 
 def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Iterator[RecipeChange]:
-    """What NVMe offload writes goes to the rehearsal's own folder."""
+    """NVMe offload writes to the rehearsal's own folder."""
     paths = [key for key in section if key.endswith("_nvme_path")]
     settings = {}
     if paths:
@@ -185,13 +198,15 @@ def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
 
 def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
     training = recipe.training
-    each = min(2, training.per_device_batch_size)
-    rows = each * processes * (MICRO_STEPS if training.global_batch_size > each * processes else 1)
+    micro_batch = min(2, training.per_device_batch_size)
+    rows = micro_batch * processes
+    if training.global_batch_size > rows:
+        rows *= MICRO_STEPS
     yield RecipeChange(
         {
             "training.max_steps": STEPS,
             "training.global_batch_size": rows,
-            "training.per_device_batch_size": each,
+            "training.per_device_batch_size": micro_batch,
             "training.early_stopping_patience": None,
             "training.load_best_model_at_end": training.exports_best,
             "training.resume": "auto",
@@ -199,7 +214,7 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
             "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,
             "samples.max_new_tokens": 4,
         },
-        f"training: {STEPS} steps of {counted(rows, 'row')}, {each} at a time on each rank",
+        f"training: {STEPS} steps of {counted(rows, 'row')}, {micro_batch} at a time on each rank",
     )
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
@@ -210,7 +225,10 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
 
 
 def _schedule(training: Training) -> Iterator[RecipeChange]:
-    """Numbers of steps that would outlast the four, or end before them at rate 0: what is stable takes what is left."""
+    """Shorten phases of the schedule, so that none outlasts the four steps or ends at rate 0 before them.
+
+    Warmup and decay take one step each. The stable phase has no number then, so it takes the steps that are left.
+    """
     arguments = dict(training.lr_scheduler_kwargs)
     stable = arguments.pop("num_stable_steps", None)
     steps = {name for name in ("num_decay_steps", "timescale") if name in arguments}

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
-from finetune.preflight.compare import Comparison, Row, compare
 from finetune.preflight.compare_rows import STRATEGY_KEY
+from finetune.preflight.comparison import Comparison, Row, compare
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
@@ -29,8 +29,8 @@ PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518",
 def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     """Run the comparison, show its progress on standard error, write table and picture.
 
-    Raises EnvironmentMismatch after all is written, when no row ran, or where final losses of rows that learn the same
-    do not agree.
+    Raises EnvironmentMismatch after everything is written, if no row ran, or if rows that should learn the same end at
+    different losses.
     """
     result = _run_with_progress(comparison)
     if not quiet:
@@ -75,7 +75,8 @@ def unit_of(largest: int) -> tuple[str, int]:
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
-    rows, head = [row for row in result["rows"] if row["ok"]], _head(result)
+    rows = [row for row in result["rows"] if row["ok"]]
+    head = "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
     if rows:
         device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
         memory = _memory_table(rows, head, device, host=result["device"] != "cpu")
@@ -91,19 +92,14 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(note, markup=False, highlight=False, style="dim")
 
 
-def _head(result: dict[str, Any]) -> str:
-    """What the names of the rows are."""
-    return "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
-
-
 def _losses_in_words(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line for each group of rows that learn the same, where there are two or more of them."""
     for group in groups:
         if len(group["rows"]) > 1:
-            which = "" if len(groups) == 1 else f" of {', '.join(group['rows'])}"
+            names = "" if len(groups) == 1 else f" of {', '.join(group['rows'])}"
             verdict = "agree" if group["agree"] else "DIFFER"
             worst, bound = group["worst_relative_difference"], group["bound"]
-            yield f"final losses{which} {verdict}: worst relative difference {worst:.1e}, bound {bound:g}"
+            yield f"final losses{names} {verdict}: worst relative difference {worst:.1e}, bound {bound:g}"
 
 
 def _memory_table(rows: Sequence[Row], head: str, device: str, *, host: bool) -> tuple[str, Table]:
@@ -128,7 +124,9 @@ def _memory_cell(entry: dict[str, Any] | None, size: int) -> str:
 
 def _short(value: float) -> str:
     """Three figures, or two decimals."""
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    if value < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
@@ -159,7 +157,7 @@ def moved_per_step(row: Row) -> int:
 
 
 def _multiple(row: Row) -> str:
-    """In units of P, the bytes of the weights; nothing where some are frozen, for some engines move those too."""
+    """The traffic in units of P, the bytes of the weights. Empty if some are frozen: some engines move those too."""
     return f"{moved_per_step(row) / row['trained_bytes']:.2f}" if row["all_trained"] else ""
 
 

@@ -1,6 +1,6 @@
-"""The rows of a comparison: what varies from one to the next, as `--vary`, `--strategies` or a file says it.
+"""The rows of a comparison, from `--vary`, `--strategies` or a file.
 
-Every row's recipe is read before the first job runs, so a key or a value that one of them refuses is a line then.
+Every row's recipe is read before the first job runs, so a wrong key or value of any row is reported then.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class ComparedRow:
 
     @property
     def curve(self) -> str:
-        """What the loss curve depends on: rows with the same text learn the same."""
+        """A text of everything that the loss curve depends on: rows with equal texts learn the same."""
         from finetune.run_folder.folder import curve_identity  # with torch
 
         return json.dumps(curve_identity(self.recipe), sort_keys=True)
 
 
 def rows_of_options(vary: Sequence[str], strategies: str | None) -> list[AskedRow]:
-    """The product of all that varies; `strategies` are one more list of values. Raises FinetuneError."""
+    """One row for each combination of values; `strategies` is one more list of values. Raises FinetuneError."""
     options = [("--vary", word) for word in vary]
     if strategies is not None:
         options.insert(0, ("--strategies", f"{STRATEGY}={strategies}"))
@@ -144,7 +144,7 @@ def _short_names(keys: Sequence[str] | dict[str, list[str]]) -> dict[str, str]:
 
 
 def _label(key: str, name: str, value: str) -> str:
-    """`name=value`; of a strategy the value alone, which is a name."""
+    """`name=value`; for a strategy the value alone, because it is a name."""
     return value if key == STRATEGY_KEY else f"{name}={shorten(' '.join(value.split()), 40)}"
 
 
@@ -211,7 +211,7 @@ def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[Asked
 
 
 def _of_row(error: RecipeError, row: AskedRow) -> Iterator[str]:
-    """The row's mistakes: those of its own settings at its place, those of the recipe's lines with its settings."""
+    """The row's mistakes. One in its own settings names its place; one in the recipe names its settings too."""
     own = f"{COMMAND_LINE}: "
     for mistake in error.mistakes:
         line = mistake.partition("\n")[0]  # without the recipe's line and a caret
@@ -222,9 +222,10 @@ def _of_row(error: RecipeError, row: AskedRow) -> Iterator[str]:
 
 
 def _folder(row: AskedRow, taken: Sequence[str]) -> str:
-    """A folder's name that says the row's; of a strategy's path the file's."""
-    strategy = dict(row.settings).get(STRATEGY_KEY, "")
-    words = row.name.replace(strategy, Path(strategy).stem) if "/" in strategy else row.name
+    """A folder name made from the row's name. A strategy's path is shortened to the file's name."""
+    strategy, words = dict(row.settings).get(STRATEGY_KEY, ""), row.name
+    if "/" in strategy:
+        words = words.replace(strategy, Path(strategy).stem)
     name = re.sub(r"[^\w.-]+", "_", words.replace("=", "-")).strip("_.")[:NAME_CHARACTERS] or "recipe"
     number, unique = 2, name
     while unique in taken:
@@ -233,7 +234,7 @@ def _folder(row: AskedRow, taken: Sequence[str]) -> str:
 
 
 def _shortened(training: Training, steps: int) -> tuple[str, ...]:
-    """A warmup as long as the comparison at most; what is stable takes what warmup and decay leave."""
+    """Limit the warmup to the comparison's steps. The stable phase takes the steps that warmup and decay leave."""
     settings = []
     if (training.warmup_steps or 0) > steps:
         settings.append(f"training.warmup_steps={steps}")

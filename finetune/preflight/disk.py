@@ -1,4 +1,4 @@
-"""How much disk a run will take, against what is free; no weights are read or downloaded."""
+"""How much disk a run will take, and how much is free; no weights are read or downloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Need:
 
 
 def need_of(recipe: Recipe) -> Need:
-    """What the run will write. Raises EnvironmentMismatch where the model's configuration is not on this machine."""
+    """The bytes that the run will write. Raises EnvironmentMismatch if the model's configuration is not here."""
     total, trained = count_weights(recipe)
     training, frozen = recipe.training, _WIDTH[recipe.model.dtype]
     width = 2 if training.pure_bf16 else 4
@@ -47,7 +47,7 @@ def need_of(recipe: Recipe) -> Need:
 
 
 def count_weights(recipe: Recipe) -> tuple[int, int]:
-    """All weights of the model, and those that are trained; counted on the model's structure, without any data."""
+    """The numbers of all weights and of trained weights, counted on the model's structure without any data."""
     import torch
 
     from finetune.model.build import build_model
@@ -68,7 +68,7 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
 
 
 def folders(recipe: Recipe | None) -> dict[str, Path]:
-    """Where a run writes, by what is there."""
+    """The folders that a run writes to, by purpose."""
     from huggingface_hub import constants
 
     run = Path(recipe.run_dir) if recipe else Path.cwd()
@@ -76,13 +76,14 @@ def folders(recipe: Recipe | None) -> dict[str, Path]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free on the disk of a folder that need not be there yet."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+    """Free bytes on the disk of a folder that may not exist yet."""
+    return shutil.disk_usage(_first_existing(folder)).free
 
 
 def may_write(folder: Path) -> bool:
-    """Whether the folder, or the first one above that is there, can be written."""
-    return os.access(
-        next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()), os.W_OK
-    )
+    """Whether the folder, or the first existing one above it, can be written."""
+    return os.access(_first_existing(folder), os.W_OK)
+
+
+def _first_existing(folder: Path) -> Path:
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

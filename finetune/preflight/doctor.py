@@ -56,7 +56,7 @@ print(json.dumps(failed))
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: what was seen, and the remedy where it is not well."""
+    """The result of one check, and a remedy if it is not well."""
 
     name: str
     state: FindingState
@@ -65,7 +65,7 @@ class Finding:
 
 
 def examine_machine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
-    """Every finding in turn, with nothing private in it; `online` asks the Hub what the token may do."""
+    """All findings in turn, without private data; `online` asks the Hub about the token's rights."""
     parts: Sequence[Callable[[], Iterator[Finding]]] = (
         check_python,
         check_libraries,
@@ -87,7 +87,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """What finetune needs, as its pyproject.toml says; of an installed package, its metadata."""
+    """finetune's requirements, from its pyproject.toml; for an installed package from its metadata."""
     try:
         return list(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"])
     except (OSError, KeyError, ValueError):
@@ -200,16 +200,18 @@ def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
         yield Finding("disk", "look", "what the recipe needs is not known", str(error))
         return
     for name, size in (("run folder", need.in_run_folder), ("model cache", need.download)):
-        short = size > free[name]
         text = f"{name}: the recipe needs {size / GIB:.1f} GiB"
-        kept = f", {counted(need.keep + 1, 'checkpoint')} of {need.checkpoint / GIB:.1f}"
-        text += kept if name == "run folder" else ""
-        remedy = "free some space, lower save_total_limit, or name another folder" if short else ""
-        yield Finding("disk", "bad" if short else "ok", text, remedy)
+        if name == "run folder":
+            text += f", {counted(need.keep + 1, 'checkpoint')} of {need.checkpoint / GIB:.1f}"
+        if size > free[name]:
+            remedy = "free some space, lower save_total_limit, or name another folder"
+            yield Finding("disk", "bad", text, remedy)
+        else:
+            yield Finding("disk", "ok", text)
 
 
 def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
-    """Whether there is a token, and with `online` what it may do; the token itself is never shown."""
+    """Whether there is a token, and with `online` its rights; the token itself is never shown."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -220,8 +222,6 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
     if not online:
         yield Finding("token", "ok", f"{text}; --online asks the Hub what it may do")
         return
-    from finetune.preflight.doctor import scope
-
     try:
         yield Finding("token", "ok", f"{text}: {scope(recipe.hub.repo_id if recipe else None)}")
     except FinetuneError as error:
@@ -257,7 +257,8 @@ def check_variables() -> Iterator[Finding]:
 
 def as_text(item: Finding) -> str:
     """One line; a remedy on the next."""
-    return f"{item.state:<5}{item.name:<11}{item.seen}" + (f"\n{'':<16}{item.remedy}" if item.remedy else "")
+    line = f"{item.state:<5}{item.name:<11}{item.seen}"
+    return f"{line}\n{'':<16}{item.remedy}" if item.remedy else line
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:
@@ -281,5 +282,7 @@ def scope(repo_id: str | None, endpoint: str | None = None) -> str:
             raise
         later = "try again later" if hub_error.transient else "create another one, then: hf auth login"
         raise EnvironmentMismatch(f"{hub_error.reason}; {later}") from error
-    role = {"fineGrained": "fine-grained"}.get(token.get("role"), token.get("role") or "of a kind it does not name")
+    role = token.get("role") or "of a kind it does not name"
+    if role == "fineGrained":
+        role = "fine-grained"
     return f"{role}, may write to hub.repo_id" if repo_id else str(role)

@@ -1,7 +1,9 @@
-"""A small training as a job, of a rehearsal or a proof: a real `accelerate launch` of the real entrypoint, watched."""
+"""A small training as a job, for rehearsals and proofs: a real `accelerate launch` of the real entrypoint, watched."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import signal
@@ -15,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
 from finetune.launch.with_parent import with_parent
 from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.job_failure import failure_reason
-from finetune.recipe.strategy import CONFIG_FOLDER
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy
+from finetune.recipe.yaml_text import shorten
 
 START_TIMEOUT_SECONDS = 300  # for one start
 
@@ -41,11 +44,11 @@ class TrainingJob:
     recipe: Path
     settings: tuple[str, ...]  # key=value
     processes: int
-    folder: Path  # of everything that it writes
-    launcher: tuple[str, ...] = ()  # options of `accelerate launch`; else as many processes on the CPU
-    on_gpus: bool = False  # else they are hidden from it
+    folder: Path  # for everything that it writes
+    launcher: tuple[str, ...] = ()  # options of `accelerate launch`; by default `processes` on the CPU
+    on_gpus: bool = False  # False hides them from it
     timeout: float = START_TIMEOUT_SECONDS  # for one start
-    shared_cache: Path | None = None  # of several jobs: prepared data and what probes found; else its own
+    shared_cache: Path | None = None  # prepared data and the probe's results of several jobs; None: its own
 
     @property
     def run_dir(self) -> Path:
@@ -53,23 +56,51 @@ class TrainingJob:
 
     @property
     def log(self) -> Path:
-        """What the last start printed."""
+        """The output of the last start."""
         return self.folder / "run.log"
 
     def command(self) -> list[str]:
-        """What a user would type."""
-        where = "single" if self.processes == 1 else "cpu_2proc"
-        cpu_options = ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
-        cpu_options += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
-        launcher = ["-m", "accelerate.commands.launch", *(self.launcher or cpu_options)]
-        script = [str(TRAIN_SCRIPT), str(self.recipe)]
-        return [sys.executable, *launcher, *script, *self.settings, f"output_dir={self.run_dir}"]
+        """The line that a user would type."""
+        options: Sequence[str] = self.launcher
+        if not options and self.processes == 1:
+            options = ["--config_file", str(CONFIG_FOLDER / "single.yaml"), "--cpu"]
+        elif not options:
+            config = str(CONFIG_FOLDER / "cpu_2proc.yaml")
+            options = ["--config_file", config, "--num_processes", str(self.processes)]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *options]
+        return [*launcher, str(TRAIN_SCRIPT), str(self.recipe), *self.settings, f"output_dir={self.run_dir}"]
 
     def curve(self) -> list[tuple[Any, ...]]:
         """Step, loss and gradient norm of every step that was logged."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = read_lines(file) if file.is_file() else []
-        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in train_lines(self.run_dir)]
+
+
+def train_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's optimizer steps, as far as they are logged."""
+    file = run_dir / "metrics.jsonl"
+    lines = read_lines(file) if file.is_file() else []
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def relative_difference(value: float | None, expected: float | None) -> float:
+    """How far two losses or gradient norms are apart, relative to `expected`; 0 is bitwise.
+
+    Infinite if one of them is not finite. None stands for a gradient that overflowed in fp16, and equals only None.
+    """
+    if value == expected:
+        return 0.0
+    if value is None or expected is None or expected == 0.0:
+        return math.inf
+    apart = abs(value - expected) / abs(expected)
+    return apart if math.isfinite(apart) else math.inf
+
+
+def with_two_copies(strategy: Strategy, folder: Path) -> Path:
+    """Write the strategy's file with two copies of the shards into `folder`; else a copy would be a machine."""
+    mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
+    file = folder / f"{strategy.name}.yaml"
+    file.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
+    return file
 
 
 @contextmanager
@@ -98,45 +129,45 @@ def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         raise StepFailed(f"not finished after {job.timeout:g} s; {_reason(job)}") from None
     if code != 0:
-        raise _failed(job)
+        raise _failure(job)
 
 
 def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait for a moment of the training, to a few milliseconds; returns the processes below the launcher.
 
-    They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
+    They are looked up beforehand, because the moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, processes = time.monotonic() + job.timeout, 0.0, []
+    deadline, last_lookup, processes = time.monotonic() + job.timeout, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
-            raise _failed(job)
-        if (now := time.monotonic()) > end:
+            raise _failure(job)
+        if (now := time.monotonic()) > deadline:
             raise StepFailed(f"not there after {job.timeout:g} s; {_reason(job)}")
-        if now > looked + 0.5:
-            looked, processes = now, _below(process)
+        if now > last_lookup + 0.5:
+            last_lookup, processes = now, _descendants(process)
         time.sleep(0.005)
     return processes
 
 
 def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
-    """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
+    """SIGKILL to a launcher and all processes below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
     # Stop the launcher first: else it would see its ranks die; and if it died first, they would save and exit.
     process.send_signal(signal.SIGSTOP)
     _kill(known)
-    children = _below(process)
+    children = _descendants(process)
     _kill(children)
     process.kill()
     process.wait()
-    end = time.monotonic() + 10
-    while any(_lives(child) for child in children) and time.monotonic() < end:
+    deadline = time.monotonic() + 10
+    while any(_is_alive(child) for child in children) and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(children) + 1
 
 
-def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that it started, and those that they did; ranks are in their own sessions."""
+def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that it started, and those that they started; ranks are in their own sessions."""
     try:
         return list(psutil.Process(process.pid).children(recursive=True))
     except psutil.Error:
@@ -144,12 +175,12 @@ def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
-    for each in processes:
+    for process in processes:
         with suppress(psutil.Error):
-            each.kill()
+            process.kill()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -160,16 +191,44 @@ def _reason(job: TrainingJob) -> str:
     return failure_reason(job.run_dir, job.log.read_text("utf-8", errors="replace"))
 
 
-def _failed(job: TrainingJob) -> StepFailed:
+def _failure(job: TrainingJob) -> StepFailed:
     """The training's own reason, with its exit code, which the launcher only reports."""
     log = job.log.read_text("utf-8", errors="replace")
     code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)
     return StepFailed(_reason(job), int(code[1]) if code else 1)
 
 
+def failure_reason(run_dir: Path, log: str) -> str:
+    """Why a training failed, in one line.
+
+    Take the error that the run recorded. Without one, take the last line that it printed before the launcher's report.
+    """
+
+    def one_line(text: str) -> str:
+        return shorten(" ".join(text.split()), 300, "…")
+
+    state_file = run_dir / "run_state.json"
+    state = json.loads(state_file.read_text("utf-8")) if state_file.is_file() else {}
+    if "error" in state:
+        return f"{one_line(state['error'])} ({state['phase']}, rank {state['rank']})"
+    # Cut the launcher's own report off: torchrun's, or the traceback of `accelerate launch` itself.
+    printed = log
+    if report := re.search(r"^[EWI]\d{4} .*torch/distributed/elastic", log, flags=re.M):
+        printed = log[: report.start()]
+    else:
+        before, _, traceback = log.rpartition("Traceback (most recent call last)")
+        if "CalledProcessError" in traceback:
+            printed = before
+    lines = [line for line in printed.splitlines() if line.strip() and "WARNING" not in line]
+    last_line = one_line(lines[-1]) if lines else "it printed nothing"
+    # A signal counts only for the rank that failed first, because torchrun then ends the others with its own signal.
+    killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
+    return f"killed by signal {killed[1] or killed[2]}; its last line: {last_line}" if killed else last_line
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder go."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder are removed."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Is what a run exported what it trained? By the plain libraries, against the weights of its last checkpoint."""
+"""Did a run export the weights that it trained? The plain libraries load them and compare with the last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from finetune.wording import counted
 
 
 def load_back(recipe: Recipe, run_dir: Path) -> str:
-    """Load the adapter in plain peft, or the model in plain transformers, in float32; what was seen, in a line.
+    """Load the adapter in plain peft, or the model in plain transformers, in float32; return the result as a line.
 
-    Its weights and its logits must equal, bit by bit, those of the exported step's checkpoint in the export's number
-    format, and differ from the base's. Raises FinetuneError where they do not.
+    Weights and logits must equal the exported step's checkpoint bitwise, in the export's number format. They must
+    differ from the base model's. Raises FinetuneError if they do not.
     """
     import torch
 
@@ -51,7 +51,7 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
 
 
 def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
-    """Base, exported, and one of the same structure that is to be filled; each by the libraries alone."""
+    """The base, the export, and a model of that structure to fill; each is built by the libraries alone."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Two real processes add numbers together, as a run's ranks do: over NCCL where two GPUs are, else over gloo."""
+"""Two real processes add numbers together, as a run's ranks do: over NCCL with two GPUs, else over gloo."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pair_test(*, gpus: int, timeout: float = PAIR_TIMEOUT_SECONDS) -> dict[str, 
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
-    """The exit codes; None for one that still runs at the deadline, or ten seconds after the other one failed."""
+    """The exit codes; None for a process that still runs at the deadline, or ten seconds after the other one failed."""
     codes = [process.poll() for process in ranks]
     while None in codes and time.monotonic() < deadline:
         if any(codes):  # the other waits for it in vain

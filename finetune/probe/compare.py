@@ -1,8 +1,8 @@
 """The kit's loss and gradients beside the library's: its own class, eager attention, one document at a time.
 
-Both models have the same weights and adapters. In float32 the two differ by rounding, below 1e-5 of what they are. A
-deep or a badly scaled model rounds more, so what differs is computed once more in float64, where a real difference
-stays. In 16 bits rounding differs by model and kernel: there the library's own error, against float32, is the measure.
+Both models have equal weights and adapters. In float32 the two differ by rounding, below 1e-5 relative. A deep or badly
+scaled model rounds more, so a larger difference is computed once more in float64. A real difference stays there. In 16
+bits rounding depends on model and kernel, so the measure is the library's own error against float32.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import unpacked_weight
+from finetune.model.small import SmallModel, draw_weights
 from finetune.model.text_part import auto_class
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
-from finetune.probe.shrink import SmallModel, draw_weights
 from finetune.recipe.schema import Recipe
 from finetune.tokens.encoder import IGNORE
 
 EXACT = 1e-5  # relative, in float32
-# In 16 bits: as many times the library's own error. Two computations of the same thing differ by the sum of the errors
-# that each has, kernels add up in another order, and a few of a tensor's elements decide: twice, and half as much
-# again. A document that sees another is off by a tenth and more.
+# In 16 bits: so many times the library's own error. Both sides have that error, so they may differ by twice as much.
+# Kernels add up in another order, and a few elements of a tensor decide: half as much again. A document that sees
+# another document is off by a tenth and more.
 TIMES_THE_LIBRARYS = 3.0
 FAR = 1e9  # distance if a value is not finite; a number, because results are kept as JSON
 SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
@@ -49,7 +49,7 @@ class NotFiniteHere(Exception):
 
 @dataclass(frozen=True)
 class LossAndGradients:
-    """A loss, summed over the documents' learned tokens, and its gradients by the parameter's name."""
+    """A loss, summed over the documents' supervised tokens, and its gradients by parameter name."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
@@ -69,12 +69,16 @@ class Difference:
 
 
 def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
-    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference. Values that are
-    not finite are FAR away.
+    """The relative difference between `found` and `expected`.
+
+    A gradient that only one side has counts as a difference. Values that are not finite are FAR away.
 
     Args:
-        exact: Take the gradient that differs most. Else compare all gradients as one vector, because the worst of many
-            tensors mostly shows rounding in 16 bits.
+        exact: Take the gradient that differs most. False compares all gradients as one vector, because in 16 bits the
+            worst of many tensors mostly shows rounding.
+
+    With all gradients together of norm 10, a gradient [3, 4] beside [3, 3] is 1 / (4.24 + 0.1 x 10) = 0.19 off. The
+    second term keeps a gradient that is 0 but for rounding from counting as wholly wrong.
     """
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
     worst, at, squares = 0.0, "", 0.0
@@ -103,7 +107,7 @@ def _number(off: float) -> float:
 
 @dataclass
 class LibrarySide:
-    """A small model of the library, and what it computes; recipes are compared with it one after another."""
+    """A small model of the library and its results; recipes are compared with it one after another."""
 
     model: nn.Module
     documents: list[TokensAndLabels]
@@ -145,8 +149,12 @@ class LibrarySide:
         return LossAndGradients(total, gradients_of(self.model))
 
     def of(self, recipe: Recipe, small: SmallModel, *, by_logits: bool = False) -> Difference:
-        """How far the kit is from the library when it trains the small model by this recipe; `by_logits`: by the
-        library's own logits and loss, in the kit's batches and with its attention. Raises what `build_model` raises.
+        """The kit's difference from the library when it trains the small model by this recipe.
+
+        Args:
+            by_logits: Take the library's own logits and loss, with the kit's batches and attention.
+
+        Raises what `build_model` raises.
         """
         return self.difference_of(self.built(recipe, small), recipe, by_logits=by_logits)
 
@@ -160,11 +168,11 @@ class LibrarySide:
         return doubled(model)
 
     def difference_of(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Difference:
-        """The same of a model that is built."""
+        """The difference of a model that is already built."""
         return self._difference(self.computed_by(model, recipe, by_logits=by_logits))
 
     def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> LossAndGradients:
-        """What the kit computes with its model."""
+        """Loss and gradients of the kit's model."""
         model.train(self.training)
         model.zero_grad()
         loss = 0.0
@@ -177,7 +185,7 @@ class LibrarySide:
         return LossAndGradients(loss, gradients_of(model))
 
     def repeats(self) -> bool:
-        """Whether the library's model computes the same once more: it draws no random numbers."""
+        """Whether the library's model repeats its results, which means that it draws no random numbers."""
         return self._difference(self._librarys(None)).largest <= self.bound
 
     def widened(self) -> LibrarySide:
@@ -185,7 +193,7 @@ class LibrarySide:
         return LibrarySide(doubled(self.model), self.documents, self.device, None, self.training, True, self.router)
 
     def narrowed(self) -> None:
-        """In float32 again; the weights are what they were, numbers of bfloat16."""
+        """Go back to float32; the weights stay exact, because they are numbers of bfloat16."""
         self.model.float()
 
     def without_randomness(self) -> LibrarySide:
@@ -203,7 +211,7 @@ class LibrarySide:
 
 
 class AllInFloat64(TorchFunctionMode):
-    """What a model computes in float32 whatever its weights are (norms, softmax, the loss) is in float64 too."""
+    """Norms, softmax and the loss, which a model always computes in float32, are computed in float64 too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
@@ -234,7 +242,7 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradients of what is trained."""
+    """The gradients of the trained parameters."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -273,7 +281,7 @@ def librarys_model(small: SmallModel, like: nn.Module, device: torch.device, *, 
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model, in which no dropout draws numbers: they would differ between two forwards of the same."""
+    """The model with all dropout off, because its random numbers would differ between two forwards."""
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
@@ -281,7 +289,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def set_checkpointing(model: nn.Module, *, on: bool) -> bool:
-    """Recompute every layer in backward, or none; whether the model does so now."""
+    """Recompute every layer in backward, or none; returns whether the model recomputes now."""
     decoder = decoder_parts(model)
     if on:
         try:

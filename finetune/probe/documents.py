@@ -1,4 +1,4 @@
-"""What a small model is tried on: documents shorter and longer than its window, in rows as a recipe makes them."""
+"""Documents that a small model is tried on, shorter and longer than its window, in rows as a recipe makes them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TokensAndLabels = tuple[np.ndarray, np.ndarray]
 def probe_documents(
     vocabulary: int, special: frozenset[int], new: Sequence[int] = (), lengths: Sequence[int] = DOCUMENT_LENGTHS
 ) -> list[TokensAndLabels]:
-    """Ids and labels of each document; its first third is a prompt, which is not learned.
+    """Ids and labels of each document; its first third is a prompt, which is not supervised.
 
     Args:
-        special: Tokens that stand for something else than text: an image, padding, an end.
-        new: Rows that are trained by themselves; the first few of them stand in every document.
+        special: Tokens that are no text: an image, padding, an end.
+        new: Token rows that are trained by themselves; the first few of them stand in every document.
     """
     text = np.array([token for token in range(vocabulary) if token not in special], np.int64)
     draw = np.random.default_rng(0)

@@ -1,5 +1,7 @@
-"""The probe in a forked child, beside what this process does: a plan forks too, and a process in which autograd has
-started its threads cannot."""
+"""The probe in a forked child, while this process goes on.
+
+A plan forks too. It could not, once a probe in this process had started autograd's threads.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from finetune.recipe.schema import Recipe
 
 @contextmanager
 def probed_in_child(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
-    """Probe the recipe's model, and yield a function that waits for what is found; the child ends with the context.
+    """Probe the recipe's model, and yield a function that waits for the result; the child ends with the context.
 
-    It raises what `probe` raises. Where no child can compute, this process does, when it is asked.
+    The function raises what `probe` raises. If no child can compute, this process probes when the function is called.
     """
     child, pipe = start_forked(_send_result, recipe) if can_fork() else (None, None)
 

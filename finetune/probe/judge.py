@@ -1,4 +1,4 @@
-"""Whether a small model is trained rightly by a recipe; if not, what differs and which setting is right."""
+"""Does a recipe train a small model rightly? If not, name the setting that differs and one that is right."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from finetune.architecture import attention
 from finetune.model.adapter_targets import expert_parameters
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.model.small import SmallModel
 from finetune.probe.compare import Difference, LibrarySide, difference, library_side, set_checkpointing
-from finetune.probe.shrink import SmallModel
 from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 ANYWHERE = (attention.NAME, *ELSEWHERE)
-# The largest difference that can be rounding in 16 bits of a model that chooses experts: a token whose two best are
-# nearly equal goes to another one. A document that sees another is off by more.
+# A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
+# experts goes to the other one. A document that sees another document is off by more.
 BY_CHOICE = 0.1
 
 
@@ -29,9 +29,9 @@ class Differs(Exception):
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was found of a recipe that is trained rightly."""
+    """The differences of a recipe that trains rightly."""
 
-    found: dict[str, Difference]  # by whether layers are recomputed: as asked, and the other way
+    found: dict[str, Difference]  # "kept" or "recomputed" layers: the recipe's way first, then the other one
     bound: float
     precision: str
     note: str | None = None
@@ -66,14 +66,14 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
 
 
 def _agrees_in_float32(recipe: Recipe, small: SmallModel, device: torch.device) -> bool:
-    """Whether the model chooses experts, and is right where rounding chooses none."""
+    """Whether the model has experts, and is right in float32, where rounding hardly changes their choice."""
     exact = library_side(recipe, small, device, None)
     mixture = expert_parameters(decoder_parts(exact.model))
     return bool(mixture) and _right(exact, _both_ways(exact, recipe, small))
 
 
 def _refusal(recipe: Recipe, small: SmallModel, with_library: LibrarySide, found: dict[str, Difference]) -> Differs:
-    """First whether the auxiliary loss of a router is all that differs; then everything else, without that loss."""
+    """Ask first whether only a router's auxiliary loss differs; then search everything else, without that loss."""
     if with_library.router:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"router_aux_loss_coef": 0.0})})
         off, with_library = next(iter(found.values())), replace(with_library, router=0.0)
@@ -88,7 +88,7 @@ def _refusal(recipe: Recipe, small: SmallModel, with_library: LibrarySide, found
 
 
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
-    """With layers recomputed as the recipe says, then the other way, where the model can."""
+    """The differences with layers recomputed as the recipe says, then the other way if the model can."""
     model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
     found = {_way(asked): with_library.difference_of(model, recipe)}
     if set_checkpointing(model, on=not asked) is not asked:
@@ -99,9 +99,9 @@ def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> 
 def _in_float64(
     with_library: LibrarySide, recipe: Recipe, small: SmallModel
 ) -> tuple[LibrarySide, dict[str, Difference]] | None:
-    """The comparison once more, where rounding is far below the bound; None where an operation knows no float64.
+    """Compare once more in float64, where rounding is far below the bound; None if an operation has no float64.
 
-    Layers are not recomputed there. What recomputing them changes is seen in float32, where it changes no bit.
+    Layers are not recomputed there. Recomputing them must not change a bit, so float32 shows any change it makes.
     """
     model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
     as_asked = with_library.computed_by(model, recipe)
@@ -122,13 +122,13 @@ def _way(recomputed: bool) -> str:
 
 
 def _right(with_library: LibrarySide, found: dict[str, Difference]) -> bool:
-    """By the recipe's own way, which comes first."""
+    """Judge by the recipe's own way, which comes first."""
     return next(iter(found.values())).largest <= with_library.bound
 
 
 @dataclass
 class _Trial:
-    """The search for what differs, by recipes that differ from the user's in one setting, and then in two."""
+    """The search for the setting that differs: try recipes with one other setting, and then with two."""
 
     recipe: Recipe
     small: SmallModel
@@ -137,17 +137,17 @@ class _Trial:
     tried: dict[Any, bool] = field(default_factory=dict)
 
     def refusal(self) -> Differs:
-        """The one line: what differs, by how much, and the setting that is right."""
+        """The line for the user: the place that differs, by how much, and a setting that is right."""
         off = next(iter(self.found.values()))
-        place, what = self._what_differs()
+        place, part = self._locate()
         return Differs(
-            f"{place}: {what} differs: {self.small.name}, made small, has a loss {off.loss:.1e} and gradients "
+            f"{place}: {part} differs: {self.small.name}, made small, has a loss {off.loss:.1e} and gradients "
             f"{off.gradients:.1e} from the library's own of one document at a time, where "
             f"{self.with_library.bound:.0e} is rounding; {self._remedy()}"
         )
 
-    def _what_differs(self) -> tuple[str, str]:
-        """Place in the recipe, and what is computed otherwise there."""
+    def _locate(self) -> tuple[str, str]:
+        """The place in the recipe, and the part of the computation that differs there."""
         recipe, name = self.recipe, self.recipe.model.attention
         if self._recomputation_differs:
             asked = recipe.training.activation_checkpointing
@@ -164,7 +164,7 @@ class _Trial:
 
     @property
     def _recomputation_differs(self) -> bool:
-        """Whether layers are recomputed, and all is right where they are not."""
+        """Whether layers are recomputed, and everything is right without that."""
         kept = self.found.get(_way(False))
         return len(self.found) == 2 and kept is not None and kept.largest <= self.with_library.bound
 

@@ -1,7 +1,7 @@
 """Whether prompts may share a left-padded batch: a padded row of the small model beside the same row alone.
 
-Attention masks its padding. Layers that carry a state along the row, and positions or chunks that are counted from its
-beginning, may let padding change what follows; so may a cache that is filled by one and read by the other.
+Attention masks its padding. Padding may still change the tokens after it: through layers that carry a state along the
+row, through positions or chunks that are counted from its beginning, and through the cache.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch import Tensor, nn
 
 from finetune.model.build import decoder_parts
 from finetune.model.generate import GREEDY, answering, left_padded
+from finetune.model.small import SmallModel, shortened
 from finetune.probe.compare import kits_model
 from finetune.probe.documents import probe_documents
-from finetune.probe.shrink import SmallModel, shortened
 from finetune.recipe.schema import Recipe
 
 # Tokens of each prompt: shorter and longer than a window. The padding of the others is no multiple of a chunk.
 PROMPT_LENGTHS = (5, 20, 13)
 NEW_TOKENS = 4  # the first is of the prompt's own forward, the others of the cache that it left
-# Relative difference of a token's logits, in float32: kernels add up in another order where a mask is given, which is
-# 1e-6 of them and, through states and routers, a little more. One padded token that is seen is a tenth and more.
+# Relative difference of a token's logits, in float32. With a mask, kernels add up in another order, which changes 1e-6,
+# and a little more through states and routers. If one padded token is seen, a tenth and more changes.
 SAME = 1e-4
 LEAST_LOGIT = -1e30  # some models give tokens that are none the smallest number, which would outweigh all others
 
 
 def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> dict[str, Any]:
-    """How far a left-padded row's logits are from the same row's alone, over the first tokens of greedy answers.
+    """Compare a left-padded row's logits with the same row's alone, over the first tokens of greedy answers.
 
-    In float32, with the library's own attention, as samples are computed. `same`: whether prompts may share a batch.
+    Both are computed in float32 with the library's own attention, as samples are. `same` says whether prompts may share
+    a batch.
     """
     try:
         model = kits_model(recipe, small, device)
@@ -46,7 +47,7 @@ def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> d
 
 
 def may_share_a_batch(probed: Mapping[str, Any]) -> bool:
-    """Whether a probe's facts say so; those that do not know, as of a recipe that was not probed here, say no."""
+    """Whether a probe's facts allow it. Facts without an answer, of a recipe that was not probed here, do not."""
     padding = probed.get("padding")
     return isinstance(padding, Mapping) and padding.get("same") is True
 
@@ -79,7 +80,7 @@ def _greedy(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Relative to how far the expected logits [vocabulary] are from their mean, which changes no probability."""
+    """The difference relative to the spread of the expected logits [vocabulary]; their mean changes no probability."""
     kept = expected > LEAST_LOGIT
     found, expected = found[kept].double(), expected[kept].double()
     return float((found - expected).norm() / (expected - expected.mean()).norm())

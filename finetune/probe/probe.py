@@ -1,8 +1,8 @@
-"""Before weights are read: is this very configuration trained rightly by this recipe?
+"""Before weights are read: does this recipe train this very configuration rightly?
 
-First what a trial without data refuses (`refuse_early`); then numbers, of the same model made small: loss and gradients
-of the kit's batches, by its attention and its loss, beside the library's own class on one document at a time. Where
-either says no, it is no. What was found is remembered, so it costs once.
+Two checks must pass. A trial without data (`refuse_early`) runs on the whole model. Then numbers decide: the model is
+made small, and the kit's loss and gradients are compared with the library's own class on one document at a time. The
+result is remembered, so the probe costs once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from finetune.model.build import attention_name, decoder_parts, plain_structure,
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.model.small import CannotShrink, SmallModel, shortened, small_models
 from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
 from finetune.probe.padding import compare_padded
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
-from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.library_words import not_loaded
 from finetune.untrusted.model_folder import look_at_config
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the probe found of a recipe that is trained rightly."""
+    """The probe's facts about a recipe that trains rightly."""
 
     facts: dict[str, Any]
     remembered: bool = False
@@ -53,30 +53,34 @@ class ProbeResult:
 
     def line(self) -> str:
         """For the terminal."""
-        facts, found = self.facts, self.facts["found"]
-        lines = [f"model: {facts['architecture']}, {facts['note']}"] if facts["note"] and not found else []
+        facts, found, note = self.facts, self.facts["found"], self.facts["note"]
+        lines = []
         if found:
-            worst = max(max(each["loss"], each["gradients"]) for each in found.values())
-            note = f" ({facts['note']})" if facts["note"] else ""
-            lines.append(
+            worst = max(max(off["loss"], off["gradients"]) for off in found.values())
+            line = (
                 f"model: {facts['architecture']}, made small: loss and gradients are the library's own of one document "
-                f"at a time to {worst:.0e}, in {facts['precision']} on {facts['device']}{note}"
+                f"at a time to {worst:.0e}, in {facts['precision']} on {facts['device']}"
             )
-        return "\n".join([*lines, *([describe_reach(facts["adapters"]).rstrip()] if facts["adapters"] else [])])
+            lines.append(f"{line} ({note})" if note else line)
+        elif note:
+            lines.append(f"model: {facts['architecture']}, {note}")
+        if facts["adapters"]:
+            lines.append(describe_reach(facts["adapters"]).rstrip())
+        return "\n".join(lines)
 
 
 def probe(
     recipe: Recipe, device: torch.device = CPU, *, offline: bool = False, compute: torch.dtype | None = None
 ) -> ProbeResult:
-    """Probe the recipe's model, or recall what was found before.
+    """Probe the recipe's model, or recall an earlier result.
 
     Args:
-        device: Where the run computes; what runs on a CPU says nothing of a GPU's kernels, nor the other way round.
+        device: Where the run computes. A probe on a CPU says nothing about a GPU's kernels, nor the other way round.
         offline: Take the configuration from this machine, a shipped one too, and download nothing.
         compute: The format to compute in; None: float32 on a CPU, the recipe's own on a GPU.
 
-    Raises EnvironmentMismatch, in a line that says what differs and which setting is right, where loss or gradients
-    are not the library's; FinetuneError for what `refuse_early` refuses.
+    Raises EnvironmentMismatch if loss or gradients differ from the library's; its line names a setting that is right.
+    Raises FinetuneError for everything that `refuse_early` refuses.
     """
     recipe = _without_float8(recipe)
     with tempfile.TemporaryDirectory(prefix="finetune-probe-") as name, _undisturbed(device):
@@ -97,7 +101,7 @@ def probe(
 
 
 def _without_float8(recipe: Recipe) -> Recipe:
-    """As under bf16: next to the rounding of float8 nothing that the probe looks for would be seen."""
+    """The recipe under bf16, because the rounding of float8 would hide everything that the probe looks for."""
     if not recipe.training.float8:
         return recipe
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"mixed_precision": "bf16"})})
@@ -127,7 +131,7 @@ def _found_now(
 
 
 def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
-    """What can be said before the recipe is on its GPU, whose kernels its attention needs."""
+    """The facts that are known here, when the recipe's attention needs a GPU's kernels."""
     section = recipe.model.model_copy(update={"attention": "eager"})
     _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
     facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
@@ -138,27 +142,33 @@ def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
 def _judged(
     recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
 ) -> tuple[SmallModel, Judgement]:
-    """The first small model that runs, and what was found of it. Raises Differs, and EnvironmentMismatch where none
-    runs."""
+    """The first small model that runs, and its judgement. Raises Differs; EnvironmentMismatch if none runs."""
     reason = ""
     try:
         for small in small_models(base, folder):
             try:
                 return small, judge(recipe, small, device, compute)
             except NotFiniteHere as error:
-                reason = str(error)
+                reason = f"made small, {error}"
             except Exception as error:  # sizes that do not go together: the next ones are larger
                 if isinstance(error, Differs) or type(error) is FinetuneError:
                     raise
-                reason = shortened(error)
-    except EnvironmentMismatch:
-        if not reason:
-            raise
-    raise cannot_probe(type(base).__name__, f"made small, {reason}")
+                reason = f"made small, {shortened(error)}"
+    except CannotShrink as error:
+        reason = reason or str(error)
+    raise cannot_probe(type(base).__name__, reason)
+
+
+def cannot_probe(name: str, reason: str) -> EnvironmentMismatch:
+    """The one-line error for a model that the probe has no answer for."""
+    return EnvironmentMismatch(
+        f"model.name_or_path: {name} could not be probed for wrong losses and gradients: {reason}; choose another "
+        "model, or correct its code"
+    )
 
 
 def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in full on meta, and the facts that are known of it. Raises what `refuse_early` raises."""
+    """The model in full on meta, and its known facts. Raises what `refuse_early` raises."""
     try:
         base = plain_structure(recipe)
         adapted = refuse_early(recipe, base)
@@ -189,22 +199,19 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
     except Exception as error:  # of code that came with the model, or of values that nobody foresaw
-        code = recipe.model.trust_remote_code
-        raise (
-            cannot_probe(section.name_or_path, shortened(error))
-            if code
-            else not_loaded("configuration", section.name_or_path, error)
-        ) from error
+        if section.trust_remote_code:
+            raise cannot_probe(section.name_or_path, shortened(error)) from error
+        raise not_loaded("configuration", section.name_or_path, error) from error
 
 
 def _files_with(recipe: Recipe) -> list[Path]:
-    """Code that lies with the model in a folder; on the Hub it has its own commit, which the configuration names."""
+    """Code files of a model in a folder. On the Hub the configuration names the code's commit instead."""
     folder = Path(recipe.model.name_or_path)
     return sorted(folder.glob("*.py")) if recipe.model.trust_remote_code and folder.is_dir() else []
 
 
 def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe for a folder with the configuration that its model is known by."""
+    """The recipe with its model replaced by a folder that has the known configuration."""
     section = recipe.model
     if Path(section.name_or_path).is_dir():
         return recipe
@@ -220,7 +227,7 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random numbers, the default format and the libraries' messages as they were, and the GPU's memory free."""
+    """Keep random numbers, the default format and the libraries' messages unchanged; free the GPU's memory."""
     gpus = [device] if device.type == "cuda" else []
     disabled, collected = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.WARNING)

@@ -20,13 +20,13 @@ from filelock import FileLock
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.model.build import attention_name
+from finetune.model.small import NOT_OF_STRUCTURE
 from finetune.paths import PACKAGE
-from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 
 REMEMBERED_FORMAT = 3  # 1 lacks padding, 2 lacks a digest
-# Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
+# Packages whose code computes, and kernels that transformers uses if they are installed. Absent ones count as None.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = (
     *("flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention", "causal-conv1d", "mamba-ssm"),
@@ -37,7 +37,7 @@ OWN_CODE = ("model", "architecture", "probe", "tokens")
 
 
 def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: torch.device) -> str:
-    """The address of a probe's result.
+    """The name under which a probe's result is kept.
 
     Args:
         config: The model's configuration.
@@ -63,7 +63,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
 
 @cache
 def installed() -> dict[str, str | None]:
-    """The versions of what computes."""
+    """The versions of all packages that compute."""
     versions: dict[str, str | None] = {}
     for name in (*COMPUTES, *KERNELS):
         versions[name] = None
@@ -74,7 +74,7 @@ def installed() -> dict[str, str | None]:
 
 @cache
 def own_code() -> str:
-    """A digest of the modules of this package that decide what is computed, or how it is probed."""
+    """A digest of our modules that compute or probe."""
     return _digest(sorted(file for folder in OWN_CODE for file in (PACKAGE / folder).rglob("*.py")))
 
 
@@ -100,7 +100,7 @@ def recall(key: str) -> dict[str, Any] | None:
 
 
 def remember(key: str, found: dict[str, Any]) -> None:
-    """Keep what was found, where the cache folder can be written."""
+    """Keep a result, if the cache folder can be written."""
     with suppress(OSError, FinetuneError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         write_sealed(_file(key), found | {"key": key})
@@ -108,12 +108,12 @@ def remember(key: str, found: dict[str, Any]) -> None:
 
 @contextmanager
 def one_at_a_time(key: str) -> Iterator[None]:
-    """Within, no other process of this machine probes the same: it waits, and then recalls."""
+    """In the block no other process of this machine probes this key: it waits, and then recalls the result."""
     lock = None
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(_file(key).with_suffix(".lock"))
-        lock.acquire(timeout=LONGEST_PROBE)  # a process that is stopped keeps nobody waiting: a Timeout is an OSError
+        lock.acquire(timeout=LONGEST_PROBE)  # a stopped process does not block others, because a Timeout is an OSError
     try:
         yield
     finally:

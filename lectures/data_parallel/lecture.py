@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import silenced
-from finetune.preflight.shrink import Shrunk, shrink_model
+from finetune.preflight import Shrunk, shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.pictures import COLOURS, new_figure

@@ -11,10 +11,7 @@ from finetune.closed_form.constants import STEP_PHASES
 from finetune.files import read_lines
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
-from finetune.preflight.compare import Comparison, compare, plan_comparison
-from finetune.preflight.compare_report import draw
-from finetune.preflight.compare_rows import AskedRow
-from finetune.preflight.shrink import shrink_model
+from finetune.preflight import AskedRow, Comparison, compare, draw, plan_comparison, shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from lectures.output import LectureRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
-from finetune.preflight.compare_report import PHASE_COLOURS
+from finetune.preflight import PHASE_COLOURS
 from finetune.report.pictures import COLOURS, new_figure
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS

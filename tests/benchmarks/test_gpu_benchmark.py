@@ -18,10 +18,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_checks, gpu_recipes, gpu_wheels, plan_gpu
-from finetune.preflight.gpu_proof.machine import ProofMachine
-from finetune.preflight.gpu_proof.plan import plan_proofs
-from finetune.preflight.gpu_proof.sequence import ProofBench
-from finetune.preflight.shrink import sample_texts, train_tokenizer
+from finetune.preflight import ProofBench, ProofMachine, plan_proofs, sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe

@@ -27,8 +27,8 @@ from finetune.hub.around_training import check_before_training, push_after_train
 from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
-from finetune.preflight.compare import Comparison, job_command
 from finetune.preflight.compare_rows import check_compared, rows_of_options
+from finetune.preflight.comparison import Comparison, job_command
 from finetune.preflight.shrink import Shrunk
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml

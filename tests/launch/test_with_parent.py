@@ -15,9 +15,9 @@ import pytest
 from finetune.errors import FinetuneError
 from finetune.launch import local_ranks
 from finetune.launch.local_ranks import check_rank_count
-from finetune.preflight.compare import job_command, plan_comparison
 from finetune.preflight.compare_rows import rows_of_options
-from finetune.preflight.rehearse import rehearse
+from finetune.preflight.comparison import job_command, plan_comparison
+from finetune.preflight.rehearsal import rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 # A verb that starts a launcher, which starts a rank: each writes its process number and sleeps.

@@ -17,10 +17,10 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import compare_report
-from finetune.preflight.compare import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
 from finetune.preflight.compare_rows import rows_of_options
-from finetune.preflight.job_failure import failure_reason
+from finetune.preflight.comparison import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
+from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats

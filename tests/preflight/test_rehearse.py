@@ -24,7 +24,8 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
-from finetune.preflight import rehearse as rehearsals
+from finetune.model.small import LARGEST, shrunken_config
+from finetune.preflight import rehearsal as rehearsals
 from finetune.preflight.changes import (
     LONGEST_ROW,
     RESUMES_ON_A_GPU,
@@ -37,8 +38,8 @@ from finetune.preflight.changes import (
 )
 from finetune.preflight.job import StepFailed, TrainingJob, kill_all, wait_until
 from finetune.preflight.load_back import load_back
-from finetune.preflight.rehearse import Checklist, exported, rehearse, resume_tolerance, same_curve, sharding
-from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
+from finetune.preflight.rehearsal import Checklist, exported, rehearse, resume_tolerance, same_curve, sharding
+from finetune.preflight.shrink import Shrunk, shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy

@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
-from finetune.preflight.shrink import LARGEST, sample_texts, shrink_model, template_variables, train_tokenizer
+from finetune.model.small import LARGEST
+from finetune.preflight.shrink import sample_texts, shrink_model, template_variables, train_tokenizer
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder, RowError
 
@@ -41,8 +42,14 @@ def chats(folder: Path) -> Data:
     return Data.model_validate({"train": [{"path": "json", "data_files": str(file)}]})
 
 
+SLOW = ("exaone_moe", "deepseek_v3", "cwm")
+
+
 # Sizes by other names, no heads, lists with an entry for each layer, settings by a layer's number, latent heads.
-@pytest.mark.parametrize("name", ["gpt2", "mamba", "exaone_moe", "gemma4_text", "deepseek_v3", "cwm"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "mamba", "gemma4_text", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
 def test_any_architecture_is_made_small_and_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[name]().to_dict(), default=str), "utf-8")
     shrunk = shrink_model(str(tmp_path), "main", chats(tmp_path), tmp_path / "small")

@@ -14,7 +14,7 @@ from finetune.probe.probe import probe
 from tests.support.architectures import Way, outcomes
 from tests.support.recipes import least_recipe
 
-QUICK = ("llama", "gemma3_text", "gpt_oss")
+QUICK = {("llama", False), ("gemma3_text", True), ("gpt_oss", True)}  # right unpacked and packed, refused
 FAMILIES = (
     "llama mistral qwen3 gemma3_text gemma2 phi3 olmo2 mixtral gpt_oss qwen3_next lfm2 falcon_h1 qwen3_moe glm4 granite"
 ).split()
@@ -22,9 +22,18 @@ FAMILIES = (
 WHOLE = {"lfm2": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8}}  # the default has no convolution
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    ("name", "packing"),
+    [
+        pytest.param(
+            name,
+            packing,
+            id=f"{name}-{'packed' if packing else 'unpacked'}",
+            marks=[] if (name, packing) in QUICK else pytest.mark.slow,
+        )
+        for name in FAMILIES
+        for packing in (True, False)
+    ],
 )
 def test_right_or_refused(name: str, packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

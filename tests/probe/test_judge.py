@@ -165,7 +165,7 @@ def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     assert worst_of(found) <= EXACT
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mixtral"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.slow), "mixtral"])
 def test_experts_are_computed_in_float64_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding is beyond the bound, as a delta rule's is on some CPUs; torch's product of all experts at once
     knows no float64."""
@@ -192,8 +192,8 @@ def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path
     [
         ("mixtral", 0.09, 0.0, True),
         ("mixtral", 0.11, 0.0, False),
-        ("mixtral", 0.09, 2 * EXACT, False),
-        ("llama", 0.09, 0.0, False),
+        pytest.param("mixtral", 0.09, 2 * EXACT, False, marks=pytest.mark.slow),
+        pytest.param("llama", 0.09, 0.0, False, marks=pytest.mark.slow),
     ],
 )
 def test_rounding_may_choose_experts(

@@ -11,7 +11,7 @@ import pytest
 from finetune import train
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
-from finetune.preflight.rehearse import rehearse
+from finetune.preflight.rehearsal import rehearse
 from finetune.probe import probe as probing
 from tests.support.own_model import save_own_model
 from tests.support.recipes import least_recipe, tiny_lora, write_recipe

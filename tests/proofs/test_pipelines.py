@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
-from finetune.preflight.gpu_proof.sequence import rewind
+from finetune.preflight.gpu_proofs import rewind
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import METHODS, SHORT, TOLERANCE, apart, receipt_of, worst
 from tests.support.exports import assert_same_product, assert_the_last_step_exports_alike

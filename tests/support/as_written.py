@@ -22,8 +22,7 @@ from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
 from finetune.preflight.changes import changes, processes_of
-from finetune.preflight.job import TrainingJob
-from finetune.preflight.job_failure import failure_reason
+from finetune.preflight.job import TrainingJob, failure_reason
 from finetune.preflight.shrink import BUILT_IN, shrink_model, train_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import DataSet, Recipe

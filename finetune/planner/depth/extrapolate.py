@@ -22,9 +22,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.closed_form.constants import COMPONENTS
+from finetune.model.small import decoder_layers, with_layers_alone
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
-from finetune.probe.layers import decoder_layers, with_layers_alone
 from finetune.recipe.schema import Recipe
 
 SHALLOW = 4  # where layers are alike: the first, the last, and two between

@@ -13,6 +13,7 @@ import torch
 
 from finetune.errors import DoesNotFit
 from finetune.launch.gpu_environment import expands_segments
+from finetune.model.small import with_layers_alone
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import (
     depths,
@@ -29,7 +30,6 @@ from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.step_work import StepWork, per_step, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
-from finetune.probe.layers import with_layers_alone
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import RUNS
 from finetune.recipe.strategy import Strategy

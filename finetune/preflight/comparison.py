@@ -1,7 +1,6 @@
-"""`finetune compare`: the same steps of one recipe, varied, one row after another, each as its own job.
+"""`finetune compare`: the same steps of one recipe, varied row by row, each row as its own job.
 
-A row that fails, or that this machine refuses, keeps its reason. What the jobs train is thrown away; their figures and
-logs stay.
+A row that fails, or that this machine refuses, keeps its reason. Trained weights are deleted; figures and logs stay.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compared
-from finetune.preflight.job_failure import failure_reason
+from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
-# Largest relative difference of final losses, by the number format of the computation: another order of summation in
-# 20 steps of float32 stays below the first; of the other formats one rounding is 0.4 % (bf16), 0.05 % (fp16).
+# Largest relative difference of final losses, by the format of the computation. Another order of summation over 20
+# steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
 Row = dict[str, Any]
@@ -39,7 +38,7 @@ StepCallback = Callable[[str, int | None], None]  # a row's name and its finishe
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, where, and into which folder."""
+    """The rows to compare, the device, and the folder for the results."""
 
     recipe: Path
     overrides: tuple[str, ...]
@@ -54,7 +53,7 @@ class Comparison:
         return self.folder / "jobs" / row.folder
 
     def log(self, row: ComparedRow) -> Path:
-        """What one row's job printed."""
+        """The output of one row's job."""
         return self.folder / "logs" / f"{row.folder}.log"
 
     @property
@@ -95,7 +94,7 @@ def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
 
 
 def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
-    """The launch of one row's job: what a user would type, with the keys that make jobs comparable."""
+    """The launch of one row's job, as a user would type it, with the keys that make jobs comparable."""
     processes = read_strategy(row.strategy).rank_count(comparison.processes)
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     if comparison.device == "cpu":
@@ -188,10 +187,10 @@ def _steps_done(folder: Path) -> int:
 
 
 def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
-    """A row's numbers from a finished job: bytes and seconds as integers and floats, per rank the highest.
+    """A row's numbers from a finished job: bytes and seconds as integers and floats, each from its highest rank.
 
-    Memory is the highest of all steps. Time is of the steps after the first, which compiles and warms up; traffic is of
-    the last step, for DDP learns its buckets in the second.
+    Memory is the highest over all steps. Time is the mean after the first step, which compiles and warms up. Traffic is
+    the last step's, because DDP arranges its buckets in the second.
     """
     train = [line for line in lines if line["kind"] == "train"]
     seconds = statistics.fmean(line["step_seconds"] for line in train[1:] or train)
@@ -234,8 +233,10 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
 
 
 def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
-    """The worst relative difference of final losses among rows that learn the same, to the first that ran of them, and
-    whether it is within bounds; and the same of each such group."""
+    """How far final losses are apart among rows that should learn the same.
+
+    Each group of such rows is compared with its first row that ran. The group farthest from its bound comes on top.
+    """
     ran = [row for row in rows if row["ok"]]
     groups = []
     for curve in dict.fromkeys(row["curve"] for row in ran):
@@ -250,7 +251,7 @@ def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader of the figures must know."""
+    """Notes that a reader of the figures needs."""
     lines = [
         "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
         "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",

@@ -16,15 +16,10 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 
 from finetune.cli.main import main
-from finetune.preflight import doctor
+from finetune.preflight import doctor, gpu_proofs
 from finetune.preflight.doctor import Finding
-from finetune.preflight.gpu_proof import command, sequence
-from finetune.preflight.gpu_proof.command import prove_gpus
-from finetune.preflight.gpu_proof.lines import NO_GPU
-from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
-from finetune.preflight.gpu_proof.material import write_proof_recipe
-from finetune.preflight.gpu_proof.plan import PROOF_STEPS, Proof, plan_proofs
-from finetune.preflight.gpu_proof.sequence import ProofBench, prove
+from finetune.preflight.gpu_proof_plan import PROOF_STEPS, Proof, ProofMachine, find_gpus, plan_proofs
+from finetune.preflight.gpu_proofs import NO_GPU, ProofBench, prove, prove_gpus, write_proof_recipe
 from finetune.preflight.job import TrainingJob, started
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
@@ -172,15 +167,15 @@ Proved = Callable[..., tuple[dict[str, Any], Canned]]
 @pytest.fixture
 def proved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proved:
     """Prove machines with trainings that take no time; what differs is said by the proofs' names."""
-    monkeypatch.setattr(sequence.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(gpu_proofs.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
 
     def proved(
         machine: ProofMachine, proofs: list[Proof] | None = None, **change: dict[str, Any]
     ) -> tuple[dict[str, Any], Canned]:
         canned = Canned({name.replace("_", " "): values for name, values in change.items()})
-        monkeypatch.setattr(sequence, "started", canned.started)
-        monkeypatch.setattr(sequence, "wait_for_end", lambda job, process: None)
-        monkeypatch.setattr(sequence, "write_proof_recipe", lambda folder: folder / "recipe.yaml")
+        monkeypatch.setattr(gpu_proofs, "started", canned.started)
+        monkeypatch.setattr(gpu_proofs, "wait_for_end", lambda job, process: None)
+        monkeypatch.setattr(gpu_proofs, "write_proof_recipe", lambda folder: folder / "recipe.yaml")
         return prove(machine, proofs or plan_proofs(machine), lambda outcome: None), canned
 
     return proved
@@ -232,9 +227,15 @@ def test_all_gpus_are_taken(proved: Proved) -> None:
     ],
 )
 def test_what_is_wrong_is_found(name: str, change: dict[str, Any], words: str, proved: Proved, tmp_path: Path) -> None:
-    report, _ = proved(gpus(1), **{name: change})
+    needed = proof = next(proof for proof in plan_proofs(gpus(1)) if proof.folder_name == name)
+    names = [proof.name]
+    while needed.of:  # the proofs that it is compared with
+        needed = next(other for other in plan_proofs(gpus(1)) if other.name == needed.of)
+        names.append(needed.name)
+    report, _ = proved(gpus(1), [other for other in plan_proofs(gpus(1)) if other.name in names], **{name: change})
     failed = states(report)["failed"]
-    assert failed == [name.replace("_", " ")]
+    assert failed == [proof.name]
+    assert len(states(report)["ok"]) == len(names) - 1
     assert words in outcome_of(report, failed[0])["seen"]
     assert not report["ok"]
     assert report["folder"] == str(tmp_path)
@@ -298,8 +299,8 @@ def test_a_failed_proof_ends_with_exit_code_4(
             log(outcome)
         return report
 
-    monkeypatch.setattr(command, "find_gpus", lambda: gpus(1))
-    monkeypatch.setattr(command, "prove", canned)
+    monkeypatch.setattr(gpu_proofs, "find_gpus", lambda: gpus(1))
+    monkeypatch.setattr(gpu_proofs, "prove", canned)
     monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter(()))
     assert main(["doctor", "--gpu"]) == code
     state = "ok     " if ok else "FAILED "
@@ -345,8 +346,8 @@ def test_ranks_on_a_stand_in() -> None:
 
 @pytest.mark.slow
 def test_a_training_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    monkeypatch.setattr(sequence, "PROOF_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_proofs.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(gpu_proofs, "PROOF_TIMEOUT_SECONDS", 0.5)
     proofs = plan_proofs(stand_in())[:2]
     report = prove(stand_in(), proofs, lambda outcome: None)
     assert [outcome["state"] for outcome in report["proofs"]] == ["failed", "not run"]

@@ -9,11 +9,22 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.errors import EnvironmentMismatch
+from finetune.model.small import (
+    LARGEST_SMALL,
+    SMALL_VOCABULARY,
+    CannotShrink,
+    Factors,
+    chosen_layers,
+    decoder_layers,
+    draw_weights,
+    factors,
+    first_layers,
+    kinds_of,
+    small_models,
+    with_layers_alone,
+    with_small_sizes,
+)
 from finetune.probe.documents import DOCUMENT_LENGTHS
-from finetune.probe.layers import chosen_layers, decoder_layers, first_layers, kinds_of, with_layers_alone
-from finetune.probe.shrink import LARGEST_SMALL, draw_weights, small_models
-from finetune.probe.sizes import SMALL_VOCABULARY, Factors, factors, with_small_sizes
 
 
 def whole(name: str, **settings: Any) -> PreTrainedModel:
@@ -117,10 +128,10 @@ def test_a_layers_place_is_not_its_kind() -> None:
     assert kinds_of(decoder_layers(window, 4)) == [0, 0, 1, 1]
 
 
-def test_what_cannot_be_made_small_is_a_line(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_made_small_has_a_reason(tmp_path: Path) -> None:
     model = whole("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     model.config.num_attention_heads = 7  # no width goes into it
-    with pytest.raises(EnvironmentMismatch, match=r"^model\.name_or_path: LlamaForCausalLM .*made small.*; choose.*$"):
+    with pytest.raises(CannotShrink, match=r"^it cannot be made small \(.*\)$"):
         list(small_models(model, tmp_path / "small"))
 
 

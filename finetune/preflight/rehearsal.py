@@ -1,18 +1,19 @@
 """`finetune rehearse`: the recipe end to end, small and on the CPU.
 
-It trains four steps, is killed before the last of them is saved, resumes, must repeat losses and gradient norms
-bitwise, and loads the export with the plain libraries. A run whose receipt says that its kernels sum in any order, as
-a GPU's do, repeats them to a tolerance: its state is bitwise all the same, which the checkpoint's hashes tell.
+It trains four steps, kills the run before the last of them is saved, and resumes it. Losses and gradient norms must
+repeat bitwise. Then it loads the export with the plain libraries.
+
+Some kernels sum in any order, as a GPU's do. The receipt says so, and such a run repeats its losses to a tolerance. Its
+state is bitwise all the same, as the checkpoint's hashes tell.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from finetune.preflight.job import (
     TrainingJob,
     ended_by_signals,
     kill_all,
+    relative_difference,
     started,
     wait_for_end,
     wait_until,
@@ -45,7 +47,6 @@ from finetune.preflight.job import (
 from finetune.preflight.load_back import load_back
 from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.wording import counted
 
@@ -55,7 +56,7 @@ KILL_ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
 @dataclass
 class Checklist:
-    """The steps so far: name, whether it passed, seconds, what was seen."""
+    """The steps so far: name, whether it passed, seconds, and what was seen."""
 
     log: Callable[[dict[str, Any]], None]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Checklist:
 
     @contextmanager
     def line(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time the block; it fills in `seen`. A StepFailed or a FinetuneError ends as a line, and the rest is off."""
+        """Time the block, which fills in `seen`. A StepFailed or FinetuneError becomes a line, then a StepFailed."""
         step: dict[str, Any] = {"name": name, "ok": False, "seconds": 0.0, "seen": ""}
         began = time.monotonic()
         self.steps.append(step)
@@ -83,7 +84,7 @@ class Checklist:
 def rehearse(
     recipe: Path, words: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Rehearse and return the report; `log` gets each line of it when it is known.
+    """Rehearse and return the report; `log` gets each line of it as soon as it is known.
 
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
@@ -94,32 +95,42 @@ def rehearse(
     ranks = processes_of(strategy, processes)
     checklist, began = Checklist(log), time.monotonic()
     report: dict[str, Any] = {"recipe": str(recipe), "strategy": strategy.name, "processes": ranks, "differs": []}
-    with tempfile.TemporaryDirectory(prefix="finetune-rehearsal-") as name, ended_by_signals():
+    with tempfile.TemporaryDirectory(prefix="finetune-rehearsal-") as name, ended_by_signals(), suppress(StepFailed):
         folder = Path(name)
-        try:
-            with checklist.line("loads") as step:
-                section = loaded.model
-                from finetune.probe.probe import probe
+        with checklist.line("loads") as step:
+            from finetune.probe.probe import probe  # with torch
 
-                probed = probe(loaded, offline=True)
-                with silenced():
-                    tokens = section.new_tokens
-                    into, layers = folder / "model", layers_of(strategy, ranks)
-                    model = shrink_model(
-                        section.name_or_path, section.revision, loaded.data, into, tokens, layers=layers
-                    )
-                recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
-                recipe_changes += formats_of_gpus(page)
-                settings = (*words, *overrides(recipe_changes))
-                small = load_recipe(recipe, settings).recipe
-                step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
-            report["probe"] = probed.as_json()
-            report["differs"] = [change.note for change in recipe_changes if change.note]
-            for note in report["differs"]:
-                log({"differs": note})
-            report["receipt"] = _perform(TrainingJob(recipe, settings, ranks, folder), small, checklist)
-        except StepFailed:
-            pass
+            section = loaded.model
+            probed = probe(loaded, offline=True)
+            with silenced():
+                model = shrink_model(
+                    section.name_or_path,
+                    section.revision,
+                    loaded.data,
+                    folder / "model",
+                    section.new_tokens,
+                    layers=layers_of(strategy, ranks),
+                )
+            recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
+            recipe_changes += formats_of_gpus(page)
+            settings = (*words, *overrides(recipe_changes))
+            small = load_recipe(recipe, settings).recipe
+            step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
+        report["probe"] = probed.as_json()
+        report["differs"] = [change.note for change in recipe_changes if change.note]
+        for note in report["differs"]:
+            log({"differs": note})
+        job = TrainingJob(recipe, settings, ranks, folder)
+        receipt, uninterrupted = train_and_kill(job, checklist)
+        with checklist.line("resumed the same") as step:
+            with started(job) as process:
+                wait_for_end(job, process)
+            step["seen"] = same_curve(uninterrupted, job.curve(), tolerance=resume_tolerance(receipt))
+        with checklist.line("exported") as step:
+            step["seen"] = exported(job.run_dir)
+        with checklist.line("loaded back") as step, silenced():
+            step["seen"] = load_back(small, job.run_dir)
+        report["receipt"] = receipt
     return report | {
         "ok": checklist.exit_code == 0,
         "exit_code": checklist.exit_code,
@@ -128,34 +139,28 @@ def rehearse(
     }
 
 
-def _perform(job: TrainingJob, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
-    receipt, uninterrupted = train_and_kill(job, checklist)
-    with checklist.line("resumed the same") as step:
-        with started(job) as process:
-            wait_for_end(job, process)
-        step["seen"] = same_curve(uninterrupted, job.curve(), tolerance=resume_tolerance(receipt))
-    with checklist.line("exported") as step:
-        step["seen"] = exported(job.run_dir)
-    with checklist.line("loaded back") as step, silenced():
-        step["seen"] = load_back(recipe, job.run_dir)
-    return receipt
-
-
 def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
-    """Kill every process of the job when the last step is logged; returns the receipt and the curve up to there."""
+    """Kill all processes of the job when the last step is logged; return the receipt and the curve up to there."""
+    saved, last_saved = (job.run_dir / "checkpoints" / f"step-{step:08d}" for step in (SAVED_AFTER, STEPS))
     for attempts_left in reversed(range(KILL_ATTEMPTS)):
         with started(job) as process:
             with checklist.line(f"trains {STEPS} steps") as step:
-                processes = wait_until(lambda: len(job.curve()) == STEPS and _saved(job).is_dir(), job, process)
+                # A checkpoint has its name once its write in the background is complete.
+                processes = wait_until(lambda: len(job.curve()) == STEPS and saved.is_dir(), job, process)
                 receipt: dict[str, Any] = json.loads((job.run_dir / "receipt.json").read_text("utf-8"))
                 step["seen"] = sharding(receipt)
             with checklist.line("killed unsaved") as step:
                 killed = kill_all(process, processes)
-                # A busy machine may come so late that only the run's pages were still to be written.
+                # On a busy machine the kill may come so late that only the run's pages were still to be written.
                 if killed and not is_finished(job.run_dir):
-                    curve = _as_if_unsaved(job)
+                    if not saved.is_dir():
+                        raise StepFailed(f"no checkpoint of step {SAVED_AFTER} is there")
+                    # The last steps are to be done again, so remove what was written of them meanwhile.
+                    for folder in (last_saved, job.run_dir / "adapter", job.run_dir / "model"):
+                        if folder.exists():
+                            remove_folder(folder)
                     step["seen"] = f"SIGKILL to {counted(killed, 'process', 'processes')}; step {SAVED_AFTER} was saved"
-                    return receipt, curve
+                    return receipt, job.curve()
                 if not attempts_left:
                     raise StepFailed(f"the run was over before the kill, {KILL_ATTEMPTS} times")
                 step["seen"] = "the run was over before; once more"
@@ -168,36 +173,24 @@ def is_finished(run_dir: Path) -> bool:
     return bool(json.loads((run_dir / "run_state.json").read_text("utf-8"))["state"] == "finished")
 
 
-def _as_if_unsaved(job: TrainingJob) -> list[tuple[Any, ...]]:
-    """The curve up to the kill. A checkpoint that was written meanwhile goes: the last steps are to be done again."""
-    if not _saved(job).is_dir():
-        raise StepFailed(f"no checkpoint of step {SAVED_AFTER} is there")
-    for folder in (_saved(job, STEPS), job.run_dir / "adapter", job.run_dir / "model"):
-        if folder.exists():
-            remove_folder(folder)
-    return job.curve()
-
-
-def _saved(job: TrainingJob, step: int = SAVED_AFTER) -> Path:
-    """The checkpoint of a step, there once its write in the background is complete."""
-    return job.run_dir / "checkpoints" / f"step-{step:08d}"
-
-
 def sharding(receipt: dict[str, Any]) -> str:
-    """The strategy in force and how much of the weights a rank holds, in a line."""
-    facts, world = receipt["sharding"], receipt["world_size"]
-    spread = f"each rank holds {facts['held_share']:.0%} of the weights" if world > 1 else "one process"
-    mesh = f", mesh {' x '.join(f'{count} {name}' for name, count in facts['mesh'].items())}" if facts["mesh"] else ""
-    dtypes = receipt["dtypes"]
-    chosen = f" ({line})" if (line := receipt.get("formats", {}).get("line")) else ""
-    computed = f"{dtypes['master']} masters, {dtypes['compute']} compute{chosen}"
-    return f"{receipt['strategy']} on {world}: {spread}{mesh}; {computed}"
+    """The strategy in force and a rank's share of the weights, in a line."""
+    facts, world, dtypes = receipt["sharding"], receipt["world_size"], receipt["dtypes"]
+    spread = "one process"
+    if world > 1:
+        spread = f"each rank holds {facts['held_share']:.0%} of the weights"
+    if facts["mesh"]:
+        spread += f", mesh {' x '.join(f'{count} {name}' for name, count in facts['mesh'].items())}"
+    computed = f"{dtypes['master']} masters, {dtypes['compute']} compute"
+    if line := receipt.get("formats", {}).get("line"):
+        computed += f" ({line})"
+    return f"{receipt['strategy']} on {world}: {spread}; {computed}"
 
 
 def resume_tolerance(receipt: dict[str, Any]) -> float:
-    """How far a resumed run's losses and gradient norms may be from those before the kill, relative; 0: bitwise.
+    """The largest relative difference allowed between losses and gradient norms before the kill and resumed.
 
-    Two steps after the same state, sums of another order are as far apart as the number format rounds, or less.
+    0 means bitwise. Two steps after equal states, sums in another order differ at most as the number format rounds.
     """
     if receipt["deterministic"]:
         return 0.0
@@ -211,26 +204,19 @@ def same_curve(uninterrupted: list[tuple[Any, ...]], resumed: list[tuple[Any, ..
     """
     if len(uninterrupted) != STEPS or len(resumed) != STEPS:
         raise StepFailed(f"{len(uninterrupted)} steps were logged before the kill, {len(resumed)} by the resumed run")
-    for one, other in zip(uninterrupted, resumed, strict=True):
-        if not all(_as_near(*pair, tolerance) for pair in zip(one, other, strict=True)):
-            further = f", further apart than {tolerance:g}" if tolerance else ""
-            pair_seen = f"loss, gradient norm {one[1:]} before the kill, {other[1:]} resumed"
-            raise StepFailed(f"step {one[0]}: {pair_seen}{further}")
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        if any(relative_difference(*pair) > tolerance for pair in zip(after, before, strict=True)):
+            apart = f", further apart than {tolerance:g}" if tolerance else ""
+            values = f"loss, gradient norm {before[1:]} before the kill, {after[1:]} resumed"
+            raise StepFailed(f"step {before[0]}: {values}{apart}")
     again = f"steps {SAVED_AFTER + 1} to {STEPS} again: loss and gradient norm"
     if not tolerance:
         return f"{again} bitwise"
     return f"{again} within {tolerance:g}: a GPU's kernels sum in any order; bitwise by training.deterministic=true"
 
 
-def _as_near(one: float | None, other: float | None, tolerance: float) -> bool:
-    """None: an fp16 gradient overflowed."""
-    if one is None or other is None or not tolerance:
-        return one == other
-    return math.isclose(one, other, rel_tol=tolerance)
-
-
 def exported(run_dir: Path) -> str:
-    """What was handed over. Raises StepFailed where it is nothing, or no safetensors."""
+    """The exported files. Raises StepFailed if there are none, or others than safetensors."""
     folder = next((run_dir / name for name in ("adapter", "model") if (run_dir / name).is_dir()), None)
     if folder is None:
         raise StepFailed("neither adapter/ nor model/ was written")
