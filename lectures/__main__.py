@@ -42,8 +42,8 @@ def hold(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """A command line without `python -m lectures`. Returns the exit code."""
-    rich = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None  # no frames in a file or a pipe
-    app = typer.Typer(rich_markup_mode=rich, add_completion=False, pretty_exceptions_enable=False)
+    eyes = sys.stdout.isatty() and sys.stderr.isatty()  # no frames in a file or a pipe
+    app = typer.Typer(rich_markup_mode="rich" if eyes else None, add_completion=False, pretty_exceptions_enable=False)
     app.command()(hold)
     try:
         with plain_output():

@@ -152,6 +152,30 @@ def test_the_core_imports_no_annex() -> None:
     assert to_annexes({"training.session": {"planner.pick"}}) == ["training.session imports planner.pick"]
 
 
+def past_the_door(modules: dict[str, ast.Module]) -> list[str]:
+    """Imports of an annex's inside by something outside it: its `__init__` is the only door."""
+    return sorted(
+        f"{module} imports {name}"
+        for module, tree in modules.items()
+        for name in named(ast.walk(tree))
+        for annex in ANNEXES
+        if name.startswith(f"finetune.{annex}.") and not module.startswith((f"finetune.{annex}.", f"{annex}."))
+        if any(name == f"finetune.{inside}" or name.startswith(f"finetune.{inside}.") for inside in MODULES)
+    )
+
+
+def test_annexes_are_entered_by_their_public_module() -> None:
+    root = PACKAGE.parent
+    outside = {
+        ".".join(path.relative_to(root).with_suffix("").parts): ast.parse(path.read_text())
+        for folder in ("lectures", "benchmarks")
+        for path in (root / folder).rglob("*.py")
+    }
+    assert past_the_door({f"finetune.{name}": tree for name, tree in MODULES.items()} | outside) == []
+    inside = next(name for name in MODULES if name.startswith("planner."))
+    assert past_the_door({"finetune.cli.main": ast.parse(f"import finetune.{inside}")})
+
+
 def test_a_training_loads_no_annex() -> None:
     program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)

@@ -83,11 +83,11 @@ def compute_norms_and_gates(model: nn.Module) -> None:
                 if kinds[key] is not None:
                     known.finetune_norm, known.forward = kinds[key], MethodType(_norm, module)
             elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATE_PARTS):
-                key = (type(module), type(known.act_fn), repr(known.act_fn))
-                if key not in kinds:
-                    kinds[key] = thread.submit(recognise_gate, module).result()
-                if kinds[key] is not None:
-                    known.finetune_gate, known.forward = partial(_gate, kinds[key]), MethodType(_gated, module)
+                gate_key = (type(module), type(known.act_fn), repr(known.act_fn))
+                if gate_key not in kinds:
+                    kinds[gate_key] = thread.submit(recognise_gate, module).result()
+                if kinds[gate_key] is not None:
+                    known.finetune_gate, known.forward = partial(_gate, kinds[gate_key]), MethodType(_gated, module)
 
 
 GATE_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
