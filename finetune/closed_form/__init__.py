@@ -1,4 +1,4 @@
 """A recipe's memory peaks by arithmetic, in milliseconds: `activation_checkpointing: auto`, and the planner's search.
 
-May import: model, measure, and what is below them.
+May import: model, measure, and everything below them.
 """

@@ -35,7 +35,7 @@ RESERVED = {"single": 0.18, "ddp": 0.14, "fsdp": 0.42}
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe takes on one rank's GPU: bytes by component at the peak of each phase."""
+    """A recipe's memory on one rank's GPU: bytes by component at each phase's peak."""
 
     phases: dict[str, dict[str, int]]
     outside: dict[str, int]  # not of tensors
@@ -47,12 +47,12 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Bytes of tensors at the largest peak, and those outside of tensors."""
+        """Bytes of tensors at the largest peak, and those outside tensors."""
         return max(self.peaks.values()) + sum(self.outside.values())
 
     @property
     def upper(self) -> int:
-        """Bytes that surely suffice: those needed, and what the allocator may reserve besides."""
+        """Bytes that surely suffice: those needed, and the allocator's possible reserve."""
         return int(self.needed * (1 + self.reserved))
 
 
@@ -81,7 +81,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
 
 
 def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
-    """Estimate one rank. Only for recipes for which `unsupported` returns None."""
+    """Estimate one rank. `unsupported` must return None for the recipe."""
     rank = RankSizes(recipe, config, gpus)
     phases: dict[str, Mapping[str, int]] = {
         "load": _load(rank),
@@ -100,10 +100,11 @@ def _largest(moments: Iterable[Bytes]) -> Bytes:
 
 
 def _update(rank: RankSizes) -> int:
-    """What an update holds for a moment: torch's fused kernel nothing; model/optimizers/rounded_adamw.py six tensors
-    of 4 bytes an element of the largest weight, at most so many: weight, moments, gradient, random bits, their shift.
+    """Memory that an update holds for a moment. torch's fused kernel holds none. model/optimizers/rounded_adamw.py
+    holds six tensors with 4 bytes per element of the largest weight, up to a limit: weight, moments, gradient,
+    random bits, their shift.
 
-    Adapters are smaller by so much that their update is no peak.
+    Adapters are so small that their update is no peak.
     """
     if rank.trained_weight_bytes != HALF or not rank.base_trained:
         return 0

@@ -31,7 +31,7 @@ NORMS = ("norm1", "norm2")  # the steps with which a half of a layer begins
 
 @dataclass(frozen=True)
 class LayerNumerics:
-    """The tokens of a micro-batch, and the number formats in which a layer computes them."""
+    """A micro-batch's tokens, and the number formats in which a layer computes them."""
 
     tokens: int
     documents: int  # rows of the batch; flash attention begins a new block at each
@@ -180,7 +180,7 @@ def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, 
 
 
 def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
-    """A matrix product, and its adapter's two, which allocate no other result and no other gradient of the input.
+    """The base product plus the two adapter products, which add into the same output and input gradient.
 
     `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. Its input is counted where it
     is made.

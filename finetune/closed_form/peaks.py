@@ -96,7 +96,7 @@ def _in_step(step: LayerStep, live: Bytes, transient: int) -> Iterator[Bytes]:
 
 
 def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
-    """The head's all-gather, besides the buffers of its own and of the last layer's; and the loss."""
+    """The head's all-gather, beside its own and the last layer's buffers; and the loss."""
     layers, head, residual = rank.shape.layers, rank.gathered_head_bytes, rank.residual_bytes
     saved, casts = rank.saved_by_layers(layers)
     # The norm's output [T, h] is the head's input.
@@ -137,7 +137,7 @@ def backward(rank: RankSizes) -> Iterator[Bytes]:
 
 
 def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
-    """The head, whose gradient is reduced where FSDP2 gathers it by itself, and the last norm."""
+    """The head, with its gradient reduced if FSDP2 gathers it separately, and the last norm."""
     shape, layers, residual = rank.shape, rank.shape.layers, rank.residual_bytes
     activations, casts = rank.saved_by_layers(layers)
     live = _before_backward(rank, activations=activations + rank.last_norm_bytes, casts=casts)
@@ -224,7 +224,7 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
 
 
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
-    """In backward's order; what a step saved is freed after it."""
+    """The steps in backward's order. A step's saved tensors are freed after it."""
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
     casting = rank.numerics.adapters_cast or rank.casts_once
     for step in reversed(rank.layer_steps):
@@ -242,7 +242,7 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
 
 
 def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
-    """The gradient of trained embeddings [vocabulary, h], which is made from that of their output [T, h]."""
+    """The gradient of trained embeddings [vocabulary, h], made from their output's gradient [T, h]."""
     if not rank.base_trained:
         return
     shape = rank.shape

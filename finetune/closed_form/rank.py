@@ -29,7 +29,7 @@ class Bytes(Counter[str]):
     """Bytes by component, one of closed_form/constants.py."""
 
     def plus(self, more: Mapping[str, int]) -> Bytes:
-        """A copy to which these bytes are added; negative ones are subtracted."""
+        """A copy with these bytes added; negative ones are subtracted."""
         result = Bytes(self)
         result.update(more)
         return result
@@ -98,7 +98,7 @@ class RankSizes:
 
     @cached_property
     def cast_layer_bytes(self) -> int:
-        """Copies of one layer's adapters in bfloat16, which autocast keeps until backward."""
+        """One layer's adapters as bfloat16 copies, which autocast keeps until backward."""
         return sum(step.cast_weights for step in self.layer_steps)
 
     @cached_property
@@ -121,7 +121,7 @@ class RankSizes:
         return bool(self.recompute_period) and layer % self.recompute_period == 0
 
     def saved_by_layers(self, layers: int) -> tuple[int, int]:
-        """Bytes of activations and of cast weights that the first `layers` layers leave for backward."""
+        """Bytes of activations and cast weights that the first `layers` layers leave for backward."""
         recomputed = -(-layers // self.recompute_period) if self.recompute_period else 0
         others = layers - recomputed
         # Of each layer its input [T, hidden]; of a recomputed one its products besides, where it keeps them.
@@ -195,8 +195,9 @@ class RankSizes:
 
     @cached_property
     def static(self) -> dict[str, int]:
-        """What is there all through a training: weights, the optimizer's moments, cuBLAS' workspaces of the two threads
-        that multiply matrices (forward's and backward's), and DDP's buckets."""
+        """Memory that lives all through a training: weights, the optimizer's moments, cuBLAS workspaces for the two
+        threads that multiply matrices (forward's and backward's), and DDP's buckets.
+        """
         moments = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.trained_weight_bytes) * self.trained_weights
         workspaces = 2 * CUBLAS_WORKSPACE_HOPPER
         return {c.PARAMETERS: self.parameter_bytes, c.OPTIMIZER_STATE: moments, c.OTHER: workspaces} | self.ddp_buckets
@@ -237,12 +238,13 @@ class RankSizes:
 
     @cached_property
     def ddp_buckets(self) -> dict[str, int]:
-        """The buckets of DDP's reducer, of which gradients are views: there from the beginning to the end."""
+        """DDP's buckets. Gradients are views into them, so they live from beginning to end."""
         return {c.GRADIENTS: self.gradient_bytes} if self.data_parallel else {}
 
     def ddp_private_gradient_bytes(self, layers: int) -> int:
-        """Gradients besides DDP's buckets, of `layers` layers and the embeddings: a micro-batch without reduction makes
-        tensors of its own, and the backward that reduces copies them into the buckets, the last layer first."""
+        """Gradients beside DDP's buckets, for `layers` layers and the embeddings. A micro-batch without reduction makes
+        its own tensors. The reducing backward copies them into the buckets, the last layer first.
+        """
         if not self.data_parallel or self.micro_steps == 1:
             return 0
         embeddings = self.shape.embedding_weights * self.base_trained
@@ -258,11 +260,11 @@ class RankSizes:
         return computed * self.shape.embedding_weights
 
     def reduced_weights(self, layers: int) -> int:
-        """Weights of this rank whose gradients exist after backward of an untied head and of `layers` layers."""
+        """This rank's weights whose gradients exist after backward for an untied head and `layers` layers."""
         head = self.shape.embedding_weights * bool(self.base_trained and self.gathered_head_bytes)
         return (head + layers * self.trained_layer_weights) // self.shards
 
     def reduction_buffer_bytes(self, layers: int) -> int:
-        """After backward of `layers` layers: the input of the latest reduce-scatter in float32, and HSDP's buffers."""
+        """After backward for `layers` layers: the latest reduce-scatter's float32 input, and HSDP's buffers."""
         latest = self.trained_layer_weights if layers else self.reduced_weights(0) * self.shards
         return FLOAT32 * (latest + self.reduced_weights(layers) * self.keeps_all_reduce_buffers) * self.sharded

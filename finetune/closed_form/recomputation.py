@@ -1,10 +1,10 @@
 """`activation_checkpointing: auto`: the least recomputation that fits, by the closed form with its margin.
 
-On a GPU, where layers are compiled unless the recipe says otherwise, selective recomputation is not among the choices.
+On a GPU layers are compiled unless the recipe says otherwise, so selective recomputation is not a candidate there.
 
-On a CPU nothing but host memory is known, and the closed form is of a GPU's bfloat16 activations. A CPU computes no
-tensor in more than float32, twice that; so what is estimated counts twice there. Of SmolLM2-135M and Qwen3-0.6B, full
-and adapters, traces on a CPU take 35 to 48 % of that; Python and its libraries come on top.
+On a CPU only host memory is known, and the closed form counts a GPU's bfloat16 activations. A CPU computes in float32
+at most, twice that, so estimates count twice there. For SmolLM2-135M and Qwen3-0.6B, full and adapters, traces on a CPU
+take 35 to 48 % of the estimate. Python and its libraries come on top.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ON_HOST = 2  # bytes of a tensor on a CPU, of those on a GPU, at most
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe whose recomputation is settled, and why it is as it is."""
+    """A recipe with settled recomputation, and the reason."""
 
     recipe: Recipe
     why: str | None = None  # None: the recipe says so itself
@@ -53,10 +53,10 @@ class Chosen:
 
 
 def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -> Chosen:
-    """The recipe with `auto` resolved for these GPUs; any other setting stays as it is written.
+    """The recipe with `auto` resolved for these GPUs. Any other setting stays as written.
 
     Args:
-        gpus: None: a CPU, of which `ranks` share the memory.
+        gpus: None: a CPU, whose memory `ranks` share.
     """
     if recipe.training.activation_checkpointing != "auto":
         return Chosen(recipe)
@@ -71,7 +71,7 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
 
 
 def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """The overrides of a recipe's file, with what `auto` is on the GPUs that it is made for."""
+    """A recipe file's overrides, with `auto` resolved for its own GPUs."""
     asked = load_recipe(recipe, overrides).recipe
     chosen = choose_recomputation(asked, gpus_of(asked.budget))
     setting = chosen.recipe.training.activation_checkpointing

@@ -1,4 +1,4 @@
-"""The sizes of a Llama-like decoder and of its adapters, from a config.json alone. Counts are of weights, not bytes."""
+"""Sizes of a Llama-like decoder and its adapters, from a config.json alone. Counts are weights, not bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Shape:
 
     @property
     def embedding_weights(self) -> int:
-        """[vocabulary, hidden], of the embeddings; of the head too."""
+        """[vocabulary, hidden], for the embeddings; the head has as many."""
         return self.vocabulary * self.hidden
 
     @property
@@ -97,8 +97,9 @@ class Shape:
 
 
 def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """Of all layers, each with the ranks that its own path gets; and the rows of new tokens, [tokens, hidden] of the
-    embeddings, and of a head that is not tied to them."""
+    """Adapter weights in all layers, each with its own path's rank; and rows for new tokens, [tokens, hidden], in the
+    embeddings and in an untied head.
+    """
     if recipe.lora is None:
         return 0
     layers, shape = int(config["num_hidden_layers"]), shape_of(recipe, config)
@@ -109,8 +110,9 @@ def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
 
 
 def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape:
-    """The sizes, from the keys of config.json, with the adapters of one layer. Raises KeyError where a key that a
-    decoder has is missing."""
+    """The sizes from config.json, with one layer's adapters. Raises KeyError if a key that every decoder has is
+    missing.
+    """
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     key_value_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads

@@ -1,4 +1,4 @@
-"""What `hub.push: true` adds to a training: a permission check before it, and the push after it."""
+"""A training with `hub.push: true`: a permission check before it, and the push after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others need to know of the base model: its name on the Hub and its licence, from its own metadata."""
+"""Facts about the base model for others: its name on the Hub and its licence, from its own metadata."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Push checkpoints to a branch of the Hub during training.
+"""Push checkpoints to a branch on the Hub during training.
 
-A thread that mostly waits for the network sends one checkpoint at a time; of those saved meanwhile only the newest is
-sent after it. The branch holds one checkpoint: each commit deletes the previous one. A failure is logged, and the next
-checkpoint is another attempt; the training is not disturbed.
+A thread that mostly waits for the network sends one checkpoint at a time. Then it sends the newest one saved meanwhile.
+The branch holds one checkpoint: each commit deletes the previous one. A failure is logged, the next checkpoint is
+another attempt, and training is not disturbed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls to the Hub: what an error means, when to retry, who may write, and whether a repository is public."""
+"""Calls to the Hub: an error's meaning, when to retry, who may write, and whether a repository is public."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubError:
-    """What a failed call means."""
+    """A failed call's meaning."""
 
     reason: str
     transient: bool
@@ -36,7 +36,7 @@ class HubError:
 
 
 def classify_error(error: BaseException) -> HubError | None:
-    """What a failed call of the client means; None for an error that does not come from a call."""
+    """The meaning of a client's failed call; None for an error from elsewhere."""
     chain = list(_chain(error))
     for link in chain:
         response = getattr(link, "response", None)

@@ -1,4 +1,4 @@
-"""The model card of a run: metadata that the Hub reads, and what a reader must know, all from the run's folder."""
+"""A run's model card: metadata for the Hub and facts for a reader, all from the run's folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
 
 
 def _auto_class(run: RunFacts) -> str:
-    """What loads the base, or the merged model: of a multimodal one the whole, on which the adapter fits too."""
+    """The class that loads the base, or the merged model. For a multimodal model it is the whole, which the adapter
+    fits too.
+    """
     kind = str(run.receipt.get("architecture"))
     whole = run.receipt.get("text_part_of") or kind.endswith("ForConditionalGeneration")
     return "AutoModelForImageTextToText" if whole and run.recipe.lora else "AutoModelForCausalLM"
@@ -92,7 +94,7 @@ def _on_hub(entry: DataSet) -> bool:
 
 
 def _eval_results(run: RunFacts) -> list[Any]:
-    """As a model-index; `.eval_results/` is for the benchmarks that the Hub lists, which these rows are not."""
+    """The results as a model-index. `.eval_results/` is for the Hub's own benchmarks, and these rows are none."""
     from huggingface_hub import EvalResult
 
     exported = run.exported_eval()

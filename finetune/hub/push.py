@@ -39,7 +39,7 @@ class Destination:
     merged: bool = False  # push the merged model instead of the adapter
 
     def command(self, run_dir: Path) -> str:
-        """What the user types to push again."""
+        """The command that pushes again."""
         words = ["finetune", "push", str(run_dir), self.repo_id]
         words += ["--public"] if self.public else []
         words += ["--revision", self.revision] if self.revision != "main" else []
@@ -50,7 +50,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Upload:
-    """What would be sent."""
+    """The files and facts to send."""
 
     run_dir: Path
     files: Sequence[Outgoing]
@@ -84,7 +84,7 @@ def chosen_destination(
 
 
 def describe_upload(upload: Upload, to: Destination) -> str:
-    """A dry run's page: the files with their bytes, what stays here, notes, and the card."""
+    """A dry run's page: the files with their bytes, files that stay here, notes, and the card."""
     where = f"{to.repo_id}, branch {to.revision}, {'public' if to.public else 'private'}"
     lines = [f"would be pushed to {where}; nothing was sent:"]
     lines += [f"  {file.size:>14,} bytes  {file.path}" for file in upload.files]
@@ -136,10 +136,11 @@ def push(
 ) -> dict[str, Any]:
     """Push a finished run; returns the record hub.json and the uploaded files.
 
-    Every attempt starts over and sends only what is not on the Hub yet. In the run folder only the record changes.
+    Every attempt starts over and sends only files that are not on the Hub yet. In the run folder only the record
+    changes.
 
     Args:
-        message: Of the commit.
+        message: The commit's message.
         endpoint: The Hub's address; None: HF_ENDPOINT's, or the Hub itself.
         pause: Sleeps for a number of seconds.
 
@@ -203,7 +204,7 @@ def _payload(content: Path | bytes) -> str | bytes:
 
 
 def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperationAdd]) -> None:
-    """Compare the hashes that the Hub reports with the files sent. Raises ConnectionError, which `retry` retries."""
+    """Compare the Hub's reported hashes with the files sent. Raises ConnectionError, which `retry` retries."""
     listed = api.get_paths_info(repo_id, [add.path_in_repo for add in adds], revision=commit)
     entries = {entry.path: entry for entry in listed}
     for add in adds:

@@ -1,6 +1,6 @@
-"""The adapter that `model.adapter` names: a run's first weights, of a folder or of the Hub, under every strategy.
+"""The adapter in `model.adapter`: a run's first weights, from a folder or the Hub, under every strategy.
 
-Each rank reads the whole file, which is small, and fills in the ranges that it holds, as of a checkpoint.
+Each rank reads the whole file, which is small, and fills in the ranges that it holds, as from a checkpoint.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _has(name: str, revision: str) -> bool:
 
 
 def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
-    """Compare names and shapes with those of the model, built without weights. Raises FinetuneError."""
+    """Compare names and shapes with the model's, built without weights. Raises FinetuneError."""
     from peft import get_peft_model_state_dict
 
     with silenced_peft():
@@ -151,7 +151,8 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
 def _by_either_name(
     names: dict[str, str], shapes: dict[str, tuple[int, ...]], whole: WholeNames
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Of a text part's adapter, which may have its names, the whole model's, or both: those of the file, each once."""
+    """Match a text part's adapter, which may have its names, the whole model's, or both: the file's names, each
+    once."""
     theirs = {PEFT_PREFIX + whole.of(key.removeprefix(PEFT_PREFIX)): key for key in names}
     once = {key: shape for key, shape in shapes.items() if theirs.get(key, key) == key or theirs[key] not in shapes}
     return {other if other in once else key: names[key] for other, key in theirs.items()}, once

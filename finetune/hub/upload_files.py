@@ -126,7 +126,7 @@ def _png_texts(content: bytes) -> Iterator[str]:
 
 
 def _long_words(file: Path) -> Iterator[str]:
-    """The text around each long run of letters in a file of numbers. Numbers practically never form such a run."""
+    """The text around each long run of letters in a file with numbers. Numbers practically never form such a run."""
     with file.open("rb") as stream:
         before = b""
         while window := stream.read(_WINDOW):
@@ -162,7 +162,7 @@ def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
 def collect(
     run_dir: Path, recipe: Recipe, *, base: str, card: str, merged: bool = False
 ) -> tuple[list[Outgoing], list[str]]:
-    """The files of the upload, by their paths, and the names of the product's files that are not uploaded.
+    """The upload's files, by their paths, and the names of result files that are not uploaded.
 
     Args:
         base: The base model's name for adapter_config.json.
@@ -210,7 +210,7 @@ def _shortened(text: str, short: Mapping[str, str]) -> str:
 
 
 def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
-    """Absolute paths of this machine -> what others read instead; the longest first."""
+    """This machine's absolute paths -> the text that others read instead; the longest first."""
     values = recipe.model_dump(mode="json")
     paths = [
         values["output_dir"],

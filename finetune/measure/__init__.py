@@ -1,4 +1,4 @@
-"""Memory, time and collectives of each phase, and the metrics of each step; free when it is off.
+"""Each phase's memory, time and collectives, and each step's metrics; free when switched off.
 
 May import: recipe, files, errors.
 """

@@ -1,17 +1,16 @@
 """Collectives and their bytes, as torch's dispatcher sees them: counted, not estimated.
 
-Every strategy here communicates through torch's process groups, also from C++ (DDP's reducer), and each of its calls
-passes the dispatcher as an operation of `c10d`, or of `_c10d_functional` from DTensor. Three figures are counted. With
-N ranks in the group and `full` the bytes of the unsharded tensor (all inputs of a reduce_scatter, all outputs of an
-all_gather):
+Every strategy here communicates through torch's process groups, also from C++ (DDP's reducer). Each call passes the
+dispatcher as an operation of `c10d`, or of `_c10d_functional` from DTensor. Three figures are counted. With N ranks in
+the group and `full` the unsharded tensor's bytes (all inputs of a reduce_scatter, all outputs of an all_gather):
 
     payload    full
     ring       what one rank sends in a ring: all_reduce 2 (N-1)/N full, the other collectives (N-1)/N full
-    textbook   the ring for large N: 2 full and 1 full, in which DDP moves 2P a step and ZeRO-3 3P (Rajbhandari et al.,
+    textbook   the ring for large N: 2 full and 1 full; DDP then moves 2P a step and ZeRO-3 3P (Rajbhandari et al.,
                ZeRO, section 7), P being the bytes of the parameters
 
-A backend may implement a call by another: gloo carries out a reduce_scatter as an all_reduce. The call that the
-strategy made is counted.
+A backend may implement one call by another: gloo carries out a reduce_scatter as an all_reduce. The strategy's own call
+is counted.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Traffic:
             self._count(call, args)
 
     def take(self) -> dict[str, CollectiveStats]:
-        """By collective, what was counted since the last call."""
+        """The counts since the last call, by collective."""
         stats, self._stats = self._stats, {}
         return stats
 
@@ -130,7 +129,7 @@ def _call_of(operation: Any) -> _Call | None:
 
 
 def _bytes(values: Any) -> int:
-    """Bytes of the elements of a tensor, or of all in nested lists."""
+    """Bytes of a tensor's elements, or of all in nested lists."""
     if isinstance(values, torch.Tensor):
         return values.numel() * values.element_size()
     return sum(_bytes(value) for value in values)

@@ -1,7 +1,7 @@
-"""CUDA's memory peaks of this process so far, whatever was reset meanwhile.
+"""CUDA's memory peaks in this process so far, across resets.
 
 Each measured phase resets the allocator's peak, which would then be the last phase's alone: without loading, and with
-phases measured without forward and backward. So what the peak was is kept before each reset.
+measured phases without forward and backward. So the peak is kept before each reset.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _kept: dict[int, tuple[int, int]] = {}  # by GPU: bytes allocated and reserved a
 
 
 def restart_peak(device: torch.device) -> None:
-    """Begin a peak of its own for what runs next; the peaks below keep what was before."""
+    """Start a new peak for the next phase. The peaks below keep the earlier ones."""
     _kept[_index(device)] = peak_allocated(device), peak_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -28,7 +28,7 @@ def peak_reserved(device: torch.device) -> int:
 
 
 def give_back_cached_memory(device: torch.device) -> None:
-    """Return what the allocator has cached, and no tensor lies in, to the GPU; on a CPU nothing."""
+    """Return cached memory without tensors to the GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

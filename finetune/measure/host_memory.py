@@ -18,9 +18,9 @@ _FILES = (
 
 
 def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
-    """Bytes that could be allocated without swapping: of the machine, or of the tightest limit above this process.
+    """Bytes that could be allocated without swapping: on the machine, or within the tightest limit above this process.
 
-    A container's limit is not in the machine's figures, and whoever passes it is killed.
+    A container's limit is not in the machine's figures, and a process that exceeds it is killed.
     """
     left = [_left(folder) for folder in _own_groups(groups, own, "memory")]
     return max(0, min([int(psutil.virtual_memory().available), *(room for room in left if room is not None)]))
@@ -46,7 +46,7 @@ def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 
 
 def bytes_below_peak(status: Path = OWN_STATUS) -> int:
-    """Bytes by which this process has been larger than it is, and may be again; 0 where the kernel does not tell."""
+    """Bytes by which this process was larger before, and may be again; 0 if the kernel does not tell."""
     sizes = {}
     for line in _text(status).splitlines():
         key, _, value = line.partition(":")
@@ -57,8 +57,9 @@ def bytes_below_peak(status: Path = OWN_STATUS) -> int:
 
 def _own_groups(groups: Path, own: Path, controller: str) -> list[Path]:
     """Folders of this process's memory or cpu groups, and of all groups above them. In a container its own group is
-    often the root. Version 1 has a folder for each set of controllers, such as `cpu,cpuacct`, and a link for each
-    controller."""
+    often the root. Version 1 has one folder per set of controllers, such as `cpu,cpuacct`, and one link per
+    controller.
+    """
     found = [groups, groups / controller]
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -33,10 +33,10 @@ class _Storage:
 
 
 class LiveTensors:
-    """A ledger of live storages. `see` the inputs and outputs of each operation; frees are noticed without a call.
+    """A ledger of live storages. `see` each operation's inputs and outputs; frees are noticed without a call.
 
-    torch keeps one Python object for a storage as long as the storage lives. So its `id` is a key, and a weak reference
-    to it ends with the storage, also where only C++ holds it: a tensor saved for backward, a gradient bucket.
+    torch keeps one Python object per storage as long as the storage lives. So its `id` is a key, and a weak reference
+    to it ends with the storage, even if only C++ holds it: a tensor saved for backward, a gradient bucket.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor] = (), callback: Callback | None = None) -> None:
@@ -51,12 +51,12 @@ class LiveTensors:
         self.see(list(existing))
 
     def see(self, values: Any) -> None:
-        """Count the storages of all tensors in `values`: tensors, or lists, tuples and dicts of them, nested."""
+        """Count the storages of all tensors in `values`: tensors, or nested lists, tuples and dicts with them."""
         self.book_ends()
         self._walk(values)
 
     def live(self, device: str) -> int:
-        """Bytes of live storages on this type of device ("cpu", "cuda")."""
+        """Bytes of live storages on this device type ("cpu", "cuda")."""
         self.book_ends()
         return self._live.get(device, 0)
 
@@ -146,7 +146,7 @@ def _enqueue(queue: deque[Key], key: Key, _: weakref.ref[torch.UntypedStorage]) 
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with a storage in `tensor`: itself, or of a wrapper (DTensor) its parts; none of a sparse tensor."""
+    """The tensors with a storage in `tensor`: itself, or a wrapper's (DTensor) parts; none for a sparse tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

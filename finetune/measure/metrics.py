@@ -1,6 +1,6 @@
-"""Progress of a run: the lines of metrics.jsonl and of the terminal.
+"""A run's progress: lines in metrics.jsonl and on the terminal.
 
-The optimizer step gives plain numbers, read from the device once a step; this module touches no tensor.
+The optimizer step gives plain numbers, read from the device once per step. This module touches no tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOW_DATA = 0.05  # of a step; a smaller share is the first to be left out of a 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The figures of one finished optimizer step. Counts are over all ranks, seconds of this rank."""
+    """One finished optimizer step's figures. Counts are over all ranks, seconds are this rank's."""
 
     step: int  # finished optimizer steps
     epoch: float
@@ -44,12 +44,12 @@ class StepRecord:
 
 @dataclass
 class Window:
-    """The steps since the last line of metrics, which averages losses over supervised tokens and adds up seconds."""
+    """The steps since the last metrics line. A line averages losses over supervised tokens and adds up seconds."""
 
     records: list[StepRecord] = field(default_factory=list)
 
     def flush(self, device: torch.device) -> dict[str, Any]:
-        """The line of metrics.jsonl for these steps, which are dropped; of one step it has that step's own figures."""
+        """The metrics.jsonl line for these steps, which are dropped. A single step keeps its own figures."""
         records, self.records = self.records, []
         last = records[-1]
         supervised = sum(record.supervised_tokens for record in records)
@@ -79,12 +79,14 @@ class Window:
 
 
 def eval_line(step: int, losses: Mapping[str, float]) -> dict[str, Any]:
-    """An evaluation's line of metrics.jsonl: `loss`, and `NAME_loss` of each data set where there are several."""
+    """An evaluation's line in metrics.jsonl: `loss`, and `NAME_loss` for each data set if there are several."""
     return {"kind": "eval", "step": step, **losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
 
 
 def evaluation_in_words(line: Mapping[str, Any]) -> str:
-    """An evaluation's figures for the terminal: the mean loss, its perplexity, and the loss of each of several sets."""
+    """An evaluation's figures for the terminal: the mean loss, its perplexity, and each data set's loss if there are
+    several.
+    """
     sets = "".join(f", {key.removesuffix('_loss')} {loss:.4f}" for key, loss in line.items() if key.endswith("_loss"))
     return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
 
@@ -179,7 +181,8 @@ class Terminal:
         }
 
     def _fitted(self, parts: dict[str, str], width: int, data_are_quick: bool) -> str:
-        """Within `width` columns: step, loss, ETA, of the others what fits, and the losses as bars in the room left."""
+        """Fit into `width` columns: step, loss, ETA, other parts if there is room, and the losses as bars in the
+        rest."""
         order = ["wait", "norm", "memory", "speed"] if data_are_quick else ["norm", "memory", "speed", "wait"]
         while len("  ".join(parts.values())) + 1 + FEWEST_BARS > width and order:
             del parts[order.pop(0)]

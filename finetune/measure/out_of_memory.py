@@ -1,4 +1,4 @@
-"""Out of memory: the error names what ran, what was planned and measured, and which changes would take less.
+"""Out of memory: the error names what ran, the plan, the measurement, and changes that would take less.
 
 A run that is out of memory has written nothing since: its checkpoints are intact.
 """
@@ -69,11 +69,11 @@ def does_not_fit(
     command: str,
     step: int,
 ) -> DoesNotFit:
-    """The error to end with.
+    """The error that ends the run.
 
     Args:
-        doing: The phase of the run: load, worst step first, training, ...
-        phase: That of the step: forward, backward, step; empty outside of a step.
+        doing: The run's phase: load, worst step first, training, ...
+        phase: The step's phase: forward, backward, step; empty outside a step.
         planned: The planner's answer (training/plan_request.py).
         command: The command that continues the run after `step`.
     """
@@ -92,7 +92,7 @@ def does_not_fit(
 
 
 def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
-    """Changes that take less: those that fit by plan with their planned bytes, else what is known to help."""
+    """Changes that take less: those that fit by plan with their planned bytes, else general advice."""
     changes = planned.get("changes") or ()
     if changes:
         named = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN_CHANGES]]
@@ -111,7 +111,7 @@ def smaller(recipe: Recipe) -> Iterator[str]:
 
 
 def _planned(planned: Mapping[str, Any], phase: str) -> str:
-    """The planned peak of this phase, or else of the largest phase, with its largest component."""
+    """The planned peak in this phase, or in the largest phase, with its largest component."""
     plan = planned.get("plan")
     if not plan:
         return f"not planned: {planned.get('why')}"

@@ -155,7 +155,7 @@ class Phases:
 
 
 class _Watch(TorchDispatchMode):
-    """Passes each operation to the ledger of storages and to the counter of collectives.
+    """Pass each operation to the storage ledger and to the collective counter.
 
     Autograd keeps a dispatch mode active in backward, also for DDP's C++ reducer.
     """
@@ -210,12 +210,12 @@ def _gather(value: Any) -> list[Any]:
 
 
 def peak_of(device: torch.device) -> Literal["tensors", "process"]:
-    """What `peak_bytes` is the peak of."""
+    """The subject of `peak_bytes`."""
     return "tensors" if device.type == "cuda" else "process"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of this process so far: of CUDA's allocated bytes, on a CPU of the resident set."""
+    """This process's peak so far: CUDA's allocated bytes, or on a CPU the resident set."""
     if device.type == "cuda":
         return peak_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -1,7 +1,7 @@
-"""The best variant of a recipe for a model and GPUs, by the closed form; and that as a commented file.
+"""The best variant of a recipe for a model and GPUs, by the closed form, and its commented file.
 
-Best is: rows of 2,048 tokens at least; then all weights in float32 before adapters, adapters before adapters over a
-4-bit base; then longer rows up to 4,096; then less traffic, less recomputation, more rows at a time.
+Best means, in this order: rows with at least 2,048 tokens; all weights in float32 before adapters, adapters before
+adapters over a 4-bit base; longer rows up to 4,096; less traffic, less recomputation, more rows at a time.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def _variant(
 
 
 def adapters(model: str, gpus: Gpus) -> Recipe:
-    """LoRA on rows of 2,048 tokens with every layer recomputed, weights sharded over several GPUs: what is planned of a
-    model that there is no recipe for."""
+    """LoRA on rows with 2,048 tokens, every layer recomputed, weights sharded over several GPUs: the plan for a model
+    without a recipe.
+    """
     strategy = "fsdp2" if gpus.count * gpus.nodes > 1 else "single"
     return _variant(model, gpus, "lora", 2048, strategy, True, 1)
 
@@ -79,8 +80,9 @@ def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterat
 
 
 def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
-    """The best variant of a model that the closed form does not know, by `fits`, a plan each: the first method whose
-    smallest variant fits, then one setting after another, each as far as it fits. None where none does."""
+    """The best variant for a model that the closed form does not know, by `fits`, one plan each. It takes the first
+    method whose smallest variant fits, then one setting after another, each as far as it fits. None if none fits.
+    """
     strategies = STRATEGIES if gpus.count * gpus.nodes > 1 else ("single",)
     for method, length in (*((method, 2048) for method in METHODS), ("qlora", 512)):
         chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}

@@ -57,8 +57,9 @@ class PlanOptions:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Imports create a million permanent objects, which the garbage collector need not traverse, now or later: a second
-    of ten."""
+    """Freeze garbage collection: imports create a million permanent objects, and traversing them takes one second in
+    ten.
+    """
     gc.disable()
     try:
         yield
@@ -94,7 +95,7 @@ def plan_by_trace(
 
 
 def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
-    """The output of `finetune plan WORDS`: JSON, whose `ok` says whether it fits, and text. Raises FinetuneError.
+    """The output of `finetune plan WORDS`: JSON, in which `ok` says whether it fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files; several recipes are compared. Without any, LoRA on `model`.
     """
@@ -133,7 +134,7 @@ def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: 
 
 
 def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
-    """The plan of adapters on a model for which there is no recipe yet."""
+    """The plan for adapters on a model without a recipe."""
     gpus = parse_gpus(options.gpus, options.nodes) if options.gpus is not None else None
     if gpus is None:
         raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
@@ -187,7 +188,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
 
 
 def _noted(note: Note) -> remedies.PlanFunction:
-    """`plan_by_trace`, whose beginning and verdict are noted."""
+    """`plan_by_trace`, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
@@ -243,7 +244,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
 
 @dataclass
 class _Search:
-    """Plans of variants, and the least bytes that one of them needs."""
+    """Plans of variants, and the least bytes among them."""
 
     gpus: Gpus
     note: Note
@@ -287,7 +288,7 @@ def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple
     """The best recipe for a model on GPUs, planned by trace, and its plan.
 
     Args:
-        note: Told of each variant when it is planned, which takes seconds to minutes.
+        note: Told about each variant when it is planned, which takes seconds to minutes.
         asked: The GPUs as the user wrote them.
 
     Raises DoesNotFit if no variant fits.

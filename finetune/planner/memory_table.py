@@ -86,7 +86,7 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
 
 
 def _stages(planned: Plan) -> Iterator[str]:
-    """What each stage of a pipeline holds; the table and the bars before are of the one that needs most."""
+    """Each pipeline stage's memory. The table and bars before it show the stage that needs most."""
     held = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
     wide = max(9, *map(len, held))
     yield f"stage  {'layers':>{wide}}  micro-batches  weights, state  activations  all, GiB  fits"
@@ -127,8 +127,9 @@ def _rest(planned: Plan) -> Iterator[str]:
 
 
 def plan_json(planned: Plan) -> dict[str, Any]:
-    """The plan; every size an integer number of bytes. Of a pipeline it is the stage's that needs most, and `stages`
-    has all of them."""
+    """The plan; every size is an integer number of bytes. For a pipeline it is the stage that needs most, and `stages`
+    has all.
+    """
     stages = [_stage_json(each) for each in planned.stages]
     return {
         **({"stage": planned.stage} if planned.stage is not None else {}),

@@ -35,7 +35,7 @@ STAGES_AT_ONCE = 4  # stages of a pipeline that are traced beside each other, ha
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe takes on one rank's GPU."""
+    """A recipe's memory on one rank's GPU."""
 
     phases: dict[str, PhaseMemory]
     outside: dict[str, int]  # bytes that are not of tensors
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes of tensors at the peak, and those outside of tensors."""
+        """Bytes of tensors at the peak, and those outside tensors."""
         return self.peak[1].nbytes + sum(self.outside.values())
 
     @property
@@ -73,7 +73,7 @@ class Plan:
         return self.gpus is None or max(self.needed, self.upper) <= self.gpus.memory
 
     def fits_from(self) -> int:
-        """Bytes of a GPU from which on it fits, to a page of the allocator; several replays, of a tenth of a second."""
+        """The smallest GPU memory that fits, to an allocator page; several replays, a tenth of a second each."""
         if self.reserved is None or not self.changes:
             return max(self.needed, self.upper)
         return least_room(self.changes, *self.reserved, expandable=expands_segments()) + sum(self.outside.values())

@@ -1,4 +1,4 @@
-"""Changes that make a recipe fit, uses of spare memory, and the largest value of one size."""
+"""Changes that make a recipe fit, uses for spare memory, and the largest value of one size."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
 
 
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
-    """Uses of spare memory, one change each; of rows and lengths the largest first."""
+    """Uses for spare memory, one change each; for rows and lengths the largest first."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
@@ -151,7 +151,7 @@ def _recomputing(now: bool | int | str) -> Iterator[Option]:
 
 
 def _recomputed(setting: bool | int | str) -> int:
-    """The place of a setting among RECOMPUTATIONS; of any number of layers that of 2, of auto the last."""
+    """A setting's place among RECOMPUTATIONS. Any number of layers counts as 2, auto as the last."""
     if setting == "auto" or int(setting == 1):
         return len(RECOMPUTATIONS) - 1
     return RECOMPUTATIONS.index(setting if setting in RECOMPUTATIONS else 2)
@@ -185,7 +185,7 @@ def _batches(rows: int) -> list[Option]:
 
 
 def _four_bit(recipe: Recipe) -> Option:
-    """Stored in the computation's number format, which sharded strategies require and others accept."""
+    """4 bits stored in the computation's number format, which sharded strategies require and others accept."""
     compute = "float16" if recipe.training.mixed_precision == "fp16" else "bfloat16"
     value = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
     return Option((("quantization", value),), 8, "base weights rounded to 4 bits")
@@ -229,7 +229,7 @@ PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, the bytes needed with it, and what it costs or brings."""
+    """A change, the bytes needed with it, and its cost or gain."""
 
     words: str  # key=value ..., to be pasted
     changes: Changes

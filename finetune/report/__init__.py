@@ -1,4 +1,4 @@
-"""What a person looks at: curves and pages of a run, a preview of the data.
+"""Output for people: a run's curves and pages, a preview of the data.
 
-May import: run_folder and what is below it.
+May import: run_folder and everything below it.
 """

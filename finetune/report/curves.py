@@ -1,4 +1,4 @@
-"""Charts of a run's metrics: curves over its steps, memory by phase, and the row of a table."""
+"""Charts from a run's metrics: curves over its steps, memory by phase, and a table row."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ReportedRun:
 def read_runs(
     folders: Sequence[Path], plan_of: Callable[[Path], Mapping[str, Any] | None] = lambda run: None
 ) -> list[ReportedRun]:
-    """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run.
+    """The runs in these folders; for a comparison's folder, its jobs. Raises FinetuneError if there is no run.
 
     Args:
-        plan_of: Makes the plan of a run's folder, to show beside what was measured; by default there is none.
+        plan_of: Makes the plan for a run's folder, to show beside the measurement; by default there is none.
     """
     jobs = [job for folder in folders for job in _jobs(folder)]
     names = _names(jobs)
@@ -124,12 +124,12 @@ def _holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
 
 
 def memory_curve(runs: Sequence[ReportedRun]) -> Chart:
-    """The peaks of the training lines; the title says what they are the peaks of."""
+    """The training lines' peaks; the title says whether they are the process's or its tensors'."""
     return curve(runs, f"Peak memory of {peaks_of(runs)}, GiB", "peak_memory_gib")
 
 
 def peaks_of(runs: Sequence[ReportedRun]) -> str:
-    """What a training line's memory is that of: on a CPU the process's, on a GPU its tensors'."""
+    """The subject of a training line's memory: on a CPU the process, on a GPU its tensors."""
     kinds = {"the process" if run.facts.receipt.get("device") == "cpu" else "tensors on the GPU" for run in runs}
     return kinds.pop() if len(kinds) == 1 else "the process (CPU) or tensors (GPU)"
 
@@ -165,8 +165,9 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -
 
 
 def phase_peaks(run: ReportedRun) -> dict[str, float]:
-    """Peak of each phase, GiB: of all steps and of the rank that had most, where phases were measured; else of the
-    worst step, which every run measures."""
+    """Each phase's peak, GiB: over all steps and on the rank with most, if phases were measured; else in the worst
+    step, which every run measures.
+    """
     peaks: dict[str, float] = {}
     for line in run.facts.metrics:
         if line.get("kind") == "phase":
@@ -175,7 +176,7 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:
-    """What the planner expects of each phase, GiB; empty without a plan."""
+    """The planner's figure for each phase, GiB; empty without a plan."""
     return _gib(run.plan)
 
 
@@ -208,7 +209,7 @@ def summary(run: ReportedRun) -> dict[str, str]:
 
 
 def _exported(facts: RunFacts) -> str:
-    """The step whose weights were exported, where it is the best evaluation's, and its held-out loss."""
+    """The exported step, if it is the best evaluation's, and its held-out loss."""
     export = facts.receipt.get("export", {})
     return f"step {export['step']}, the best: {export['loss']:.4f}" if export.get("best") else ""
 

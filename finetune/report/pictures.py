@@ -83,7 +83,7 @@ class Chart:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """(name, colour) of what is shown; empty for a single series, which the title names."""
+        """(name, colour) for each series; empty for a single series, which the title names."""
         if len(self.series) == 1:
             return []
         return [*((each.name, colour) for each, colour in self.shown), *([("no metrics", HOLE)] if self.holes else [])]
@@ -128,9 +128,9 @@ def smoothed(points: Sequence[tuple[float, float]], weights: Sequence[float], wi
 
 
 def inline_svg(chart: Chart, size: Size = "column") -> str:
-    """The chart without title and legend, as an <svg> element of a page; empty text where nothing is to be drawn.
+    """The chart without title and legend, as an <svg> element for a page; empty text if there is nothing to draw.
 
-    Text and background have no colour of their own: the page's style sets them, light or dark.
+    Text and background have no colour: the page's style sets them, light or dark.
     """
     from matplotlib import rc_context
 

@@ -1,4 +1,4 @@
-"""What will be learned: some rows token by token, and figures and findings of all of them."""
+"""The training data: some rows token by token, with figures and findings over all rows."""
 
 from __future__ import annotations
 

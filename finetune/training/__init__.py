@@ -1,4 +1,6 @@
 """One optimizer step, the loop around it, and the session around the loop.
 
-May import: hub, report and what is below them.
+run.py draws which object holds which.
+
+May import: hub, report and everything below them.
 """

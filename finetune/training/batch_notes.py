@@ -1,9 +1,8 @@
-"""The size of a run in one line, printed before weights are loaded, and a line for each thing that looks wrong.
+"""A run's size in one line, printed before weights are loaded, and one line for each thing that looks wrong.
 
-A training of three steps, with idle ranks, at a rate for another method, or of documents longer than the model's
-positions runs to its end without an error and teaches little. Each line names the value that would help, before the
-minutes are spent. `finetune preview`, `check --data` and `plan` print the same lines; no torch at import for the last
-two, which estimate the rows.
+A training with three steps, idle ranks, another method's rate, or documents longer than the model's positions ends
+without an error and teaches little. Each line names the value that would help, before the minutes are spent. `finetune
+preview`, `check --data` and `plan` print the same lines. No torch at import, for the last two, which estimate the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str
 
 
 def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
-    """The same of rows that may be estimated, without what only documents can show."""
+    """The notes for rows that may be estimated, without those that need documents."""
     return [
         data_line(recipe, counts, plan),
         *few_steps(recipe, plan),
@@ -84,7 +83,7 @@ def counted_rows(recipe: Recipe, prepared: Prepared) -> RowCounts:
 
 
 def data_line(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> str:
-    """Rows, tokens, steps, tokens of a step, steps of the warmup, idle ranks."""
+    """Rows, tokens, steps, tokens per step, warmup steps, idle ranks."""
     warming = recipe.training.warmup_of(plan.total_steps)
     once = "" if plan.total_rows == plan.rows else " an epoch"
     about = f" estimated by {counts.estimated_by}:" if counts.estimated_by else ""
@@ -169,7 +168,7 @@ def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
 
 
 def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:
-    """A line for documents, or rows, longer than the model's positions, which count within a document."""
+    """A line for documents, or rows, longer than the model's positions. Positions count within a document."""
     data, pool = recipe.data, prepared.pool
     used = np.union1d(prepared.split.train, prepared.split.held_out)
     at = int(used[np.argmax(pool.lengths[used])])

@@ -67,7 +67,7 @@ class BatchPlan:
         return batches if self.stage == self.stages - 1 else [without_learning(batch) for batch in batches]
 
     def batches_from(self, first_step: int, rows: Documents) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step, from step `first_step` to the end of the run."""
+        """This rank's micro-batches for each step, from step `first_step` to the end of the run."""
         return (self.micro_batches(rows, self.rows_of(step)) for step in range(first_step, self.total_steps))
 
     def batches_of_all(self, rows: Rows) -> Iterator[MicroBatch]:
@@ -81,7 +81,7 @@ class BatchPlan:
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
 
     def _padding(self, rows: Rows) -> dict[str, Any]:
-        """Tokens of a micro-batch, and the share of an epoch's that only fill it; nothing where none is padded."""
+        """A micro-batch's tokens, and the padding's share of an epoch; nothing if none is padded."""
         if self.width is None:
             return {}
         micro_batches = math.ceil(self.rows / self.global_batch_size * self.micro_steps(self.global_batch_size))
@@ -104,7 +104,7 @@ class BatchPlan:
 
 
 def one_width(per_device_batch_size: int, rows: Iterable[Rows]) -> int:
-    """Tokens that any micro-batch of these sets of rows has at most."""
+    """The most tokens in any micro-batch from these sets of rows."""
     longest = [np.sort(each.lengths)[::-1][:per_device_batch_size] for each in rows]
     return int(max(lengths.sum() for lengths in longest))
 
@@ -119,11 +119,11 @@ def plan_batches(
     stages: int = 1,
     width: int | None = None,
 ) -> BatchPlan:
-    """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled.
+    """The run's steps and rows. The last epoch's last step may be short; nothing is dropped or doubled.
 
     Args:
-        world_size, rank: Of all processes; those of a pipeline follow each other.
-        stages: Of each pipeline.
+        world_size, rank: Over all processes; a pipeline's follow each other.
+        stages: In each pipeline.
         width: Tokens that every micro-batch is padded to.
     """
     training = recipe.training

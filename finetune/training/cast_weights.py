@@ -85,7 +85,7 @@ class CastWeights:
 
 
 def _pass_on_gradient(cast: Tensor, copy: Tensor) -> None:
-    """Cast a copy's gradient and add it to the weight's, by a backward of its own, which DDP notices."""
+    """Cast a copy's gradient and add it to the weight's, in a separate backward, so that DDP notices it."""
     gradient, copy.grad = copy.grad, None
     torch.autograd.backward(cast, gradient)
 

@@ -41,7 +41,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class QueuedStep:
-    """A step that the host has queued, and what the host knows about it."""
+    """A step that the host has queued, and the host's facts about it."""
 
     step: int  # finished steps before it
     rows: np.ndarray
@@ -57,7 +57,7 @@ def train(run: Run, state: TrainState) -> bool:
     """Train from `state.step` to the end, or to a signal. Returns whether the end was reached.
 
     On a GPU a step is read after the next one is queued, so that the device never waits for the host. When this
-    returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
+    returns, a checkpoint of the last step exists. Raises NotFinite with the step and its rows.
     """
     plan, parts = run.plan, run.parts
     objective, device = parts.objective, parts.accelerator.device
@@ -278,7 +278,7 @@ def evaluate(
 
 
 def evaluate_run(run: Run) -> dict[str, float]:
-    """`evaluate` over the run's held-out rows, of which there are some."""
+    """`evaluate` over the run's held-out rows; there must be some."""
     assert run.eval_rows is not None
     parts = run.parts
     return evaluate(
@@ -308,7 +308,7 @@ def _log(run: Run, state: TrainState) -> None:
 
 
 def _name_rows(run: Run, step: int, indices: np.ndarray, reason: str) -> str:
-    """The message for a step that was not finite: where its rows come from, and what to change."""
+    """The message for a step that was not finite: its rows' places, and the settings to change."""
     places = [place for index in indices for place in run.train_rows.places(int(index))]
     names = ", ".join(places[:16])
     if len(places) > 16:

@@ -1,4 +1,4 @@
-"""A run's memory: the receipt's section, and the error of a run that is out of memory."""
+"""A run's memory: the receipt's section, and the error when memory runs out."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def plan_request(start: Start) -> PlanRequest:
 
 
 def memory_facts(request: PlanRequest, phases: Mapping[str, Phase], device: torch.device) -> dict[str, Any]:
-    """The receipt's `memory`: the worst step, as the planner needs it, and what rank 0 measured; all in bytes.
+    """The receipt's `memory`: the worst step, as the planner needs it, and rank 0's measurements; all in bytes.
 
-    CUDA's allocated bytes are measured by phase; on a CPU the bytes of all tensors. A CPU's process peak is its
-    resident set, which includes the libraries that no plan covers.
+    On CUDA, allocated bytes are measured by phase; on a CPU all tensors' bytes. A CPU's process peak is its resident
+    set, with the libraries that no plan covers.
     """
     on_gpu = device.type == "cuda"
     measured = {name: phase for name, phase in phases.items() if name in PHASES}
@@ -64,7 +64,7 @@ def memory_facts(request: PlanRequest, phases: Mapping[str, Phase], device: torc
 
 
 def describe_memory(facts: Mapping[str, Any]) -> str:
-    """One line: the phase in which tensors took most, and the process's own peak."""
+    """One line: the phase with the largest tensors' peak, and the process's own peak."""
     phases = facts["measured"]["phases"]
     name = max(phases, key=lambda phase: phases[phase]["peak_bytes"])
     reserved, process = facts["measured"]["reserved_bytes"], facts["measured"]["process_peak_bytes"]
@@ -74,9 +74,10 @@ def describe_memory(facts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def out_of_memory_explained(start: Start, progress: Progress, phases: Phases) -> Iterator[None]:
-    """Around a training: an allocation that fails becomes DoesNotFit, with plan, measurement and what would take less.
+    """Put this around a training. A failed allocation becomes DoesNotFit, with plan, measurement and changes that would
+    take less.
 
-    It asks the planner, which may take a minute; this rank's heartbeat continues meanwhile.
+    It asks the planner, which may take a minute. This rank's heartbeat continues meanwhile.
     """
     request = plan_request(start)  # before memory is short
     try:

@@ -1,6 +1,6 @@
-"""What rank 0 writes and sends while a run trains: receipt, metrics, samples, pages, trackers, checkpoints to the Hub.
+"""Rank 0's output during a run: receipt, metrics, samples, pages, trackers, checkpoints to the Hub.
 
-Every rank has these objects, so that no caller asks for its rank; on the others they do nothing.
+Every rank has these objects, so that no caller asks for its rank. On other ranks they do nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunOutput:
         self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
     def open_trackers(self, first_step: int) -> None:
-        """After the Accelerator is made; a `first_step` above 0 continues what an earlier start reported."""
+        """Call it after the Accelerator is made. A `first_step` above 0 continues an earlier start's report."""
         if self._writes:
             self._trackers.start(first_step)
 
@@ -54,7 +54,8 @@ class RunOutput:
                 self._page_drawn = time.monotonic()
 
     def write_samples(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Lines of samples.jsonl, each as soon as it is computed; on every rank, so that all of them compute it."""
+        """Write lines of samples.jsonl as soon as each is computed. All ranks call it, so that all of them compute
+        it."""
         written = []
         for line in lines:
             if self._writes:
@@ -80,7 +81,7 @@ class RunOutput:
 
 
 class Receipt:
-    """receipt.json, which grows while the run is built and trained; every rank holds its content, rank 0 writes it."""
+    """receipt.json, which grows while the run is built and trained. Every rank holds its content, rank 0 writes it."""
 
     def __init__(self, start: Start, content: dict[str, Any]) -> None:
         self._start, self.content = start, content

@@ -1,8 +1,8 @@
 """The model's answers to fixed prompts and the held-out loss, before and after training.
 
-Where weights are sharded, each forward of an answer gathers the whole model, and every rank takes part: so the prompts
-are asked as one left-padded batch, which makes as many forwards as one of them would. Under a pipeline each forward
-goes through all stages, of the first copy where there are several.
+If weights are sharded, each forward of an answer gathers the whole model, and every rank takes part. So the prompts are
+asked as one left-padded batch, which needs as many forwards as its longest answer. Under a pipeline each forward goes
+through all stages, in the first copy if there are several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Questions:
 
 
 def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, kernel: FlashKernel) -> None:
-    """Answers and held-out loss of the model that training starts from, the loss by the kernel of the steps."""
+    """Answers and held-out loss before training. The loss uses the steps' kernel."""
     write_samples(start, run, parts, output, when="before", step=0)
     if run.eval_rows is not None:
         with kernel.active():
@@ -98,8 +98,11 @@ def questions(start: Start, *, shared: bool) -> Questions:
 
 
 def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
-    """Prompts of these lengths, one after another in batches of at most `most` tokens with padding and `new` tokens of
-    answer each; one that is longer by itself is a batch too."""
+    """Prompts with these lengths, in order, in batches with at most `most` tokens including padding and `new` answer
+    tokens each. A prompt that is longer by itself is a batch too.
+
+    Lengths (10, 12, 40) with new = 8 and most = 64 give batches [0, 1] (2 x 20 = 40 tokens) and [2] (48).
+    """
     batches: list[range] = []
     first = 0
     for end in range(1, len(lengths) + 1):
@@ -133,10 +136,10 @@ def samples(
     together: bool,
     cached: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """The model's answers to the prompts, for lines of samples.jsonl; `model` is unwrapped.
+    """The model's answers to the prompts, as lines for samples.jsonl; `model` is unwrapped.
 
     Args:
-        together: Every rank of several computes the same answers.
+        together: All ranks compute the same answers.
         cached: Keys and values are kept from one new token to the next.
     """
     with answering(model):

@@ -67,7 +67,7 @@ from finetune.wording import recomputation_in_words
 
 @dataclass(frozen=True)
 class Session:
-    """A training that was built: what the strategy made, what the loop needs, and where it writes."""
+    """A training that was built: the strategy's parts, the loop's Run, and its output."""
 
     start: Start
     assembled: Assembled
@@ -158,7 +158,7 @@ def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int |
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
-    """Where `auto` chose: every rank recomputes what the rank with least memory has to."""
+    """If `auto` chose: every rank recomputes as much as the rank with the least memory."""
     if not start.recomputation:
         return start
     own = RECOMPUTATIONS.index(start.recipe.training.activation_checkpointing)
@@ -253,7 +253,7 @@ def build(
 
 
 def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled, output: RunOutput) -> Receipt:
-    """The receipt for what was built, written and printed. Optimizer state is added after the first update."""
+    """Write and print the receipt for the built run. Optimizer state is added after the first update."""
     content = write_receipt(start.recipe, accelerator, assembled, start.strategy)
     content |= {
         "nodes": start.launch.nodes,

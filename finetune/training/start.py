@@ -44,7 +44,7 @@ from finetune.untrusted.model_code import trust_code
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first process group, and stays as it is."""
+    """The facts before the first process group. They do not change."""
 
     recipe: Recipe
     launch: Launch
@@ -135,7 +135,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
 
 
 def own_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
-    """What `auto` chooses for this rank's device. training/session.py takes the most that any rank chose."""
+    """`auto`'s choice for this rank's device. training/session.py takes the most that any rank chose."""
     device, gpus = device_of(launch), None
     if device.type == "cuda":
         gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
@@ -143,7 +143,7 @@ def own_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
 
 
 def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:
-    """Rank 0 locks the run's folder and writes what is known at the start."""
+    """Rank 0 locks the run's folder and writes the facts known at the start."""
     recipe = loaded.recipe
     identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
     if adapter is not None:

@@ -35,7 +35,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _TrackedRun:
-    """Which run is tracked."""
+    """The run's identity in a tracker."""
 
     folder: Path
     first_step: int  # 0: not resumed
@@ -84,7 +84,7 @@ class Trackers:
             self._each(lambda tracker: tracker.accelerate.log(values, step=int(line["step"])))
 
     def log_samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Lines of samples.jsonl, all of one moment."""
+        """Log lines of samples.jsonl, all from one moment."""
         if lines:
             self._each(lambda tracker: tracker.log_samples(lines, int(lines[0]["step"])))
 
@@ -119,7 +119,7 @@ def tracked_settings(values: Mapping[str, Any]) -> Iterator[tuple[str, str | int
 
 
 def metric_values(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line of metrics.jsonl, named train/loss; of phases, the peak of rank 0."""
+    """A metrics.jsonl line's numbers, named train/loss; for phases rank 0's peak."""
     if line["kind"] == "phase":
         if line["rank"] == 0:
             yield f"memory/{line['phase']}_peak_gib", float(line["peak_gib"])

@@ -1,7 +1,7 @@
 """Worst step first: a run that would fail for memory, disk or data fails in its first minute, not in its tenth hour.
 
-One optimizer step on the longest rows, one evaluation of the longest held-out rows, one checkpoint written, verified
-and read. Reading that checkpoint also restores weights and optimizer to what they were, to the bit.
+It takes one optimizer step on the longest rows, evaluates the longest held-out rows, and writes, verifies and reads a
+checkpoint. Reading that checkpoint also restores weights and optimizer to the bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune.wording import counted
 
 @dataclass(frozen=True)
 class WorstStep:
-    """What the worst step cost."""
+    """The worst step's cost."""
 
     tokens: int  # of the longest micro-batch, over all ranks
     step_seconds: float
@@ -126,7 +126,7 @@ def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AllTokensSupervised:
-    """Rows whose every token is supervised, prompts too: the most logits that the head can compute of them."""
+    """Rows with every token supervised, prompts too: the most logits that the head can compute for them."""
 
     rows: Rows
 
@@ -183,7 +183,7 @@ def _evaluate(run: Run, rows: Rows) -> None:
 
 
 def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:
-    """A note for measure/out_of_memory.py, which puts it into its message."""
+    """Add a note that measure/out_of_memory.py puts into its message."""
     error.add_note(
         f"{doing} on {counted(run.recipe.training.per_device_batch_size, 'row')} of {counted(tokens, 'token')}"
     )

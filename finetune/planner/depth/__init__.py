@@ -1,4 +1,4 @@
-"""From a shallow trace to the full depth, and what the caching allocator makes of it.
+"""From a shallow trace to the full depth, and the caching allocator's reserve for it.
 
-May import: planner/trace, planner/constants and what is below the planner.
+May import: planner/trace and everything below the planner.
 """

@@ -171,8 +171,8 @@ class CachingAllocator:
         return block
 
     def _map(self, hole: _Block, nbytes: int) -> _Block:
-        """Map the first bytes of what is not mapped; returns the free block of these and its free neighbours, which is
-        in no list."""
+        """Map the first unmapped bytes; returns the free block from these and its free neighbours, which is in no
+        list."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         block = _Block(nbytes, hole.address, hole.pool, True, hole.before, hole)
@@ -193,7 +193,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: _Block) -> None:
-        """Unmap the whole pages within a free block; what is before and behind them stays free."""
+        """Unmap the whole pages within a free block; the rest before and behind them stays free."""
         page = SMALL_SEGMENT if block.pool[1] else MIDDLE_SEGMENT
         end = block.address + block.nbytes
         first, last = rounded_up(block.address, page), end // page * page
@@ -249,7 +249,7 @@ class CachingAllocator:
 
 
 def _start(hole: _Block) -> _Block:
-    """Where a request may begin that ends in what is not mapped: at the free block before it."""
+    """The start for a request that ends in unmapped memory: the free block before it."""
     return hole.before if hole.before is not None and hole.before.free else hole
 
 

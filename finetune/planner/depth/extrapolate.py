@@ -31,10 +31,10 @@ SHALLOW = 4  # where layers are alike: the first, the last, and two between
 
 
 def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
-    """What takes memory in each decoder layer of the full model, which is built on meta: its modules and the shapes of
-    its parameters. Windows and rotary angles are none of it.
+    """What takes memory in each decoder layer of the full model, built on meta: its modules and parameter shapes,
+    without windows and rotary angles.
 
-    Layers that a timeline does not know by their names are each of a kind of their own.
+    Layers whose names a timeline does not know each have their own kind.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -53,10 +53,11 @@ def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
 
 
 def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
-    """Layers after which kinds and recomputation repeat, and a depth from which on each such period adds the same.
+    """The number of layers after which kinds and recomputation repeat, and a depth from which each such period adds the
+    same.
 
-    As many irregular layers as a replay keeps at either end (repeat_layers.py: FIRST) may be of other kinds. All layers
-    where nothing repeats, or where two shallow models would have as many layers as the full one.
+    As many irregular layers as a replay keeps at either end (repeat_layers.py: FIRST) may have other kinds. All layers
+    if nothing repeats, or if two shallow models would have as many layers as the full one.
 
     Args:
         every: Every n-th layer is recomputed in backward.
@@ -78,9 +79,9 @@ def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
 def extrapolate(
     timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
 ) -> dict[str, PhaseMemory]:
-    """Phases of a model with `layers` layers, from traces of two depths; of few layers, from one trace of full depth.
+    """Phases for a model with `layers` layers, from traces at two depths; for few layers, from one trace at full depth.
 
-    `period`: the number of layers after which they repeat. `shallow`: the depth from which on each layer adds the same.
+    `period`: the number of layers after which they repeat. `shallow`: the depth from which each layer adds the same.
     """
     few, more = depths(layers, period, shallow)
     if layers <= more:
@@ -99,14 +100,15 @@ def extrapolate(
 
 
 def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
-    """The depths of the two shallow models whose layers repeat as those of a model with `layers` layers do."""
+    """The depths of two shallow models whose layers repeat like those of a model with `layers` layers."""
     few = shallow + (layers - shallow) % period
     return few, few + period
 
 
 def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[tuple[int, str], Peak]]:
-    """The largest peak of each segment, under names that do not depend on the number of layers; the layers that the
-    model of `few` layers lacks have none."""
+    """Each segment's largest peak, under names that do not depend on the number of layers. Layers that the model with
+    `few` layers lacks have none.
+    """
     result: dict[str, dict[tuple[int, str], Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
         named = result.setdefault(phase, {})
@@ -151,7 +153,7 @@ def with_more_of_the_same(
     second: Mapping[str, PhaseMemory],
     times: float,
 ) -> dict[str, PhaseMemory]:
-    """Phases to whose peaks and ends is added, `times` times, what those of `second` have beyond those of `first`."""
+    """Phases with peaks and ends to which the difference `second` - `first` is added `times` times."""
 
     def added(name: str, parts_of: Callable[[PhaseMemory], dict[str, int]]) -> dict[str, int]:
         base, few, more = (parts_of(each[name]) for each in (phases, first, second))
@@ -167,9 +169,9 @@ def with_more_of_the_same(
 
 
 def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: Path) -> Recipe:
-    """The recipe for a model of `layers` layers, with its config.json in `folder` and without weights.
+    """The recipe for a model with `layers` layers, with its config.json in `folder` and without weights.
 
-    They are the first and the last of the full model's, or as many as it has, repeated.
+    They are the full model's first and last layers, or as many as it has, repeated.
     """
     full, front = int(config["num_hidden_layers"]), layers // 2
     chosen = [*range(front), *range(full - (layers - front), full)] if layers < full else [*range(full)]

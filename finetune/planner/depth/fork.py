@@ -20,8 +20,8 @@ T = TypeVar("T")
 def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
     """Start each function in a child, and yield a callable that waits for one's result. Children end with the context.
 
-    A single function, and one whose child failed, runs in this process, and so do all where it cannot be forked;
-    what they raise is raised here. Results are pickled.
+    A single function, and one whose child failed, runs in this process. So do all if it cannot be forked. Their errors
+    are raised here. Results are pickled.
     """
     children = {}
     if len(functions) > 1 and can_fork():

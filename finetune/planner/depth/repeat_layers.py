@@ -72,7 +72,7 @@ class LayerRepeat:
         return [layer if layer < FIRST else layer + self.copies * self.period]
 
     def positions_of(self, layer: int, run: int | None, copy: int) -> list[int]:
-        """Indices of the layer to which copy `copy` of a run of layer `run` refers."""
+        """Indices of the layer that copy `copy` of layer `run`'s run refers to."""
         near = run is not None and abs(layer - run) <= 1
         if self.repeats(run):
             return self.positions(layer, copy if near or self.repeats(layer) else None)
@@ -82,9 +82,9 @@ class LayerRepeat:
 
 
 def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, period: int = 1) -> Iterator[StorageChange]:
-    """The changes on `device` of a model with `deep` layers, from the timeline of one with `layers`.
+    """The changes on `device` for a model with `deep` layers, from a timeline with `layers`.
 
-    Layers repeat after `period`. With deep == layers the changes are those of the timeline.
+    Layers repeat after `period`. With deep == layers the changes equal the timeline's.
     """
     repeat = LayerRepeat(period, (deep - layers) // period)
     assert repeat.copies * period == deep - layers
@@ -123,8 +123,9 @@ def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, 
 
 
 def _runs(timeline: Timeline, device: str) -> list[_Run]:
-    """All events on the device, in order; those that belong to no layer are part of the run before them. Copies of
-    weights are made before the layers run, each in the run of its layer."""
+    """All events on the device, in order. Events without a layer belong to the run before them. Weight copies are made
+    before the layers run, each in its layer's run.
+    """
     in_layers = {phase for phase, module in timeline.places if layer_of(module) is not None}
     owners = dict(timeline.layers)
     visits: dict[int | None, int] = defaultdict(int)

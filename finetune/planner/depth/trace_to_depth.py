@@ -1,5 +1,6 @@
-"""A rank's trace at full depth: of a shallow model, extrapolated, or of all layers; of a pipeline's stage with all
-layers and few micro-batches."""
+"""A rank's trace at full depth: extrapolated from a shallow model, or with all layers; a pipeline's stage has all
+layers and few micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from finetune.tokens.batches import MicroBatch
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What is traced, and where."""
+    """The trace's subject and place."""
 
     recipe: Recipe
     config: Mapping[str, Any]  # of the model at full depth
@@ -117,7 +118,7 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
 
 
 def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
-    """Two numbers of micro-batches to trace, instead of all of a pipeline's step."""
+    """Two numbers of micro-batches to trace, instead of all in a pipeline's step."""
     schedule, lora = request.strategy.schedule, request.recipe.lora
     if schedule is None or (lora and lora.names_single_layers):  # a model of few layers may lack those that it names
         return None
@@ -125,9 +126,10 @@ def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
-    """The trace of a stage with `few` micro-batches, and what each of the others adds to it: its own tensors, and a
-    buffer for each of its messages. That does not depend on depth, so it is seen in a thin model, whose runs have one
-    layer each; but for training in full, which casts the weights of all layers once a step."""
+    """A stage's trace with `few` micro-batches, and each further one's addition: its own tensors, and one buffer per
+    message. That does not depend on depth, so it is seen in a thin model with one layer per run. Full training is
+    the exception, because it casts all layers' weights once a step.
+    """
     thin, depth = request, int(request.config["num_hidden_layers"])
     if request.recipe.lora:
         runs = request.strategy.stage_count(request.ranks) * RUNS.get(request.strategy.schedule or "", 1)
@@ -153,7 +155,7 @@ def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: i
 
 
 def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:
-    """Trace the model with `layers` layers; also which of them a stage of a pipeline holds."""
+    """Trace the model with `layers` layers; also says which of them a pipeline's stage holds."""
     shallow = with_layers(request.recipe, request.config, layers, folder)
     options: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
     options["gpu"] = request.on_gpu

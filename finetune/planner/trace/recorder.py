@@ -77,7 +77,7 @@ class Recorder:
         return None
 
     def begin_operation(self, operation: Any, args: tuple[Any, ...]) -> None:
-        """Called before an operation runs on these arguments, which are live while it does."""
+        """Call it before an operation runs on these arguments, because they are live meanwhile."""
         self.operation, self.of_weights = operation, False
         self._unseen.clear()
         namespace = operation.namespace
@@ -90,7 +90,7 @@ class Recorder:
 
     @contextmanager
     def modules(self, model: nn.Module, head: nn.Module | None) -> Iterator[None]:
-        """Track which module runs, forward and backward, inside the block."""
+        """Within the block, track which module runs, forward and backward."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._head = None if head is None else self._names[id(head)]
         hooks = [

@@ -1,7 +1,7 @@
-"""DeepSpeed's engine on tensors without data: its own code runs, for rank 0 of any number of ranks.
+"""DeepSpeed's engine on tensors without data: its own code runs, for rank 0 among any number of ranks.
 
-The engine is Python over torch's operations, so it can be traced like the rest; only its compiled parts cannot. An
-offload to NVMe is traced as one to host memory. DDP's reducer is C++ too, and replaced by `Replica`.
+The engine is Python over torch's operations, so it can be traced like the rest. Only its compiled parts cannot. An NVMe
+offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Handle:
 
 @contextmanager
 def sends_of_a_pipeline(*, gloo: bool) -> Iterator[None]:
-    """Sends and receives of a process group without communication, with handles that hold what a backend's do."""
+    """Sends and receives without communication. Their handles hold the same tensors as a backend's."""
 
     def holding(call: Callable[..., Any]) -> Callable[..., _Handle]:
         def begin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Handle:

@@ -1,4 +1,4 @@
-"""The work of one step, from what a trace of few steps, layers or micro-steps counted."""
+"""One step's work, from the counts in a trace with few steps, layers or micro-steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/u
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank computes and sends in one forward, one backward and one update."""
+    """One rank's computation and traffic in one forward, one backward and one update."""
 
     operations: Mapping[Operation, float]  # how often, where layers run as they are written
     collectives: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and name
     compiles: bool = False  # layers are compiled, which leaves their products and attention as they are
 
     def flops(self, phase: str, *kinds: str) -> float:
-        """Floating-point operations of a phase; of these kinds, or of all."""
+        """A phase's floating-point operations; of these kinds, or all."""
         chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
         return sum(self.operations[op] * op.flops for op in chosen)
 
@@ -31,7 +31,7 @@ class StepWork:
         return sum(times * op.nbytes for op, times in self.operations.items() if (op.phase, op.place) == (phase, place))
 
     def launches(self, phase: str) -> float:
-        """Operations of a phase where layers run as they are written, each of which launches a kernel or more."""
+        """A phase's operations if layers run as written. Each launches one kernel or more."""
         return sum(times for op, times in self.operations.items() if op.phase == phase)
 
 
@@ -45,9 +45,9 @@ def per_step(
     reduces_once: bool = False,
     compiles: bool = False,
 ) -> StepWork:
-    """The work of one forward, one backward and one update, from a trace of `steps` steps of `micro_steps` each.
+    """The work in one forward, one backward and one update, from a trace with `steps` steps and `micro_steps` each.
 
-    `gathers_once`: forward sends in the first micro-step alone; `reduces_once`: backward does in the last. Such
+    `gathers_once`: forward sends in the first micro-step alone. `reduces_once`: backward sends in the last. Such
     collectives are per step.
     """
     times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
@@ -65,20 +65,21 @@ def per_step(
 
 
 def _nearest(number: float) -> int:
-    """The nearest integer; half a message, of one that the first of two steps alone sends, is none."""
+    """The nearest integer. Half a message, which only the first of two steps sends, counts as none."""
     return math.ceil(number - 0.5)
 
 
 def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
-    """The work with the collectives of DDP's reducer, which is C++ and not traced: all gradients once a step, in
-    buckets (torch/csrc/distributed/c10d/reducer.hpp); and with the all-reduce of the loop's three numbers."""
+    """The work with DDP's collectives, whose reducer is C++ and not traced: all gradients once a step, in buckets
+    (torch/csrc/distributed/c10d/reducer.hpp), and the all-reduce for the loop's three numbers.
+    """
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     gradients, sums = CollectiveStats(buckets, gradient_bytes), CollectiveStats(1, STEP_SUMS_BYTES)
     return replace(work, collectives={"backward": {"all_reduce": gradients}, "step": {"all_reduce": sums}})
 
 
 def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
-    """The work of a model with `layers` layers, from one of that depth or from two of other depths."""
+    """The work for a model with `layers` layers, from one with that depth or two with other depths."""
     if layers in work:
         return work[layers]
     few, more = sorted(work)
@@ -97,11 +98,10 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
 
 
 def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, counts: tuple[int, int, int]) -> StepWork:
-    """The work of a step of as many micro-steps as the last of `counts`, from that of one with the first of them.
+    """The work in a step with the last of `counts` micro-steps, from one with the first.
 
-    `first` and `second`, of as many as the first and the second of `counts`, say what is once a step: of an operation,
-    which counts for a micro-step, a smaller share the more there are; of collectives, which count for a step, what does
-    not grow.
+    `first` and `second`, with the first and second of `counts`, show what happens once a step. For an operation, which
+    counts per micro-step, that share falls with their number. For collectives, which count per step, it does not grow.
     """
     few, more, wanted = counts
     share, times = (1 / wanted - 1 / few) / (1 / more - 1 / few), (wanted - few) / (more - few)
@@ -119,11 +119,11 @@ def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, cou
 
 
 def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
-    """Each figure of `start`, and `times` times what `end` has in addition."""
+    """Each figure in `start`, plus `times` times `end`'s surplus."""
     return _sum(start, start, end, times)
 
 
 def _sum(base: CollectiveStats, start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
-    """Each figure of `base`, and `times` times what `end` has beyond `start`."""
+    """Each figure in `base`, plus `times` times the difference from `start` to `end`."""
     figures = zip(astuple(base), astuple(start), astuple(end), strict=True)
     return CollectiveStats(*(round(given + times * (more - few)) for given, few, more in figures))

@@ -1,8 +1,8 @@
-"""The record of a trace: every storage that was allocated, resized and freed, in order, and what each of them was for.
+"""A trace's record: every storage that was allocated, resized and freed, in order, with its purpose.
 
 Peaks, compositions and allocator replays are functions of this record. A storage has one component for all its life,
-which may be known late (a tensor made in backward turns out to be a parameter's gradient); so compositions are computed
-afterwards, and their parts add up to the total because each live storage is counted once.
+which may be known late: a tensor made in backward turns out to be a parameter's gradient. So compositions are computed
+afterwards. Their parts add up to the total, because each live storage is counted once.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Timeline:
         return segments
 
     def ends(self, device: str) -> dict[str, dict[str, int]]:
-        """What is live at the end of each phase's latest run, by component."""
+        """Live bytes at the end of each phase's latest run, by component."""
         return {moment.phase: _parts(moment.live) for moment in self.replay(device) if moment.phase}
 
     def phases(self, device: str) -> dict[str, PhaseMemory]:

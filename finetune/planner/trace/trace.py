@@ -59,7 +59,7 @@ PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_
 
 @dataclass(frozen=True)
 class Traced:
-    """The result of a trace: its record, and the trainer's own measurement of it."""
+    """A trace's result: its record, and the trainer's own measurement."""
 
     timeline: Timeline
     measured: dict[str, Phase]
@@ -79,17 +79,18 @@ def trace(
     gpu: bool = False,
     cublas: int = CUBLAS_WORKSPACE_HOPPER,
 ) -> Traced:
-    """The timeline of one of `ranks`: load, two optimizer steps over `batches` each, save.
+    """The timeline for one of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is created for the trace and removed
-    after it, so it is not for a process that trains.
+    Process-wide state in Accelerate, DeepSpeed and torch's process groups is created for the trace and removed after
+    it. So it is not for a process that trains.
 
     Args:
-        rank: The one; another than the first only under a pipeline, whose ranks are unlike.
-        node: Ranks of one machine; 0: all of them.
-        gpu: Compute on a GPU: the timeline's device DEVICE_NAME of fake_device.py; host memory is "cpu". Else
+        rank: Its number; above 0 only under a pipeline, whose ranks differ.
+        node: Ranks on one machine; 0: all of them.
+        gpu: Compute on a GPU: the timeline's device is fake_device.py's DEVICE_NAME, and host memory is "cpu".
+        Otherwise
             everything is on the CPU.
-        cublas: Bytes of a workspace of cuBLAS, where `gpu`.
+        cublas: A cuBLAS workspace's bytes, if `gpu`.
     """
     strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
@@ -139,7 +140,7 @@ def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank
 
 @contextmanager
 def _without_devices(recipe: Recipe, strategy: Strategy, *, gpu: bool) -> Iterator[None]:
-    """What stands in for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
+    """Stand-ins for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
         if strategy.schedule is not None:
@@ -150,8 +151,9 @@ def _without_devices(recipe: Recipe, strategy: Strategy, *, gpu: bool) -> Iterat
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
-    """Partition each weight as it is created, on the device: also a quantised one, which a run moves there from the
-    host itself, as fake tensors cannot."""
+    """Partition each weight as it is created, on the device. This includes a quantised one, which a run moves there
+    from the host itself; fake tensors cannot.
+    """
     partition = stand_ins.partitioner(accelerator, adapters=adapters)
 
     def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
@@ -233,7 +235,7 @@ def _step(
 
 
 def _record_layers(parts: Assembled, recorder: Recorder) -> None:
-    """Record the layers of weights and optimizer state, which are allocated outside of the layers' modules."""
+    """Record the layers that weights and optimizer state belong to. They are allocated outside the layers' modules."""
     for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
         recorder.place_in_layer(tensor, name)
         for value in tensors_in(parts.optimizer.state.get(tensor, {})):
@@ -246,8 +248,9 @@ def _save(parts: Assembled, phases: Phases) -> None:
 
 
 def _copy_as_a_checkpoint(parts: Assembled) -> None:
-    """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
-    that safetensors makes of a group before it writes it."""
+    """Allocate as a checkpoint does: a scalar that says whether a tensor is finite, and safetensors' copies of a group
+    in host memory.
+    """
     groups = []
     for tensors in checkpoint_tensors(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
@@ -264,7 +267,7 @@ def _copy_as_a_checkpoint(parts: Assembled) -> None:
 def _accelerator(
     recipe: Recipe, strategy: Strategy, place: tuple[int, int], node: int, device: torch.device
 ) -> Iterator[Accelerator]:
-    """The trainer's Accelerator in a process group without communication; `place`: so many ranks, and which is ours."""
+    """The trainer's Accelerator in a process group without communication; `place`: the number of ranks, and ours."""
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)

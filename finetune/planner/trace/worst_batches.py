@@ -15,12 +15,12 @@ from finetune.tokens.batches import MicroBatch
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows; two of them where steps accumulate, and three where weights
-    stay gathered between them: then only one that is neither the first nor the last has all gradients and all weights.
-    Under a pipeline all of a step, for which a stage receives and waits.
+    """The largest possible micro-batches: full rows. There are two if steps accumulate, and three if weights stay
+    gathered between them, because only a middle one has all gradients and all weights. Under a pipeline there are
+    all in a step, because a stage receives and waits for each.
 
-    Each row is one document. The last row has two where attention would need a mask for a row of several documents, or
-    for a padded one: masks take memory in every layer.
+    Each row is one document. The last row has two if attention needs a mask for a row with several documents, or for a
+    padded one: masks take memory in every layer.
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     strategy = strategy_of(recipe)
