@@ -260,7 +260,9 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, (str, int)) or value is None:
         return value
     if isinstance(value, Mapping):

@@ -50,7 +50,9 @@ def has_controls(text: str) -> bool:
 def one_line(text: object, length: int = 300) -> str:
     """A stranger's words in one line of a message: a library's exception, a name."""
     words = without_controls(" ".join(str(text).split()))
-    return words if len(words) <= length else words[: length - 3] + "..."
+    if len(words) <= length:
+        return words
+    return words[: length - 3] + "..."
 
 
 def obeyed_by_none(text: str) -> str:

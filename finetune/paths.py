@@ -31,7 +31,9 @@ def kind_of_file(mode: int) -> str:
 def in_home(text: str) -> str:
     """`~/models/x` with the user's home folder, because no shell expands it in a recipe. Other texts stay as they
     are."""
-    return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
+    if text.startswith("~") and "{" not in text:
+        return os.path.expanduser(text)
+    return text
 
 
 def from_here(path: Path) -> str:

@@ -91,7 +91,9 @@ def secret_key(value: Any, known: Iterable[str], key: str = "") -> tuple[str, st
     """Dotted key and kind of the first secret in a document with mappings and lists; None if there is none."""
     if isinstance(value, str):
         secret = find_secret(value, known)
-        return (key, secret[1]) if secret else None
+        if secret:
+            return (key, secret[1])
+        return None
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     inner = (secret_key(entry, known, f"{key}.{name}" if key else str(name)) for name, entry in entries)
     return next(filter(None, inner), None)
@@ -116,7 +118,9 @@ def hide_in(value: Any, known: Iterable[str]) -> Any:
         return hide_secrets(value, known)
     if isinstance(value, Mapping):
         return {hide_in(key, known): hide_in(entry, known) for key, entry in value.items()}
-    return [hide_in(entry, known) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [hide_in(entry, known) for entry in value]
+    return value
 
 
 def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
@@ -159,7 +163,9 @@ def redact(value: Any) -> Any:
         return _text(value)
     if isinstance(value, Mapping):
         return {key: redact(inner) for key, inner in value.items()}
-    return [redact(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [redact(inner) for inner in value]
+    return value
 
 
 def _text(text: str) -> str:

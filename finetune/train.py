@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
+        if arguments:
+            return 0
+        return 2
     from finetune.untrusted.library_words import segments_explained
 
     try:

@@ -12,14 +12,20 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 def in_digits(number: float) -> str:
     """1048576 and 0.5, as a recipe takes them."""
-    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+    if float(number).is_integer():
+        return str(int(number))
+    return f"{number:g}"
 
 
 def recomputation_in_words(setting: bool | int | str) -> str:
     """`activation_checkpointing` in a sentence."""
     if isinstance(setting, str):
         return setting
-    return "none" if not setting else "all layers" if int(setting) == 1 else f"one layer of {int(setting)}"
+    if not setting:
+        return "none"
+    if int(setting) == 1:
+        return "all layers"
+    return f"one layer of {int(setting)}"
 
 
 def first_lines(lines: Sequence[str], most: int) -> list[str]:

@@ -245,7 +245,9 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> 
     documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
     joined = torch.cat(outputs, dim=1)  # contiguous, as in the library: some models take a view
-    return joined if joined.shape[-1] == width else joined[..., :width].contiguous()
+    if joined.shape[-1] == width:
+        return joined
+    return joined[..., :width].contiguous()
 
 
 def _until(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ends: Tensor, *rest: Any) -> Tensor:
@@ -338,7 +340,9 @@ def _capped_block(query: Tensor, key: Tensor, value: Tensor, offset: int, asked:
 
 def _computed_in(tensor: Tensor) -> torch.dtype:
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
 @cache

@@ -85,7 +85,9 @@ def run_document_by_document(model: nn.Module) -> list[nn.Module]:
 def checkpoint_contexts(model: nn.Module) -> Callable[[], Contexts] | None:
     """For torch's checkpoint: in these a layer that runs again sees the row that it saw. None: it needs none."""
     modules: list[Any] = run_document_by_document(model)
-    return modules[0].finetune_documents[1].contexts if modules else None
+    if modules:
+        return modules[0].finetune_documents[1].contexts
+    return None
 
 
 def first_parameter(module: nn.Module) -> str:
@@ -139,7 +141,9 @@ def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: st
     first = parts[0]
     if isinstance(first, Tensor):
         # The state at the end of a row is that of no document, and the trial would have failed where it is used.
-        return torch.cat(list(parts), dim=axes[place][0]) if axes[place] else None
+        if axes[place]:
+            return torch.cat(list(parts), dim=axes[place][0])
+        return None
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts], axes, f"{place}.{key}") for key in first}
     if isinstance(first, list | tuple):

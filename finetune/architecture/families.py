@@ -85,7 +85,9 @@ def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
     if recipe.model.router_aux_loss_coef is not None:
         return recipe.model.router_aux_loss_coef
     text = config.get_text_config()
-    return float(getattr(text, "router_aux_loss_coef", 0) or 0) if getattr(text, "output_router_logits", False) else 0.0
+    if getattr(text, "output_router_logits", False):
+        return float(getattr(text, "router_aux_loss_coef", 0) or 0)
+    return 0.0
 
 
 def _router_loss(tried: _Tried, name: str, recipe: Recipe) -> RouterLoss | None:

@@ -160,7 +160,9 @@ def try_shared_keys(device: torch.device, dtype: torch.dtype) -> str | None:
     if not SHARED_KEYS.get(device.type):
         largest = _difference(SHARING, device, dtype, _sharing(device.type, False), _sharing(device.type, True))
         SHARED_KEYS[device.type] = isinstance(largest, float)
-    return largest if isinstance(largest, str) else None
+    if isinstance(largest, str):
+        return largest
+    return None
 
 
 @contextmanager

@@ -112,7 +112,9 @@ def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]
 
 
 def _numbered(name: str, at: int, of: Sequence[Any]) -> str:
-    return name if at == 0 else f"{name} {at + 1}"
+    if at == 0:
+        return name
+    return f"{name} {at + 1}"
 
 
 def _slope(output: Tensor) -> Tensor:
@@ -149,7 +151,11 @@ def _distance(found: Tensor, expects: Tensor) -> float:
 def _relative(distance: float, length: float) -> float:
     if distance == 0:
         return 0.0
-    return distance / length if length > 0 else float("inf") if distance > 0 else distance
+    if length > 0:
+        return distance / length
+    if distance > 0:
+        return float("inf")
+    return distance
 
 
 @contextmanager

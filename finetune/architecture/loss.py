@@ -42,7 +42,9 @@ class LogitTransform:
         """Turn the head's float32 product into logits, in place. With a cap the tanh stays there."""
         if self.inner != 1:
             logits.mul_(self.inner)
-        return logits if self.outer is None else logits.tanh_() * self.outer
+        if self.outer is None:
+            return logits
+        return logits.tanh_() * self.outer
 
     def chain_(self, slope: Tensor, overwritten: Tensor) -> Tensor:
         """d loss / d product from d loss / d logits, both [chunk, vocabulary]. It overwrites one argument;
@@ -50,7 +52,9 @@ class LogitTransform:
         """
         if self.outer is not None:
             slope = overwritten.square_().neg_().add_(1).mul_(slope).mul_(self.outer)
-        return slope if self.inner == 1 else slope.mul_(self.inner)
+        if self.inner == 1:
+            return slope
+        return slope.mul_(self.inner)
 
 
 AS_IT_IS = LogitTransform()
@@ -155,7 +159,9 @@ def _head_forward(
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -76,10 +76,14 @@ class Watching(TorchDispatchMode):
 def _form(value: Any) -> Any:
     """All that a result on meta depends on; equal for no two tensors that hold values."""
     if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else object()
+        if value.is_meta:
+            return (value.shape, value.stride(), value.dtype)
+        return object()
     if isinstance(value, dict):
         return tuple((key, _form(each)) for key, each in value.items())
-    return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return (type(value), value)
 
 
 def mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:

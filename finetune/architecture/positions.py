@@ -66,7 +66,9 @@ class Positions:
             self.found.setdefault(self._here(), set()).add(name)
 
     def _here(self) -> str:
-        return self.running[-1] if self.running else ""
+        if self.running:
+            return self.running[-1]
+        return ""
 
     def outermost(self) -> list[str]:
         """Paths of the modules that mix positions, without those inside another one."""

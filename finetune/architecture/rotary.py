@@ -55,7 +55,11 @@ def rotate_by_document(model: PreTrainedModel) -> None:
 def _kinds(module: Any) -> list[str]:
     """The library's names for its methods to compute frequencies: one, or one for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
-    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+    if isinstance(kinds, dict):
+        return list(kinds.values())
+    if isinstance(kinds, str):
+        return [kinds]
+    return []
 
 
 def _by_length(kind: str) -> bool:
@@ -92,8 +96,12 @@ def _length_that_counts(module: Any, kind: str, layer_type: str | None, length: 
     if kind == "longrope":
         own = parameters if layer_type is None else parameters[layer_type]
         original = int(own["original_max_position_embeddings"])
-        return original + 1 if length > original else None
-    return length if length > module.original_max_seq_len else None
+        if length > original:
+            return original + 1
+        return None
+    if length > module.original_max_seq_len:
+        return length
+    return None
 
 
 def _frequencies(module: Any, kind: str, layer_type: str | None, length: int | None, device: torch.device) -> Tensor:

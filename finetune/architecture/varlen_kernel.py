@@ -52,12 +52,16 @@ def fits_flash(head_dim: int, value_dim: int) -> bool:
 def kernel_width(head_dim: int) -> int:
     """The kernel's head width for heads of this width: 12 becomes 16, and 200 becomes 232."""
     width = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
-    return FIT_AGAIN + HEAD_MULTIPLE if UNFIT_ABOVE < width <= FIT_AGAIN else width
+    if UNFIT_ABOVE < width <= FIT_AGAIN:
+        return FIT_AGAIN + HEAD_MULTIPLE
+    return width
 
 
 def widened(heads: Tensor, width: int) -> Tensor:
     """Heads padded with zeros at the end, [..., width]."""
-    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] != width else heads
+    if heads.shape[-1] != width:
+        return F.pad(heads, (0, width - heads.shape[-1]))
+    return heads
 
 
 def attend_on_cuda(

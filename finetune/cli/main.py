@@ -275,7 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with plain_output():
             app(args=None if argv is None else list(argv), prog_name="finetune")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, int):
+            return end.code
+        return int(bool(end.code))
     return 0
 
 

@@ -90,8 +90,12 @@ def _read(path: Path) -> Listed:
 def method_of(recipe: Recipe) -> str:
     """full, lora, qlora, or int8 for adapters over an int8 base: as names of recipes have it."""
     if recipe.quantization is not None:
-        return "qlora" if recipe.quantization.load_in_4bit else "int8"
-    return "full" if recipe.lora is None else "lora"
+        if recipe.quantization.load_in_4bit:
+            return "qlora"
+        return "int8"
+    if recipe.lora is None:
+        return "full"
+    return "lora"
 
 
 def purpose_of(text: str) -> str:

@@ -17,7 +17,9 @@ from finetune.run_folder.facts import require_run_folder
 
 def _said(as_json: bool) -> Callable[[str], None]:
     """Prints lines, or drops them where one JSON object is printed."""
-    return (lambda _: None) if as_json else typer.echo
+    if as_json:
+        return lambda _: None
+    return typer.echo
 
 
 def chat(

@@ -180,7 +180,9 @@ def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
     if rank.shape.tied:
         return live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
     becomes = rank.trained_weight_bytes * rank.shape.embedding_weights * rank.base_trained
-    return live if rank.gradients_exist else live.plus({c.GRADIENTS: becomes})
+    if rank.gradients_exist:
+        return live
+    return live.plus({c.GRADIENTS: becomes})
 
 
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:

@@ -89,7 +89,9 @@ class RankSizes:
     @cached_property
     def kept_layer_bytes(self) -> int:
         """Of a recomputed layer besides its input: products and attention's output, where it keeps those."""
-        return sum(step.kept_when_selective for step in self.layer_steps) if self.keeps_products else 0
+        if self.keeps_products:
+            return sum(step.kept_when_selective for step in self.layer_steps)
+        return 0
 
     @cached_property
     def copied_bytes(self) -> int:
@@ -115,7 +117,9 @@ class RankSizes:
     def trained_layer_weights(self) -> int:
         """Of one layer, unsharded."""
         base = self.shape.matrix_weights + self.shape.vector_weights
-        return base if self.base_trained else self.shape.adapter_weights
+        if self.base_trained:
+            return base
+        return self.shape.adapter_weights
 
     def recomputed(self, layer: int) -> bool:
         return bool(self.recompute_period) and layer % self.recompute_period == 0
@@ -239,7 +243,9 @@ class RankSizes:
     @cached_property
     def ddp_buckets(self) -> dict[str, int]:
         """DDP's buckets. Gradients are views into them, so they live from beginning to end."""
-        return {c.GRADIENTS: self.gradient_bytes} if self.data_parallel else {}
+        if self.data_parallel:
+            return {c.GRADIENTS: self.gradient_bytes}
+        return {}
 
     def ddp_private_gradient_bytes(self, layers: int) -> int:
         """Gradients beside DDP's buckets, for `layers` layers and the embeddings. A micro-batch without reduction makes

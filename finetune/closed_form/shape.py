@@ -154,7 +154,9 @@ def _rank(lora: Lora | None, name: str, layer: int) -> int:
         return 0
     path = f"model.layers.{layer}.{name}"
     targeted = lora.target_modules == "all-linear" or _means(lora.target_modules, path)
-    return lora.rank_of(path) if targeted and not _means(lora.exclude_modules, path) else 0
+    if targeted and not _means(lora.exclude_modules, path):
+        return lora.rank_of(path)
+    return 0
 
 
 def _means(names: str | list[str], path: str) -> bool:

@@ -176,7 +176,9 @@ def _probable_columns(row: Mapping[str, Any]) -> dict[str, str]:
         }
         return {ours: texts[name] for ours, name in columns_of_chat.items() if name and texts[name] != ours}
     text = _first(TEXTS, texts)
-    return {"text": texts[text]} if text else {}
+    if text:
+        return {"text": texts[text]}
+    return {}
 
 
 def _first(words: Iterable[str], among: Mapping[str, str]) -> str | None:
@@ -188,7 +190,9 @@ def _columns_of_preferences(row: Mapping[str, Any]) -> dict[str, str]:
     chosen, prompt = row.get("chosen"), row.get("prompt")
     if isinstance(chosen, list):
         holds_answer_alone = isinstance(prompt, list) and bool(chosen) and chosen[0].get("role") == "assistant"
-        return {"completion": "chosen"} if holds_answer_alone else {"messages": "chosen"}
+        if holds_answer_alone:
+            return {"completion": "chosen"}
+        return {"messages": "chosen"}
     question = _first(QUESTIONS, dict.fromkeys(row, ""))
     if question is None:
         return {"text": "chosen"}
@@ -203,7 +207,9 @@ def in_quotes(names: Sequence[str]) -> str:
     for shown, name in enumerate(names):
         part = f", {name!r}" if text else repr(name)
         if len(text) + len(part) > SHOWN_CHARACTERS:
-            return f"{text} and {len(names) - shown:,} more" if text else counted(len(names), "name")
+            if text:
+                return f"{text} and {len(names) - shown:,} more"
+            return counted(len(names), "name")
         text += part
     return text
 

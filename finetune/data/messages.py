@@ -38,7 +38,9 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
         if message.get(key):
             return str(message[key])
     before, end, _ = message["content"].partition("</think>")
-    return before.lstrip().removeprefix("<think>") if end else ""
+    if end:
+        return before.lstrip().removeprefix("<think>")
+    return ""
 
 
 def is_supervised(message: Mapping[str, Any], place: str) -> bool:
@@ -125,7 +127,9 @@ def role_of_tools(name: str) -> str | None:
     is_result = _RESULT_WORDS.search(name) and (is_about_tools or is_call)
     if is_result or (is_about_tools and not is_call):
         return "tool"
-    return "function_call" if is_call else None
+    if is_call:
+        return "function_call"
+    return None
 
 
 def calls_in(text: Any, place: str) -> dict[str, Any]:
@@ -255,4 +259,6 @@ def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
 def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The name most like `word`, for "did you mean"."""
     matches = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
-    return matches[0] if matches else None
+    if matches:
+        return matches[0]
+    return None

@@ -234,7 +234,9 @@ def json_kind(value: Any) -> str:
     if value is None or isinstance(value, dict | list):
         return kind
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return f"{kind} ({text})" if len(text) <= 24 else kind
+    if len(text) <= 24:
+        return f"{kind} ({text})"
+    return kind
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------

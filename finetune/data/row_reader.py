@@ -144,14 +144,18 @@ def _written_token(text: str) -> str | None:
     if "<" not in text and "[" not in text:
         return None
     match = _WRITTEN_TOKEN.search(text)
-    return match.group() if match and text[match.end() :].strip() else None
+    if match and text[match.end() :].strip():
+        return match.group()
+    return None
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     """Notes for the owner of a data set, a line each; `facts` are a reader's."""
 
     def listed(names: list[str]) -> str:
-        return f"{in_quotes(names)} at least" if len(names) >= MOST_NAMES else in_quotes(names)
+        if len(names) >= MOST_NAMES:
+            return f"{in_quotes(names)} at least"
+        return in_quotes(names)
 
     if facts["read_as"]:
         layout, columns = facts["read_as"]

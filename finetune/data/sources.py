@@ -73,7 +73,9 @@ class Source:
     def name(self) -> str:
         """For messages: the files, or the Hub's name."""
         names = ", ".join(map(str, self.files[:3])) or self.entry.path
-        return f"{names}, ..." if len(self.files) > 3 else names
+        if len(self.files) > 3:
+            return f"{names}, ..."
+        return names
 
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
@@ -220,7 +222,9 @@ class SplitSlice(NamedTuple):
             if bound is None:
                 return default
             value = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
-            return max(0, value + total) if value < 0 else value
+            if value < 0:
+                return max(0, value + total)
+            return value
 
         first = position(self.first, 0)
         return first, max(first, position(self.last, total))

@@ -76,7 +76,9 @@ def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Ite
 def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The autocast of the training's own evaluations."""
     compute = COMPUTE[mixed_precision]
-    return nullcontext() if compute is None else torch.autocast(device.type, compute)
+    if compute is None:
+        return nullcontext()
+    return torch.autocast(device.type, compute)
 
 
 def held_out_in_words(figures: dict[str, Any]) -> str:

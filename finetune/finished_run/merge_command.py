@@ -89,12 +89,16 @@ def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[
         return ["own"]
     if base is not None:
         return [base]
-    return ["dequantized", "own"] if compared else ["dequantized"]
+    if compared:
+        return ["dequantized", "own"]
+    return ["dequantized"]
 
 
 def _words(run: FinishedRun, kind: Base) -> str:
     own = "the base's own weights"
-    return own if kind == "own" else "the dequantised weights"
+    if kind == "own":
+        return own
+    return "the dequantised weights"
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -126,7 +126,9 @@ class Merge:
         rounded = as_quantized(weight, self.recipe.quantization)
         moved = layer in self.adapter.layers and self.adapter.moves_the_base
         if not moved:
-            return rounded if dequantized else weight
+            if dequantized:
+                return rounded
+            return weight
         remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32, quantises the rest
         if dequantized:
             return as_quantized(remainder, self.recipe.quantization)

@@ -250,4 +250,6 @@ def read_settings(section: ModelSection, name: str) -> dict[str, Any] | None:
     path = base_file(section, name)
     if path is None:
         return None
-    return read_config(path) if name == "config.json" else read_object(path)
+    if name == "config.json":
+        return read_config(path)
+    return read_object(path)

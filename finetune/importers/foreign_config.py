@@ -59,14 +59,18 @@ class ForeignConfig:
                 value = value.get(part)
             else:
                 return None
-        return None if value in ("", [], {}) else value
+        if value in ("", [], {}):
+            return None
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, which counts as read from now on."""
         self._read.add(key)
         self.last_read = key
         value = self.peek(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def count(self, key: str, default: Any = None) -> Any:
         """A whole number above 0, or the default if the key has no value. Raises RecipeError for anything else."""
@@ -106,7 +110,9 @@ class ForeignConfig:
         spelled = [(key, value) for key in keys if (value := self.get(key)) is not None]
         for key, value in spelled[1:]:
             self.leave(key, "look", f"{spelled[0][0]} sets it already", value)
-        return spelled[0] if spelled else (keys[-1], None)
+        if spelled:
+            return spelled[0]
+        return (keys[-1], None)
 
     def write(self, recipe_key: str, value: Any, origin: str) -> None:
         """Add a line to the recipe. A comment behind the line names its origin."""
@@ -182,12 +188,16 @@ def recipe_default(key: str) -> Any:
 
 def as_count(value: Any) -> Any:
     """2.0 as 2: a count that was written as a fraction. Anything else stays, for the recipe's own check."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def positive_or_none(value: Any) -> Any:
     """None where 0 means never, as transformers reads max_grad_norm."""
-    return value if isinstance(value, (int, float)) and value > 0 else None
+    if isinstance(value, (int, float)) and value > 0:
+        return value
+    return None
 
 
 class KnownKey(NamedTuple):

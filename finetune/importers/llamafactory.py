@@ -123,7 +123,9 @@ def _method(foreign: ForeignConfig) -> None:
 
 def _names(value: Any) -> list[str]:
     """`a, b` as a list. Anything but text stays as it is."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    return value
 
 
 def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:

@@ -191,7 +191,9 @@ def _zero_name(foreign: ForeignConfig) -> str:
         return "ddp"
     if stage == 3 and offload == "nvme":
         return "zero3_nvme"
-    return f"zero{max(stage, 2)}_offload" if offload else f"zero{stage}"
+    if offload:
+        return f"zero{max(stage, 2)}_offload"
+    return f"zero{stage}"
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -238,7 +240,9 @@ def _fsdp_name(foreign: ForeignConfig) -> str:
         return "fsdp2_offload"
     if keeps_gathered:
         return "fsdp2_grad_op"
-    return "hsdp" if "hybrid" in sharding else "fsdp2"
+    if "hybrid" in sharding:
+        return "hsdp"
+    return "fsdp2"
 
 
 def fit_strategy(foreign: ForeignConfig) -> None:

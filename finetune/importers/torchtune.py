@@ -131,7 +131,9 @@ def _supervises_whole_rows(foreign: ForeignConfig, entry_key: str) -> bool:
     train_on_input, strategy = foreign.get(f"{entry_key}.train_on_input"), foreign.get(f"{entry_key}.masking_strategy")
     if strategy is not None:
         return str(strategy) == "train_on_all"
-    return default if train_on_input is None else bool(train_on_input)
+    if train_on_input is None:
+        return default
+    return bool(train_on_input)
 
 
 def _data_set(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:

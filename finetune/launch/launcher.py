@@ -154,7 +154,9 @@ def _settings_of(config: str | None) -> dict[str, Any]:
         settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8")) if config else None
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    if isinstance(settings, dict):
+        return settings
+    return {}
 
 
 # What launchers leave in the environment of a rank: `finetune train` (local_ranks.py), torchrun, `accelerate launch`.
@@ -230,7 +232,9 @@ def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> in
         each = _option(options, "--nproc_per_node", "--nproc-per-node") or inherited.get("PET_NPROC_PER_NODE", "")
         nodes = _option(options, "--nnodes") or inherited.get("PET_NNODES", "1")  # 1:4 is elastic
         total = str(int(each) * int(nodes)) if each.isdigit() and nodes.isdigit() else None
-    return int(total) if total and total.isdigit() else None
+    if total and total.isdigit():
+        return int(total)
+    return None
 
 
 def _before_script(words: Sequence[str]) -> list[str]:
@@ -246,7 +250,9 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if name in names:
-            return value if equals else next(iter(arguments[index + 1 : index + 2]), None)
+            if equals:
+                return value
+            return next(iter(arguments[index + 1 : index + 2]), None)
     return None
 
 

@@ -74,7 +74,9 @@ def ranks_here(plan: LaunchPlan) -> int:
 def count_gpus() -> int:
     """The GPUs that torch sees here, asked in another process: this one stays light, and holds no GPU."""
     asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
-    return int(asked.stdout) if asked.returncode == 0 and asked.stdout.strip().isdigit() else 0
+    if asked.returncode == 0 and asked.stdout.strip().isdigit():
+        return int(asked.stdout)
+    return 0
 
 
 def check_rank_count(count: int, *, gpus: int) -> None:
@@ -165,7 +167,9 @@ class _Ranks:
         if self._stopped:
             if codes[0] == -signal.SIGTERM:
                 print(f"\n{STOPPED}", file=sys.stderr)
-            return Stopped.exit_code if any(codes) else 0
+            if any(codes):
+                return Stopped.exit_code
+            return 0
         if self._first_failed is not None:
             return self._killed(self._first_failed, codes)
         return max(codes)

@@ -109,7 +109,9 @@ def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
-    return counts[node] if node < len(counts) else -(-tasks // max(1, nodes))
+    if node < len(counts):
+        return counts[node]
+    return -(-tasks // max(1, nodes))
 
 
 def _address(environment: Mapping[str, str], hosts: list[str]) -> str:

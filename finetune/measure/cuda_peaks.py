@@ -34,4 +34,6 @@ def give_back_cached_memory(device: torch.device) -> None:
 
 
 def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    if device.index is None:
+        return torch.cuda.current_device()
+    return device.index

@@ -32,7 +32,9 @@ def pinned_bytes(nbytes: int) -> int:
     `CachingHostAllocator` rounds each request, in torch 2.11 to 2.13 (ATen/core/CachingHostAllocator.h: PowerOf2Ceil).
     A matrix [14336, 4096] in float32 has 224 MiB and occupies 256.
     """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+    if nbytes:
+        return 1 << (nbytes - 1).bit_length()
+    return 0
 
 
 def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
@@ -52,7 +54,9 @@ def bytes_below_peak(status: Path = OWN_STATUS) -> int:
         key, _, value = line.partition(":")
         if key in ("VmHWM", "VmRSS"):
             sizes[key] = int(value.split()[0]) * 1024
-    return max(0, sizes["VmHWM"] - sizes["VmRSS"]) if len(sizes) == 2 else 0
+    if len(sizes) == 2:
+        return max(0, sizes["VmHWM"] - sizes["VmRSS"])
+    return 0
 
 
 def _own_groups(groups: Path, own: Path, controller: str) -> list[Path]:

@@ -125,7 +125,9 @@ class LiveTensors:
     def serial(self, storage: torch.UntypedStorage) -> int | None:
         """The serial number of a live storage; None for one not seen yet."""
         known = self._storages.get(id(storage))
-        return None if known is None else known.serial
+        if known is None:
+            return None
+        return known.serial
 
     def _add(self, serial: int, device: str, change: int, nbytes: int) -> None:
         live = self._live[device] = self._live.get(device, 0) + change

@@ -107,7 +107,9 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(total, 3600)
     if hours:
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return f"{total // 60}:{total % 60:02d}" if total >= 60 else f"{total} s"
+    if total >= 60:
+        return f"{total // 60}:{total % 60:02d}"
+    return f"{total} s"
 
 
 class Terminal:

@@ -45,7 +45,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def requested_bytes(error: BaseException) -> int | None:
     """Bytes of the allocation that failed; None where the error does not state them."""
     match = _REQUESTED.search(str(error))
-    return int(float(match[1]) * _UNITS[match[2]]) if match else None
+    if match:
+        return int(float(match[1]) * _UNITS[match[2]])
+    return None
 
 
 def memory_of(device: torch.device) -> Memory:

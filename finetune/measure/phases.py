@@ -211,7 +211,9 @@ def _gather(value: Any) -> list[Any]:
 
 def peak_of(device: torch.device) -> Literal["tensors", "process"]:
     """The subject of `peak_bytes`."""
-    return "tensors" if device.type == "cuda" else "process"
+    if device.type == "cuda":
+        return "tensors"
+    return "process"
 
 
 def peak_bytes(device: torch.device) -> int:

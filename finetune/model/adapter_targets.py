@@ -100,7 +100,9 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def part_of(model: PreTrainedModel) -> str | None:
     """The multimodal model's kind if this is its text part; None for any other model."""
     config = getattr(model, "finetune_whole", None)
-    return None if config is None else str(config.model_type)
+    if config is None:
+        return None
+    return str(config.model_type)
 
 
 def language_paths(model: PreTrainedModel) -> Callable[[str], bool]:
@@ -180,7 +182,9 @@ def names_near(name: str, others: Iterable[str]) -> str:
     close = get_close_matches(name, known, n=3) or [
         last[each] for each in get_close_matches(name.rpartition(".")[2], list(last), n=3)
     ]
-    return f"the nearest are {', '.join(close)}" if close else f"there are {', '.join(known[:8])}"
+    if close:
+        return f"the nearest are {', '.join(close)}"
+    return f"there are {', '.join(known[:8])}"
 
 
 def _ends(path: str) -> Iterator[str]:
@@ -334,7 +338,9 @@ def _short(path: str) -> str:
     """The last name. For a parameter the last two, because it has no module with its own name."""
     *before, last = path.split(".")
     parameter = last == "weight" or (bool(before) and "expert" in before[-1])
-    return ".".join([*before[-1:], last]) if parameter else last
+    if parameter:
+        return ".".join([*before[-1:], last])
+    return last
 
 
 def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, int]:
@@ -366,7 +372,9 @@ def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
     if wanted and linear.issuperset(wanted) and not renamed:
         return "lora.target_modules: all-linear"
     parameters = [kind if kind in named else f"{kind}.weight" for kind in wanted]
-    return f"lora.target_parameters: [{', '.join(parameters)}]" if wanted else None
+    if wanted:
+        return f"lora.target_parameters: [{', '.join(parameters)}]"
+    return None
 
 
 def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:

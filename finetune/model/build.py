@@ -111,7 +111,9 @@ def refuse_early(recipe: Recipe, base: PreTrainedModel | None = None) -> nn.Modu
 
 def attention_name(recipe: Recipe) -> str:
     """transformers' name of the attention that the recipe asks for, `auto` resolved."""
-    return attention.NAME if recipe.model.attention == "auto" else recipe.model.attention
+    if recipe.model.attention == "auto":
+        return attention.NAME
+    return recipe.model.attention
 
 
 def decoder_parts(model: nn.Module) -> PreTrainedModel:

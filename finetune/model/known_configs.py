@@ -185,7 +185,9 @@ def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
         part = trained_config(whole)
     except Exception:  # not known here, or with values that no model has: building it says so
         return config
-    return config if part is whole else json.loads(part.to_json_string(use_diff=False))
+    if part is whole:
+        return config
+    return json.loads(part.to_json_string(use_diff=False))
 
 
 def shipped_config(name: str) -> Path | None:

@@ -93,7 +93,9 @@ def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
         path = try_to_load_from_cache(name, file, revision=revision)
     except (HFValidationError, OSError):  # the latter of a name that is too long for any file
         return None
-    return Path(path) if isinstance(path, str) else None
+    if isinstance(path, str):
+        return Path(path)
+    return None
 
 
 def folder_of(name_or_path: str, revision: str) -> Path | None:
@@ -112,7 +114,9 @@ def base_file(section: ModelSection, name: str) -> Path | None:
 
     folder = Path(resolve_model_path(section.name_or_path))
     if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
+        if (folder / name).is_file():
+            return folder / name
+        return None
     cached = in_hub_cache(section.name_or_path, name, section.revision)
     try:
         return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
@@ -140,7 +144,9 @@ def tokenizer_file(name: str, revision: str) -> Path | None:
     elif not folder.is_dir():
         return in_hub_cache(name, "tokenizer.json", revision)
     file = folder / "tokenizer.json"
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    return None
 
 
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:

@@ -264,7 +264,9 @@ def _smaller_value(name: str, value: Any, by: Factors) -> Any:
             return min(value, limit)
     if not by.by_name:
         is_width = value >= LARGE and not NO_SIZE.search(name)
-        return value // by.head_width if is_width else value
+        if is_width:
+            return value // by.head_width
+        return value
     if HEADS.search(name):
         return max(1, value // by.heads)
     if HEAD_WIDTHS.search(name):
@@ -354,7 +356,9 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
 def shortened(error: Exception) -> str:
     """A library's error in one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+    if text:
+        return f"{type(error).__name__}: {text[:160]}"
+    return type(error).__name__
 
 
 def _small_config(model_class: ModelClass, config: PreTrainedConfig, by: Factors) -> PreTrainedConfig | None:
@@ -364,7 +368,9 @@ def _small_config(model_class: ModelClass, config: PreTrainedConfig, by: Factors
     layers = decoder_layers(_on_meta(model_class, narrow), depth)
     shallow = _shallow(model_class, narrow, layers) or narrow
     size = sum(parameter.numel() for parameter in _on_meta(model_class, shallow).parameters())
-    return shallow if size <= LARGEST_SMALL else None
+    if size <= LARGEST_SMALL:
+        return shallow
+    return None
 
 
 def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, by: Factors) -> PreTrainedConfig:

@@ -62,7 +62,9 @@ class WholeNames:
     def in_file(self, path: str, files: Mapping[str, Any]) -> str:
         """A tensor's name among the whole model's `files`, which may have names from earlier releases."""
         name = self.of(path)
-        return name if name in files else self._saved.get(name, name)
+        if name in files:
+            return name
+        return self._saved.get(name, name)
 
     @cached_property
     def _saved(self) -> Mapping[str, str]:
@@ -81,7 +83,9 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' automatic class that loads all of this model."""
-    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+    if is_multimodal(config):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def answering_part(model: PreTrainedModel) -> PreTrainedModel:
@@ -91,7 +95,9 @@ def answering_part(model: PreTrainedModel) -> PreTrainedModel:
     raises for every input.
     """
     inner: PreTrainedModel = model.get_decoder()
-    return model if inner.get_output_embeddings() is None else inner
+    if inner.get_output_embeddings() is None:
+        return model
+    return inner
 
 
 def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:

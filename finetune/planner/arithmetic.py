@@ -32,7 +32,9 @@ def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.0f} MB"
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:,.1f} GB"
+    return f"{nbytes / 1e6:,.0f} MB"
 
 
 def _weights(recipe: Recipe, shape: Shape, trained: int) -> Iterator[str]:

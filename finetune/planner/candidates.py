@@ -190,7 +190,9 @@ def _recomputes(training: Training) -> str:
         return "there is room for all activations"
     if training.keeps_products:
         return "products and attention are kept, the rest is computed twice"
-    return "a third more compute, for memory" if every == 1 else f"one layer of {every} is computed twice"
+    if every == 1:
+        return "a third more compute, for memory"
+    return f"one layer of {every} is computed twice"
 
 
 _WHY = {

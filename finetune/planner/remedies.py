@@ -200,7 +200,9 @@ def plain(value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{key}: {plain(each)}" for key, each in value.items())
         return "'{" + inner + "}'"
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
@@ -422,7 +424,9 @@ def _on_a_line(values: Sequence[int], memory: int, points: Sequence[tuple[int, i
     (value, nbytes), *others = sorted(points, key=lambda point: abs(point[1] - memory))
     other, fewer = others[0] if others else (0, 0)
     slope = (nbytes - fewer) / (value - other)  # bytes a token, or a row
-    return bisect_right(values, value + (memory - nbytes) / slope) - 1 if slope > 0 else start
+    if slope > 0:
+        return bisect_right(values, value + (memory - nbytes) / slope) - 1
+    return start
 
 
 def _values(recipe: Recipe, config: Mapping[str, Any], key: str) -> Sequence[int]:

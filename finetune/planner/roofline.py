@@ -289,7 +289,9 @@ def _reduction(stage: Plan, copies: int) -> float:
 
 def _half(work: StepWork, chip: Chip | None, half: str) -> float:
     """Seconds of a forward or a backward; on a GPU of unknown speed its GFLOP."""
-    return work.flops(half) / 1e9 if chip is None else compute_seconds(work, chip, half)
+    if chip is None:
+        return work.flops(half) / 1e9
+    return compute_seconds(work, chip, half)
 
 
 def roofline_json(planned: Plan) -> dict[str, Any]:

@@ -119,14 +119,18 @@ def _memory_table(rows: Sequence[Row], head: str, device: str, *, host: bool) ->
 
 
 def _memory_cell(entry: dict[str, Any] | None, size: int) -> str:
-    return f"{_short(entry['peak_bytes'] / size)} / {_short(entry['allocated_bytes'] / size)}" if entry else "-"
+    if entry:
+        return f"{_short(entry['peak_bytes'] / size)} / {_short(entry['allocated_bytes'] / size)}"
+    return "-"
 
 
 def _short(value: float) -> str:
     """Three figures, or two decimals."""
     if value < 10:
         return f"{value:.2f}"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
@@ -148,7 +152,9 @@ def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
 
 def _traffic_cell(entry: dict[str, Any], size: int) -> str:
     calls = sum(entry["collectives"].values())
-    return f"{_short(entry['textbook_bytes'] / size)} ({calls})" if calls else "-"
+    if calls:
+        return f"{_short(entry['textbook_bytes'] / size)} ({calls})"
+    return "-"
 
 
 def moved_per_step(row: Row) -> int:
@@ -158,7 +164,9 @@ def moved_per_step(row: Row) -> int:
 
 def _multiple(row: Row) -> str:
     """The traffic in units of P, the bytes of the weights. Empty if some are frozen: some engines move those too."""
-    return f"{moved_per_step(row) / row['trained_bytes']:.2f}" if row["all_trained"] else ""
+    if row["all_trained"]:
+        return f"{moved_per_step(row) / row['trained_bytes']:.2f}"
+    return ""
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

@@ -112,7 +112,9 @@ def _axis(option: str, word: str) -> tuple[str, list[str]]:
 
 
 def _real_key(key: str) -> str:
-    return STRATEGY_KEY if key == STRATEGY else key
+    if key == STRATEGY:
+        return STRATEGY_KEY
+    return key
 
 
 def _refuse_own(place: str, key: str) -> None:
@@ -145,7 +147,9 @@ def _short_names(keys: Sequence[str] | dict[str, list[str]]) -> dict[str, str]:
 
 def _label(key: str, name: str, value: str) -> str:
     """`name=value`; for a strategy the value alone, because it is a name."""
-    return value if key == STRATEGY_KEY else f"{name}={shorten(' '.join(value.split()), 40)}"
+    if key == STRATEGY_KEY:
+        return value
+    return f"{name}={shorten(' '.join(value.split()), 40)}"
 
 
 def rows_of_file(file: Path) -> list[AskedRow]:

@@ -258,7 +258,9 @@ def check_variables() -> Iterator[Finding]:
 def as_text(item: Finding) -> str:
     """One line; a remedy on the next."""
     line = f"{item.state:<5}{item.name:<11}{item.seen}"
-    return f"{line}\n{'':<16}{item.remedy}" if item.remedy else line
+    if item.remedy:
+        return f"{line}\n{'':<16}{item.remedy}"
+    return line
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:
@@ -285,4 +287,6 @@ def scope(repo_id: str | None, endpoint: str | None = None) -> str:
     role = token.get("role") or "of a kind it does not name"
     if role == "fineGrained":
         role = "fine-grained"
-    return f"{role}, may write to hub.repo_id" if repo_id else str(role)
+    if repo_id:
+        return f"{role}, may write to hub.repo_id"
+    return str(role)

@@ -53,7 +53,9 @@ class ProofMachine:
     @property
     def half(self) -> Literal["bfloat16", "float16"]:
         """The 16-bit number format that recipes for this machine compute in."""
-        return "bfloat16" if self.bfloat16 else "float16"
+        if self.bfloat16:
+            return "bfloat16"
+        return "float16"
 
 
 def find_gpus() -> ProofMachine:

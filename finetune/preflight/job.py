@@ -92,7 +92,9 @@ def relative_difference(value: float | None, expected: float | None) -> float:
     if value is None or expected is None or expected == 0.0:
         return math.inf
     apart = abs(value - expected) / abs(expected)
-    return apart if math.isfinite(apart) else math.inf
+    if math.isfinite(apart):
+        return apart
+    return math.inf
 
 
 def with_two_copies(strategy: Strategy, folder: Path) -> Path:
@@ -223,7 +225,9 @@ def failure_reason(run_dir: Path, log: str) -> str:
     last_line = one_line(lines[-1]) if lines else "it printed nothing"
     # A signal counts only for the rank that failed first, because torchrun then ends the others with its own signal.
     killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
-    return f"killed by signal {killed[1] or killed[2]}; its last line: {last_line}" if killed else last_line
+    if killed:
+        return f"killed by signal {killed[1] or killed[2]}; its last line: {last_line}"
+    return last_line
 
 
 @contextmanager

@@ -62,7 +62,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | N
 def _last_line(log: IO[str]) -> str:
     log.seek(0)
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    if lines:
+        return lines[-1]
+    return ""
 
 
 def _failure(backend: str, codes: list[int | None], last_lines: list[str], timeout: float) -> str:

@@ -194,7 +194,9 @@ def resume_tolerance(receipt: dict[str, Any]) -> float:
     """
     if receipt["deterministic"]:
         return 0.0
-    return ROUNDING_OF_FLOAT32 if receipt["dtypes"]["compute"] == "float32" else ROUNDING_OF_HALF
+    if receipt["dtypes"]["compute"] == "float32":
+        return ROUNDING_OF_FLOAT32
+    return ROUNDING_OF_HALF
 
 
 def same_curve(uninterrupted: list[tuple[Any, ...]], resumed: list[tuple[Any, ...]], *, tolerance: float = 0.0) -> str:

@@ -102,7 +102,9 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
 
 def _number(off: float) -> float:
     """FAR for infinity and for NaN. A maximum would ignore NaN, because every comparison with it is false."""
-    return off if math.isfinite(off) else FAR
+    if math.isfinite(off):
+        return off
+    return FAR
 
 
 @dataclass
@@ -204,10 +206,14 @@ class LibrarySide:
         return difference(found, self.expected, exact=self.compute is None)
 
     def _width(self) -> AbstractContextManager[Any]:
-        return AllInFloat64() if self.wide else nullcontext()
+        if self.wide:
+            return AllInFloat64()
+        return nullcontext()
 
     def _precision(self, compute: torch.dtype | None) -> AbstractContextManager[Any]:
-        return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
+        if compute is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, compute)
 
 
 class AllInFloat64(TorchFunctionMode):
@@ -227,7 +233,9 @@ def doubled(model: nn.Module) -> nn.Module:
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    if value is torch.float32:
+        return torch.float64
+    return value
 
 
 def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

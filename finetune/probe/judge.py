@@ -41,7 +41,9 @@ def precision_on(recipe: Recipe, device: torch.device) -> torch.dtype | None:
     """The format that the run computes in on a GPU. None on a CPU: float32 there tells the most."""
     if device.type == "cpu":
         return None
-    return torch.bfloat16 if recipe.training.pure_bf16 else COMPUTE[recipe.training.mixed_precision]
+    if recipe.training.pure_bf16:
+        return torch.bfloat16
+    return COMPUTE[recipe.training.mixed_precision]
 
 
 def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None) -> Judgement:
@@ -118,7 +120,9 @@ def _in_float64(
 
 
 def _way(recomputed: bool) -> str:
-    return "recomputed" if recomputed else "kept"
+    if recomputed:
+        return "recomputed"
+    return "kept"
 
 
 def _right(with_library: LibrarySide, found: dict[str, Difference]) -> bool:

@@ -207,7 +207,9 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
 def _files_with(recipe: Recipe) -> list[Path]:
     """Code files of a model in a folder. On the Hub the configuration names the code's commit instead."""
     folder = Path(recipe.model.name_or_path)
-    return sorted(folder.glob("*.py")) if recipe.model.trust_remote_code and folder.is_dir() else []
+    if recipe.model.trust_remote_code and folder.is_dir():
+        return sorted(folder.glob("*.py"))
+    return []
 
 
 def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:

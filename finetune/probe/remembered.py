@@ -96,7 +96,9 @@ def device_kind(device: torch.device) -> str:
 def recall(key: str) -> dict[str, Any] | None:
     """The kept result; None if there is none, or its file was changed."""
     content: dict[str, Any] | None = read_sealed(_file(key))
-    return content if content is not None and content.get("key") == key else None
+    if content is not None and content.get("key") == key:
+        return content
+    return None
 
 
 def remember(key: str, found: dict[str, Any]) -> None:

@@ -263,7 +263,9 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
         return f"{Path(error.filename).name} is missing"
     except FinetuneError as error:
         absent = [name for name in ("MANIFEST.json", STATE_FILE) if not (folder / name).exists()]
-        return f"{absent[0]} is missing" if absent else f"unreadable ({str(error).removeprefix(f'{folder}/')})"
+        if absent:
+            return f"{absent[0]} is missing"
+        return f"unreadable ({str(error).removeprefix(f'{folder}/')})"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"unreadable ({words_of(error)})"
     if "finite" not in manifest:  # written by an earlier release, which did not check

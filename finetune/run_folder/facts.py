@@ -95,7 +95,9 @@ def missing_steps(metrics: Sequence[Mapping[str, Any]], until: int) -> list[tupl
         if line["step"] - each > reached:
             holes.append((reached + 1, line["step"] - each))
         reached = max(reached, line["step"])
-    return [*holes, (reached + 1, until)] if until - reached >= max(1, each) else holes
+    if until - reached >= max(1, each):
+        return [*holes, (reached + 1, until)]
+    return holes
 
 
 def _steps_of(line: Mapping[str, Any]) -> int:
@@ -112,7 +114,9 @@ def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
     one = len(holes) == 1 and holes[0][0] == holes[0][1]
     parts = [f"no line for step{'' if one else 's'} {steps}"] if holes else []
     parts += [f"{counted(torn, 'torn line')} passed over"] if torn else []
-    return f"metrics.jsonl: {', '.join(parts)}" if parts else ""
+    if parts:
+        return f"metrics.jsonl: {', '.join(parts)}"
+    return ""
 
 
 def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
@@ -176,7 +180,9 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
 
     def lines(name: str, as_written: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         path = run_dir / name
-        return [line for line in read_lines(path) if as_written(line)] if path.is_file() else []
+        if path.is_file():
+            return [line for line in read_lines(path) if as_written(line)]
+        return []
 
     pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(

@@ -76,7 +76,9 @@ def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | No
         record = HeartbeatRecord(**json.loads(heartbeat_file(run_dir, rank).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    return record if record.token == token else None
+    if record.token == token:
+        return record
+    return None
 
 
 def holds_lock(run_dir: Path, rank: int) -> bool:

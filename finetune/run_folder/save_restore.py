@@ -128,12 +128,16 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
     dtype = export_dtype(recipe)
     weights = parts.trained_weights(dtype=dtype, keep=write)
     refuse_unexportable(recipe, all_ranks().gather(not_finite(weights, 0) if write else [])[0])
-    return export_weights(recipe, parts.unwrapped_model, weights, tokenizer) if write else None
+    if write:
+        return export_weights(recipe, parts.unwrapped_model, weights, tokenizer)
+    return None
 
 
 def export_dtype(recipe: Recipe) -> torch.dtype | None:
     """The exported weights' number format; None: an adapter's training format."""
-    return None if recipe.lora else getattr(torch, recipe.model.dtype)
+    if recipe.lora:
+        return None
+    return getattr(torch, recipe.model.dtype)
 
 
 def refuse_unexportable(recipe: Recipe, bad: list[str]) -> None:

@@ -30,7 +30,9 @@ def state_problem(saved: Mapping[str, Any]) -> str | None:
         and isinstance(sums, dict)
         and all(isinstance(each, str) for each in sums.values())
     )
-    return None if whole else "is not what a run saves"
+    if whole:
+        return None
+    return "is not what a run saves"
 
 
 def _is_number(value: object) -> bool:

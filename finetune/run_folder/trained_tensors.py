@@ -128,7 +128,9 @@ def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
     """This rank's shard of a parameter's state where the state has the parameter's shape, else all of the state."""
     if tuple(value.shape) == tuple(parameter.shape) and value.shape:
         return _shard_of(value, parameter)
-    return value.read_all() if isinstance(value, Stored) else value
+    if isinstance(value, Stored):
+        return value.read_all()
+    return value
 
 
 def _put_into_own_blocks(

@@ -226,7 +226,9 @@ class Watchdog:
         # A file server that was away for long drops locks that living ranks still hold.
         if process_is_gone(heartbeat) or (unlocked and (broken or silent > 3 * self._interval)):
             return LostRank(heartbeat, "died")
-        return LostRank(heartbeat, "froze") if silent > self._silence else None
+        if silent > self._silence:
+            return LostRank(heartbeat, "froze")
+        return None
 
     def end_process(self, lost: LostRank) -> None:
         """Records and prints which rank was lost, and ends this process."""

@@ -78,7 +78,9 @@ def _default_config(launch: Launch) -> Path | None:
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
-    return path if launch.by_accelerate and path.is_file() else None
+    if launch.by_accelerate and path.is_file():
+        return path
+    return None
 
 
 def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Strategy, launch: Launch) -> None:
@@ -169,7 +171,9 @@ def _weights_missing(recipe: Recipe) -> str:
 
 def device_of(launch: Launch) -> torch.device:
     """The device that this rank computes on."""
-    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", gpu_of_rank(launch.local_rank))
+    if _computes_on_cpu(launch):
+        return torch.device("cpu")
+    return torch.device("cuda", gpu_of_rank(launch.local_rank))
 
 
 def _computes_on_cpu(launch: Launch) -> bool:
@@ -293,7 +297,9 @@ def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn
     if strategy.uses_engine:  # DeferredStepEngine sees to it itself
         return nullcontext
     if strategy.shards_modules:
-        return (lambda: weights_kept(model)) if strategy.gathers_once else nullcontext
+        if strategy.gathers_once:
+            return lambda: weights_kept(model)
+        return nullcontext
     return lambda: accelerator.no_sync(model)
 
 

@@ -61,11 +61,15 @@ class Assembled:
 
     def of_this_stage(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Of tensors by a weight's name, or by that and a colon: those that this rank should have."""
-        return saved if self.pipeline is None else self.pipeline.holding.of_this_stage(saved)
+        if self.pipeline is None:
+            return saved
+        return self.pipeline.holding.of_this_stage(saved)
 
     def to_write(self, named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | Piece]:
         """The tensors for a checkpoint that this rank has, as pieces if other ranks have other ones."""
-        return named if self.pipeline is None else self.pipeline.holding.pieces(named)
+        if self.pipeline is None:
+            return named
+        return self.pipeline.holding.pieces(named)
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
         """The trained weights, unsharded and in host memory, on the ranks with `keep`; every rank calls it."""

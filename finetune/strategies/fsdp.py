@@ -258,7 +258,9 @@ def shard_parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
         last[: len(tensor) - full * rows] = tensor[full * rows :]
         parts.append(last)
     empty = shards - -(-len(tensor) // rows)
-    return parts + [tensor.new_zeros((rows, *tensor.shape[1:]))] * empty if empty else parts
+    if empty:
+        return parts + [tensor.new_zeros((rows, *tensor.shape[1:]))] * empty
+    return parts
 
 
 def views(tensor: Tensor, rows: int) -> list[Tensor]:
@@ -300,4 +302,6 @@ def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, 
             cast = full.to("cpu", dtype if tensor.is_floating_point() else None) if keep else full.new_empty(0)
             by_id[id(tensor)] = cast
         result[name] = by_id[id(tensor)]
-    return result if keep else {}
+    if keep:
+        return result
+    return {}

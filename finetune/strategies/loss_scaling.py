@@ -34,14 +34,18 @@ def scale_losses_on_cpu(accelerator: Accelerator) -> None:
 def loss_scale(accelerator: Accelerator) -> torch.Tensor:
     """The scale in force, float64 [1] on the device, not read to the host; 1 without scaling."""
     one = torch.ones(1, dtype=torch.float64, device=accelerator.device)
-    return one if accelerator.scaler is None else accelerator.scaler.scale(one)
+    if accelerator.scaler is None:
+        return one
+    return accelerator.scaler.scale(one)
 
 
 def kind_of_scaling(accelerator: Accelerator) -> str | None:
     """`dynamic`, `static` (a strategy file's loss_scale), or None without scaling."""
     if accelerator.scaler is None:
         return None
-    return "static" if getattr(accelerator.scaler, "static", False) else "dynamic"
+    if getattr(accelerator.scaler, "static", False):
+        return "static"
+    return "dynamic"
 
 
 def lowest_scale(accelerator: Accelerator) -> float:
@@ -51,7 +55,9 @@ def lowest_scale(accelerator: Accelerator) -> float:
 
 def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
     """Scale and growth count for a checkpoint, as JSON; None without scaling. Waits for the device."""
-    return None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    if accelerator.scaler is None:
+        return None
+    return accelerator.scaler.state_dict()
 
 
 def load_scaler_state(accelerator: Accelerator, saved: Mapping[str, Any] | None) -> None:

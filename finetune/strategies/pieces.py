@@ -54,7 +54,9 @@ class Elsewhere(nn.Parameter):
 
 def is_trained(parameter: Tensor) -> bool:
     """Whether a parameter is trained, on this rank or on another."""
-    return parameter.trained if isinstance(parameter, Elsewhere) else parameter.requires_grad
+    if isinstance(parameter, Elsewhere):
+        return parameter.trained
+    return parameter.requires_grad
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
     if isinstance(value, DTensor):
         local, (first, _) = value.to_local(), row_range(value)
         writes = is_first_copy(value) and (local.numel() or rank == 0)
-        return Piece(local.detach(), tuple(value.shape), first * math.prod(value.shape[1:])) if writes else None
-    return Piece(value.detach(), tuple(value.shape), 0) if rank == 0 else None
+        if writes:
+            return Piece(local.detach(), tuple(value.shape), first * math.prod(value.shape[1:]))
+        return None
+    if rank == 0:
+        return Piece(value.detach(), tuple(value.shape), 0)
+    return None
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, int]:
@@ -116,7 +122,9 @@ class Stored:
             begin, end = max(start, first), min(start + count, first + length)
             if begin < end:
                 ranges.append(_elements(path, self.name, begin - first, end - first))
-        return torch.cat(ranges) if len(ranges) != 1 else ranges[0]
+        if len(ranges) != 1:
+            return torch.cat(ranges)
+        return ranges[0]
 
     def read_all(self) -> Tensor:
         """The full tensor."""

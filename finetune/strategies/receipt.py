@@ -161,7 +161,9 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     with accelerator.autocast():
         device = accelerator.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return None if dtype is None else dtype_name(dtype)
+    if dtype is None:
+        return None
+    return dtype_name(dtype)
 
 
 def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
@@ -270,4 +272,6 @@ def _computed_by_peft(receipt: dict[str, Any]) -> str:
     """The line, with its break, that says which adapters peft computes, and why; empty if there are none."""
     others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why != OWN}
     reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
-    return f"computed by peft, with more memory traffic: {reasons}\n" if others else ""
+    if others:
+        return f"computed by peft, with more memory traffic: {reasons}\n"
+    return ""

@@ -108,7 +108,9 @@ def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[
             full = safe_get_full_fp32_param(parameter)
             by_id[id(parameter)] = full.to("cpu", dtype, copy=True) if keep else full.new_empty(0)
         result[name] = by_id[id(parameter)]
-    return result if keep else {}
+    if keep:
+        return result
+    return {}
 
 
 def master_dtype(engine: Any) -> torch.dtype:
@@ -150,7 +152,9 @@ def _steps(engine: Any) -> dict[str, Piece]:
         return {}
     counts = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
     names = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    return {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names} if counts else {}
+    if counts:
+        return {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names}
+    return {}
 
 
 def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:

@@ -89,7 +89,9 @@ class _Chat:
 
     def texts_end(self, index: int) -> int:
         """Where the texts of message `index` end; 0 if they are not marked."""
-        return self.marked.last.get(index, 0) if self.marked else 0
+        if self.marked:
+            return self.marked.last.get(index, 0)
+        return 0
 
     def turn_begin(self, index: int) -> int:
         """Where the texts before message `index` end; the turn's header is after this place. Raises BadRow.
@@ -184,7 +186,9 @@ class SpanFinder:
         marked = self._mark_and_render(messages, tools, generation_prompt=True)
         if marked is None or marked.text != prompt:
             self._refuse_literals(messages, tools)
-        return marked.literals if marked else []
+        if marked:
+            return marked.literals
+        return []
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 

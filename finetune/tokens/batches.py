@@ -62,7 +62,9 @@ def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, tot
             epoch_start = epoch * rows
             order = _epoch_order(rows, seed, epoch)
             parts.append(order[max(first - epoch_start, 0) : min(end - epoch_start, rows)])
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if parts:
+        return np.concatenate(parts)
+    return np.empty(0, np.int64)
 
 
 @lru_cache(maxsize=2)  # a step touches two epochs at most, unless rows are fewer than a batch

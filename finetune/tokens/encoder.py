@@ -129,7 +129,9 @@ class Encoder:
     def token_ids(self, tokens: Iterable[str]) -> list[int]:
         """The ids of some control tokens, in order."""
         ids = self._tokenizer.convert_tokens_to_ids([*tokens])
-        return sorted(ids) if isinstance(ids, list) else [ids]
+        if isinstance(ids, list):
+            return sorted(ids)
+        return [ids]
 
     def identity(self) -> dict[str, str]:
         """Digests of everything besides data and settings that decides tokens and masks."""

@@ -209,14 +209,18 @@ def positions_of(recipe: Recipe) -> int | None:
     # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
     rope = getattr(config, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    return max(positions, int(factor * original)) if factor and original else positions
+    if factor and original:
+        return max(positions, int(factor * original))
+    return positions
 
 
 def _rows_a_step(plan: BatchPlan, most: int) -> str:
     """The settings for at most `most` rows a step, the same number on each rank; `most` is at least one a rank."""
     ranks, rows = plan.world_size, min(plan.per_device_batch_size, most // plan.world_size)
     settings = f"training.global_batch_size={most - most % (ranks * rows)}"
-    return settings if rows == plan.per_device_batch_size else f"{settings} training.per_device_batch_size={rows}"
+    if rows == plan.per_device_batch_size:
+        return settings
+    return f"{settings} training.per_device_batch_size={rows}"
 
 
 def _rows(count: int) -> str:
@@ -229,4 +233,6 @@ def _steps(count: int) -> str:
 
 def _three_figures(count: float) -> int:
     """12,345 as 12,300: a mean over rows has no more than three certain figures."""
-    return round(round(count), 2 - math.floor(math.log10(count))) if count >= 1000 else round(count)
+    if count >= 1000:
+        return round(round(count), 2 - math.floor(math.log10(count)))
+    return round(count)

@@ -64,7 +64,9 @@ class BatchPlan:
             flat=self.flat,
             width=self.width,
         )
-        return batches if self.stage == self.stages - 1 else [without_learning(batch) for batch in batches]
+        if self.stage == self.stages - 1:
+            return batches
+        return [without_learning(batch) for batch in batches]
 
     def batches_from(self, first_step: int, rows: Documents) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches for each step, from step `first_step` to the end of the run."""

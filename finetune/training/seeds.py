@@ -26,7 +26,9 @@ class Seeds:
 
     def seed_of(self, step: int) -> int | None:
         """The seed for this step's first micro-batch on this rank; None if the model was seen to draw nothing."""
-        return step_seed(self._plan, step) if self._draws or self._checks(step) else None
+        if self._draws or self._checks(step):
+            return step_seed(self._plan, step)
+        return None
 
     def check(self, step: int, micro_steps: int) -> None:
         """After a step: find out whether its last micro-batch drew."""

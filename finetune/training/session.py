@@ -154,7 +154,9 @@ def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int |
     if claim is not None and claim.status == "finished":
         step = -1
     agreed = int(accelerator.reduce(torch.tensor(step, device=accelerator.device), reduction="sum"))
-    return None if agreed < 0 else agreed
+    if agreed < 0:
+        return None
+    return agreed
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:

@@ -131,7 +131,9 @@ def metric_values(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _saved_identities(folder: Path) -> dict[str, str]:
     file = folder / IDENTITIES
-    return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+    if file.is_file():
+        return dict(json.loads(file.read_text("utf-8")))
+    return {}
 
 
 class _TensorBoard:

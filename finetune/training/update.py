@@ -149,7 +149,9 @@ def _update_on_device(parts: StepParts, tally: Tensor) -> Tensor:
     inner.step()  # Accelerate's own step would look for a library each time, and its zero_grad inspect a signature
     inner.zero_grad()
     inner.grad_scale = None
-    return checked if len(tally) == 3 else torch.cat([checked, tally[3:]])
+    if len(tally) == 3:
+        return checked
+    return torch.cat([checked, tally[3:]])
 
 
 def _update_on_host(parts: StepParts, tally: Tensor, planned_count: int) -> StepResult:
@@ -221,4 +223,6 @@ def gradient_norm(optimizer: Any) -> Tensor:
 
 def unsharded(norm: Tensor) -> Tensor:
     """The gradient norm as a plain tensor. For sharded gradients torch returns a DTensor."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(norm, DTensor):
+        return norm.full_tensor()
+    return norm

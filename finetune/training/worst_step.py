@@ -138,7 +138,9 @@ def micro_steps_to_try(plan: BatchPlan) -> int:
     """How often the worst step runs its micro-batch: twice where steps accumulate, since the second forward runs while
     the first one's gradients are resident; under a pipeline as often as a step does, for their activations wait."""
     of_a_step = plan.micro_steps(min(plan.global_batch_size, plan.total_rows))
-    return of_a_step if plan.stages > 1 else min(2, of_a_step)
+    if plan.stages > 1:
+        return of_a_step
+    return min(2, of_a_step)
 
 
 def _step(run: Run) -> int:

@@ -99,11 +99,15 @@ def _values(value: Any) -> list[Any]:
     """A size of all layers, or a list with one for each (OpenELM, Gemma 3n)."""
     if value is None:
         return []
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _number(value: int) -> str:
-    return f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
+    if abs(value) < 10**30:
+        return f"{value:,}"
+    return "a number of more than 30 digits"
 
 
 def _parameters(section: Mapping[str, Any]) -> float:

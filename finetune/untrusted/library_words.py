@@ -75,4 +75,6 @@ def words_of(error: Exception, length: int = 300) -> str:
     """An exception's text in one line, with its kind if the text is only a key or empty."""
     text = one_line(error, length)
     bare = isinstance(error, KeyError | IndexError | ZeroDivisionError | RecursionError | AssertionError) or not text
-    return f"{type(error).__name__}{': ' if text else ''}{text}" if bare else text
+    if bare:
+        return f"{type(error).__name__}{': ' if text else ''}{text}"
+    return text

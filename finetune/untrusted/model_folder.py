@@ -51,7 +51,9 @@ def look_at_config(folder: Path) -> dict[str, Any]:
             "is beside a model's config.json: transformers would load the adapter, and its base in place of this model",
             "move it into a folder of its own, which model.adapter may name",
         )
-    return read_config(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    if (folder / CONFIG).exists():
+        return read_config(folder / CONFIG)
+    return {}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -46,7 +46,9 @@ class FastModule:
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters that both ways use, by name."""
-        return {} if self.path == GATES else dict(self.module.named_parameters())
+        if self.path == GATES:
+            return {}
+        return dict(self.module.named_parameters())
 
 
 def fast_modules(model: nn.Module) -> Iterator[FastModule]:

@@ -96,10 +96,14 @@ def _only_peft(layer: Any) -> str | None:
     if len(layer.lora_A) != 1:
         return f"{len(layer.lora_A)} adapters"
     if _is_packed(layer):
-        return "a trained bias" if base.bias is not None and base.bias.requires_grad else None
+        if base.bias is not None and base.bias.requires_grad:
+            return "a trained bias"
+        return None
     if type(base).forward is not nn.Linear.forward or "forward" in vars(base):
         return f"the forward of {type(base).__name__}"
-    return "a trained base" if base.weight.requires_grad else None
+    if base.weight.requires_grad:
+        return "a trained base"
+    return None
 
 
 def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +132,9 @@ def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
 
 
 def _one_format(hidden: Tensor, dtype: torch.dtype, down: Tensor, weight: Tensor | None) -> bool:
@@ -229,7 +235,9 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         if weight is None:  # the packed layer's own kernel, which unpacks the weight for one product
             result = _plus_product(base(flat), inner, up.T)
-            return result if bias is None else _plus(result, bias)
+            if bias is None:
+                return result
+            return _plus(result, bias)
         # The small product first: it is bound by memory, and the large one adds to it at no further pass.
         result = inner @ up.T if bias is None else torch.addmm(bias, inner, up.T)
         return _plus_product(result, flat, weight.to(flat.dtype).T)
@@ -252,9 +260,13 @@ def _plus_product(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _plus(result: Tensor, bias: Tensor) -> Tensor:
     """result + bias, in place in `result` unless it is compiled."""
-    return result + bias if torch.compiler.is_compiling() else result.add_(bias)
+    if torch.compiler.is_compiling():
+        return result + bias
+    return result.add_(bias)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """scale * left @ right, scaled before it is rounded and without a pass of its own; with beta=0 nothing is added."""
-    return left @ right if scale == 1 else torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+    if scale == 1:
+        return left @ right
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)

@@ -119,7 +119,9 @@ def recognise_norm(module: nn.Module, epsilon: str) -> KnownNorm | None:
             candidates = [
                 each for each in candidates if _agree(_formula(hidden, trial.weight, value, each.offset), expected)
             ]
-    return candidates[0] if candidates else None
+    if candidates:
+        return candidates[0]
+    return None
 
 
 def _formula(hidden: Tensor, weight: Tensor, epsilon: float, offset: float | None) -> Tensor:
@@ -165,7 +167,9 @@ def recognise_gate(module: nn.Module) -> str | None:
             for name in names
             if torch.equal((ACTIVATIONS[name].forward(first) * second) @ matrices["down_proj"], expected)
         ]
-    return names[0] if names else None
+    if names:
+        return names[0]
+    return None
 
 
 def norms_and_gates(model: nn.Module) -> dict[str, int]:
@@ -227,9 +231,13 @@ class _Norm(torch.autograd.Function):
         ctx.offset = offset
         if offset is not None:
             wide, factor = hidden * root, _wide(weight, offset)
-            return wide.mul_(factor) if wide.dtype == hidden.dtype else _times(wide, factor, like=hidden)
+            if wide.dtype == hidden.dtype:
+                return wide.mul_(factor)
+            return _times(wide, factor, like=hidden)
         normed = _times(hidden, root)
-        return normed.mul_(weight) if normed.dtype == torch.result_type(normed, weight) else normed * weight
+        if normed.dtype == torch.result_type(normed, weight):
+            return normed.mul_(weight)
+        return normed * weight
 
     @staticmethod
     @once_differentiable
@@ -254,7 +262,9 @@ class _Norm(torch.autograd.Function):
 
 
 def _wide(weight: Tensor, offset: float) -> Tensor:
-    return weight.float() + offset if offset else weight.float()
+    if offset:
+        return weight.float() + offset
+    return weight.float()
 
 
 class _Gate(torch.autograd.Function):

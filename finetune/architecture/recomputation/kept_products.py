@@ -176,14 +176,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     else:
         name = func.overloadpacket.__name__
         written = args[0] if args and name.endswith("_") and not name.endswith("__") else None
-    return written if isinstance(written, Tensor) else None
+    if isinstance(written, Tensor):
+        return written
+    return None
 
 
 def _detached(value: Any) -> Any:
     """The tensor without its graph, because the graph holds these contexts."""
     if isinstance(value, Tensor):
         return value.detach()
-    return type(value)(map(_detached, value)) if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_detached, value))
+    return value
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -73,7 +73,9 @@ def checkpoint_options(model: nn.Module, *, keep_products: bool = False) -> dict
     """Options for torch's checkpoint, so that a layer that runs again sees the same row and its kept products."""
     row = checkpoint_contexts(model)
     if not keep_products:
-        return {} if row is None else {"context_fn": row}
+        if row is None:
+            return {}
+        return {"context_fn": row}
     return {"context_fn": keeping_and_returning if row is None else _both(row, keeping_and_returning)}
 
 

@@ -40,7 +40,9 @@ def block_length(shape: Sequence[int]) -> int:
         return 0
     row = shape[-1]
     longest = next(length for length in range(min(LONGEST_BLOCK, row), 0, -1) if row % length == 0)
-    return longest if longest >= SHORTEST_BLOCK else 0
+    if longest >= SHORTEST_BLOCK:
+        return longest
+    return 0
 
 
 def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
@@ -49,7 +51,9 @@ def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
     bitsandbytes' scales are flat, ours lie in rows.
     """
     block = LONGEST_BLOCK if len(scales) == 1 else shape[-1] // scales[-1]
-    return block if block and math.prod(scales) == -(-math.prod(shape) // block) else 0
+    if block and math.prod(scales) == -(-math.prod(shape) // block):
+        return block
+    return 0
 
 
 def book_on(device: torch.device, *, signed: bool) -> Book:

@@ -126,4 +126,6 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         ]
 
     def _block(self, parameter: Tensor) -> int:
-        return 0 if id(parameter) in self._in_float32 else block_length(parameter.shape)
+        if id(parameter) in self._in_float32:
+            return 0
+        return block_length(parameter.shape)

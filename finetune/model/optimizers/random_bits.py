@@ -49,4 +49,6 @@ def _shifted_xor_(bits: Tensor, places: int) -> Tensor:
 
 def _signed(number: int) -> int:
     """The int32 of the same 32 bits."""
-    return number - (1 << 32) if number >> 31 else number
+    if number >> 31:
+        return number - (1 << 32)
+    return number

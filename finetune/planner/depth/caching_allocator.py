@@ -126,7 +126,9 @@ class CachingAllocator:
         index = bisect.bisect_left(blocks, (nbytes, -1))
         while self.expandable and index + 1 < len(blocks) and blocks[index + 1][2].expanded < blocks[index][2].expanded:
             index += 1
-        return blocks.pop(index)[2] if index < len(blocks) else None
+        if index < len(blocks):
+            return blocks.pop(index)[2]
+        return None
 
     def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
         own = rounded_up(nbytes, 2 * MIB)
@@ -250,7 +252,9 @@ class CachingAllocator:
 
 def _start(hole: _Block) -> _Block:
     """The start for a request that ends in unmapped memory: the free block before it."""
-    return hole.before if hole.before is not None and hole.before.free else hole
+    if hole.before is not None and hole.before.free:
+        return hole.before
+    return hole
 
 
 def _has_room(block: _Block | None, nbytes: int) -> bool:

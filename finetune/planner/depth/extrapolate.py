@@ -72,7 +72,9 @@ def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
             return period, SHALLOW
         depth = 2 * (period + (FIRST if differ else 0))
         few = depth + (layers - depth) % period
-        return (period, depth) if 2 * few + period < layers else (every, layers)
+        if 2 * few + period < layers:
+            return (period, depth)
+        return (every, layers)
     return every, layers
 
 

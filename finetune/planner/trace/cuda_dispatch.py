@@ -114,7 +114,9 @@ class _Casts:
 
     def _widest(self, args: Any) -> torch.dtype:
         dtypes = {value.dtype for value in args if self._eligible(value)}
-        return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(self.device)
+        if torch.float32 in dtypes:
+            return torch.float32
+        return torch.get_autocast_dtype(self.device)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):

@@ -52,7 +52,9 @@ class _Answers(TorchDispatchMode):
             # pipeline an int32 that says whether all shapes were given.
             if args[0].dtype == torch.int32:
                 return 1
-            return 0 if args[0].dtype == torch.uint8 or args[0] is self._any() else self._answer
+            if args[0].dtype == torch.uint8 or args[0] is self._any():
+                return 0
+            return self._answer
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _experts_product(*args[:3], **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

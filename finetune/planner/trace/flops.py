@@ -83,7 +83,9 @@ class Halves:
 
     def current(self) -> str:
         """Its name; empty between phases."""
-        return "forward" if self._in_forward else self._phases.current
+        if self._in_forward:
+            return "forward"
+        return self._phases.current
 
 
 @contextmanager
@@ -132,7 +134,9 @@ def operation_place(name: str, device: torch.device, tensors: Sequence[torch.Ten
         return ON_DEVICE
     if all(on_host):
         return ON_HOST
-    return COPY if name in _COPIES else ON_DEVICE
+    if name in _COPIES:
+        return COPY
+    return ON_DEVICE
 
 
 def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -149,7 +153,9 @@ def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if name in MULTIPLY_ADDS:
         return "product", 2 * int(MULTIPLY_ADDS[name](*args))
     formula = FORMULAS.get(name)
-    return ("other", 0) if formula is None else ("product", int(formula(*args, **kwargs, out_val=result)))
+    if formula is None:
+        return ("other", 0)
+    return ("product", int(formula(*args, **kwargs, out_val=result)))
 
 
 def _attention(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -75,7 +75,9 @@ def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
     """dk_expanded and dv_expanded, as key and value with the query's heads, in their format; 0 without shared keys."""
     heads, key_heads = query.shape[1], key.shape[1]
-    return 0 if heads == key_heads else 2 * key.numel() // key_heads * heads * key.element_size()
+    if heads == key_heads:
+        return 0
+    return 2 * key.numel() // key_heads * heads * key.element_size()
 
 
 def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:

@@ -73,7 +73,9 @@ class Recorder:
         """The component of a tensor's storage; None for one not seen yet."""
         for part in parts(tensor):
             serial = self.ledger.serial(part.untyped_storage())
-            return None if serial is None else self.timeline.components[serial]
+            if serial is None:
+                return None
+            return self.timeline.components[serial]
         return None
 
     def begin_operation(self, operation: Any, args: tuple[Any, ...]) -> None:
@@ -149,8 +151,12 @@ class Recorder:
         if self.of_weights:
             return "cast weights"
         if self._stack:  # a forward is running: the first, or its recomputation
-            return "logits and loss" if self._stack[-1] == self._head else "activations"
-        return "backward workspace" if phase == "backward" else "other"
+            if self._stack[-1] == self._head:
+                return "logits and loss"
+            return "activations"
+        if phase == "backward":
+            return "backward workspace"
+        return "other"
 
 
 class OnOperations(TorchDispatchMode):

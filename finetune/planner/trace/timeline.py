@@ -22,7 +22,9 @@ LAYER = re.compile(r"\.layers\.(\d+)\b")
 def layer_of(name: str) -> int | None:
     """The decoder layer that a module or parameter is in."""
     match = LAYER.search(name)
-    return None if match is None else int(match.group(1))
+    if match is None:
+        return None
+    return int(match.group(1))
 
 
 class Event(NamedTuple):

@@ -135,7 +135,9 @@ def trace(
 def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
     """The last stage of a pipeline learns alone."""
     stages = strategy.stage_count(ranks)
-    return batches if rank % stages == stages - 1 else [without_learning(batch) for batch in batches]
+    if rank % stages == stages - 1:
+        return batches
+    return [without_learning(batch) for batch in batches]
 
 
 @contextmanager

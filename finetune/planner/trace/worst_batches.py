@@ -40,4 +40,6 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
 
 
 def _copied(value: Any) -> Any:
-    return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.contiguous().clone()
+    return value

@@ -126,4 +126,6 @@ class HostCopies:
         """The pinned memory of an earlier copy, where it fits."""
         known = self._pinned.get((group, name))
         fits = known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype)
-        return known if fits else None
+        if fits:
+            return known
+        return None

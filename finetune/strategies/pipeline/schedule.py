@@ -90,7 +90,9 @@ class Pipeline(nn.Module):
             run.expect([batch])
         self._run(1, _tokens(batch), train=False)
         loss = self.runs[-1].loss
-        return torch.zeros((), device=self._device) if loss is None else loss
+        if loss is None:
+            return torch.zeros((), device=self._device)
+        return loss
 
     def forward_and_backward(
         self,
@@ -219,8 +221,12 @@ class Pipeline(nn.Module):
         one at a time: all forwards, then all backwards, as GPipe does, then hold no more."""
         stages = self.place.stages
         if len(self.runs) > 1:
-            return ScheduleInterleaved1F1B if train and can_interleave(stages, micro_batches) else ScheduleLoopedBFS
-        return _CLASSES[self.schedule] if train and micro_batches >= stages else ScheduleGPipe
+            if train and can_interleave(stages, micro_batches):
+                return ScheduleInterleaved1F1B
+            return ScheduleLoopedBFS
+        if train and micro_batches >= stages:
+            return _CLASSES[self.schedule]
+        return ScheduleGPipe
 
     def _made_for(self, run: LayerRun, tokens: int) -> PipelineStage:
         """torch's stage of a run. All shapes are given, so that torch does not run a micro-batch only to see them."""

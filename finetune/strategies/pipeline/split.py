@@ -63,7 +63,9 @@ def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> l
     largest, _ = _best(len(layers), stages, lambda before, *held: max(before, cost(*held)))
 
     def even(before: float, *held: int) -> float:
-        return before + cost(*held) ** 2 if cost(*held) <= largest else math.inf
+        if cost(*held) <= largest:
+            return before + cost(*held) ** 2
+        return math.inf
 
     return list(_best(len(layers), stages, even)[1])
 

@@ -80,7 +80,9 @@ class LayerRun(nn.Module):
         self._crossing.layers, self._crossing.received = self._layers, None if self.is_first else received
         try:
             with self._autocast():
-                return self._last(dict(given)) if self.is_last else self._sent(dict(given))
+                if self.is_last:
+                    return self._last(dict(given))
+                return self._sent(dict(given))
         finally:
             self._crossing.layers = self._crossing.received = self._crossing.sent = None
 

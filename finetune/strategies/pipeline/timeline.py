@@ -91,7 +91,9 @@ def steps_alike(schedule: str, stages: int, micro_batches: int) -> tuple[int, in
     if schedule == "interleaved_1f1b" and micro_batches >= stages:
         at_once = micro_batches // (micro_batches // stages)
         few, more = 2 * at_once, 3 * at_once
-    return (few, more) if more < micro_batches else None
+    if more < micro_batches:
+        return (few, more)
+    return None
 
 
 def planned_spans(
