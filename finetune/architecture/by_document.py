@@ -85,9 +85,10 @@ def run_document_by_document(model: nn.Module) -> list[nn.Module]:
 def checkpoint_contexts(model: nn.Module) -> Callable[[], Contexts] | None:
     """For torch's checkpoint: in these a layer that runs again sees the row that it saw. None: it needs none."""
     modules: list[Any] = run_document_by_document(model)
-    if modules:
-        return modules[0].finetune_documents[1].contexts
-    return None
+    if not modules:
+        return None
+    contexts: Callable[[], Contexts] = modules[0].finetune_documents[1].contexts
+    return contexts
 
 
 def first_parameter(module: nn.Module) -> str:

@@ -39,7 +39,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
             return str(message[key])
     before, end, _ = message["content"].partition("</think>")
     if end:
-        return before.lstrip().removeprefix("<think>")
+        return str(before.lstrip().removeprefix("<think>"))
     return ""
 
 

@@ -125,7 +125,8 @@ def _names(value: Any) -> list[str]:
     """`a, b` as a list. Anything but text stays as it is."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",")]
-    return value
+    unchanged: list[str] = value
+    return unchanged
 
 
 def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:

@@ -187,7 +187,8 @@ def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
         return config
     if part is whole:
         return config
-    return json.loads(part.to_json_string(use_diff=False))
+    written: dict[str, Any] = json.loads(part.to_json_string(use_diff=False))
+    return written
 
 
 def shipped_config(name: str) -> Path | None:

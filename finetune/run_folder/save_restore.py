@@ -137,7 +137,8 @@ def export_dtype(recipe: Recipe) -> torch.dtype | None:
     """The exported weights' number format; None: an adapter's training format."""
     if recipe.lora:
         return None
-    return getattr(torch, recipe.model.dtype)
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
 
 
 def refuse_unexportable(recipe: Recipe, bad: list[str]) -> None:

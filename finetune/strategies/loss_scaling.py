@@ -36,7 +36,8 @@ def loss_scale(accelerator: Accelerator) -> torch.Tensor:
     one = torch.ones(1, dtype=torch.float64, device=accelerator.device)
     if accelerator.scaler is None:
         return one
-    return accelerator.scaler.scale(one)
+    scale: torch.Tensor = accelerator.scaler.scale(one)
+    return scale
 
 
 def kind_of_scaling(accelerator: Accelerator) -> str | None:
@@ -57,7 +58,8 @@ def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
     """Scale and growth count for a checkpoint, as JSON; None without scaling. Waits for the device."""
     if accelerator.scaler is None:
         return None
-    return accelerator.scaler.state_dict()
+    state: dict[str, Any] = accelerator.scaler.state_dict()
+    return state
 
 
 def load_scaler_state(accelerator: Accelerator, saved: Mapping[str, Any] | None) -> None:

@@ -232,7 +232,8 @@ class _Norm(torch.autograd.Function):
         if offset is not None:
             wide, factor = hidden * root, _wide(weight, offset)
             if wide.dtype == hidden.dtype:
-                return wide.mul_(factor)
+                product: Tensor = wide.mul_(factor)
+                return product
             return _times(wide, factor, like=hidden)
         normed = _times(hidden, root)
         if normed.dtype == torch.result_type(normed, weight):
