@@ -2,8 +2,8 @@
 
 python benchmarks/closed_form.py [--points 240] [--again]      (half an hour on two cores, kept point by point)
 
-Points are drawn with a fixed seed (tests/support/closed_form_points.py). One that was traced before is not traced
-again, unless --again says so, but its closed form is computed anew. `tests/closed_form/test_closed_form.py` does
+Points are drawn with a fixed seed (tests/support/memory/closed_form_points.py). One that was traced before is not
+traced again, unless --again says so, but its closed form is computed anew. `tests/closed_form/test_closed_form.py` does
 so too and traces a few of them.
 """
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import RESULTS, write_result
 from finetune.closed_form.estimate import unsupported
 from finetune.model.known_configs import full_config
-from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
+from tests.support.memory.closed_form_points import closed, key_of, points, recipe_of, traced
 
 NAME = "closed_form"
 

@@ -34,7 +34,7 @@ from finetune.training.loop import train
 from finetune.training.objectives import objective_of
 from finetune.training.run import Run
 from finetune.training.step import StepParts
-from tests.support.recipe_results import RESULTS
+from tests.support.runs.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
 

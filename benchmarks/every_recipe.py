@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
-from tests.support.recipe_results import known, name_of, recipes
+from tests.support.runs.recipe_results import known, name_of, recipes
 
 Row = dict[str, Any]
 

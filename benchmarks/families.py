@@ -28,9 +28,9 @@ import transformers
 
 from benchmarks.common import write_result
 from finetune.planner import Plan, pretend_device  # noqa: F401
-from tests.support.architecture_columns import COLUMNS, Cell, cell, right_way
-from tests.support.architectures import ARCHITECTURES, outcomes
-from tests.support.families_page import PAGE, entry_of, page_of, recorded
+from tests.support.models.architecture_columns import COLUMNS, Cell, cell, right_way
+from tests.support.models.architectures import ARCHITECTURES, outcomes
+from tests.support.models.families_page import PAGE, entry_of, page_of, recorded
 
 AT_ONCE = 2
 CPU_SECONDS = 400  # for an architecture; a scan without its kernel takes one

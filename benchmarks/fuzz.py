@@ -37,11 +37,11 @@ if __name__ == "__main__":  # before torch and tokenizers load: a process with t
 
 import yaml
 
-from tests.support.corpus import read_case
-from tests.support.corpus_starts import make_starts
 from tests.support.fuzzing.inputs import INPUTS, case_of
 from tests.support.fuzzing.judged import Verdict, judged_apart
-from tests.support.tiny import save_tiny
+from tests.support.models.tiny import save_tiny
+from tests.support.rows.corpus import read_case
+from tests.support.rows.corpus_starts import make_starts
 
 SHOWN = 25  # ways to end, of an input
 TOGETHER = 20  # cases of one child

@@ -3,9 +3,9 @@
 python benchmarks/gpu_branches.py [TEST ...]        (ten minutes: the default tests that come to such a question)
 
 A question is `device.type == "cuda"` and the like, `torch.cuda.is_available()` or `on_cpu`; a GPU's answer comes from
-stand-ins (tests/support/pretend_cuda.py, the planner's pretended device). What the default tests leave open has its
-reason in REASONS. With tests named, as paths under tests/, these alone are run, and what they hear is added to what
-the record has of questions that still are the same.
+stand-ins (tests/support/stand_ins/pretend_cuda.py, the planner's pretended device). What the default tests leave open
+has its reason in REASONS. With tests named, as paths under tests/, these alone are run, and what they hear is added to
+what the record has of questions that still are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
-from tests.support.gpu_branches import FILE, all_questions
+from tests.support.stand_ins.gpu_branches import FILE, all_questions
 
 TESTS = """strategies measure launch architecture/test_attention.py architecture/test_varlen_kernel.py
 architecture/test_loss.py architecture/test_flash_kernels.py model/test_optimizer.py model/test_quantization.py
@@ -78,7 +78,7 @@ def known() -> dict[str, set[bool]]:
 def answers_of(tests: Sequence[str]) -> list[tuple[str, bool]]:
     """What the questions of one pytest were answered, by its own process and by those that it started."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "sitecustomize.py").write_text("import tests.support.gpu_branches\n", "utf-8")
+        Path(folder, "sitecustomize.py").write_text("import tests.support.stand_ins.gpu_branches\n", "utf-8")
         file = Path(folder, "answers")
         environment = os.environ | {FILE: str(file), "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
         environment |= {"FINETUNE_CACHE": str(Path(folder, "cache"))}  # what is remembered is not asked again

@@ -6,9 +6,10 @@ A model of Llama 3.1 8B's shape is traced as `finetune plan` traces it: the trai
 without data that claim to be on a GPU, so with CUDA's autocast, and with attention by torch's variable-length kernel.
 A trace of two layers less one of a single layer is a layer. So nothing of the loss, the embeddings or the update is
 counted, and the layer is one between others, whose input needs a gradient.
-What counts as a kernel and as its bytes: tests/support/layer_traffic.py.
+What counts as a kernel and as its bytes: tests/support/memory/layer_traffic.py.
 
-Then the same layer compiled, from the graphs that inductor has fused, for a CPU: tests/support/compiled_traffic.py.
+Then the same layer compiled, from the graphs that inductor has fused, for a CPU:
+tests/support/memory/compiled_traffic.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
-from tests.support.compiled_traffic import (
+from tests.support.memory.compiled_traffic import (
     COMPILED_COLUMNS,
     COMPILED_METHODS,
     by_column,
@@ -30,7 +31,15 @@ from tests.support.compiled_traffic import (
     largest_kernels,
     with_copies,
 )
-from tests.support.layer_traffic import COLUMNS, METHODS, MODEL, TOKENS, largest_operations, layer_step, recipe_of
+from tests.support.memory.layer_traffic import (
+    COLUMNS,
+    METHODS,
+    MODEL,
+    TOKENS,
+    largest_operations,
+    layer_step,
+    recipe_of,
+)
 
 RECOMPUTED = (False, True)
 

@@ -3,8 +3,8 @@
     python benchmarks/one_curve.py            (about half an hour on two cores; `--strategies fsdp2,zero3` for some)
 
 Writes benchmarks/results/one_curve.json and docs/one_curve.md, and keeps what it has of the other strategies. A cell is
-the worst relative difference of a step's loss and of its gradient norm; tests/support/curve_table.py says from what,
-and what a cell's receipt must show. A combination that the program refuses is a row with the program's own words.
+the worst relative difference of a step's loss and of its gradient norm; tests/support/runs/curve_table.py says from
+what, and what a cell's receipt must show. A combination that the program refuses is a row with the program's own words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, scratch, write_result
-from tests.support.curve_table import (
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.curve_table import (
     METHODS,
     PAGE,
     PIPELINES,
@@ -31,8 +32,7 @@ from tests.support.curve_table import (
     references,
     trained_cells,
 )
-from tests.support.one_curve import LENGTHS
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.runs.one_curve import LENGTHS
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -41,7 +41,7 @@ from finetune.model.quantization import unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import micro_batches
 from finetune.tokens.dataset import Prepared
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
 
 STEPS, WARMUP, TURNS, TOKENS, ROWS = 200, 20, 9, 64, 128
 

@@ -25,7 +25,7 @@ from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, 
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared
 from finetune.training.batch_plan import plan_batches
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
 
 CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "head_dim": 64}

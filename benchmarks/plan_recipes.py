@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
-from tests.support.recipe_plans import GIB, NAME, PAGE, on_page, plan, table
-from tests.support.recipe_results import known, name_of, recipes, sha256_of
+from tests.support.runs.recipe_plans import GIB, NAME, PAGE, on_page, plan, table
+from tests.support.runs.recipe_results import known, name_of, recipes, sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,8 +28,8 @@ def seconds_of(name: str) -> list[float]:
 
     from finetune.model.known_configs import decoder_config
     from finetune.probe.probe import probe
-    from tests.support.recipes import least_recipe
-    from tests.support.tiny import save_tiny
+    from tests.support.models.tiny import save_tiny
+    from tests.support.runs.recipes import least_recipe
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FINETUNE_CACHE"] = f"{folder}/cache"

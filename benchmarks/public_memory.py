@@ -3,9 +3,9 @@ torchtitan's FSDP2 on H100s, torchtune's table of techniques on an A100.
 
     python benchmarks/public_memory.py [NAME ... | others]
 
-Of all points, or peft's that are named, or the two others' alone; tests/support/public_memory.py, titan_memory.py and
-tune_memory.py say what they are and how each is traced. Writes benchmarks/results/public_memory.json and the tables of
-docs/planner.md.
+Of all points, or peft's that are named, or the two others' alone; tests/support/memory/public_memory.py,
+titan_memory.py and tune_memory.py say what they are and how each is traced. Writes
+benchmarks/results/public_memory.json and the tables of docs/planner.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
-from tests.support import others_memory
-from tests.support.public_memory import LONGEST, MEAN, POINTS, compared, summary, table
+from tests.support.memory import others_memory
+from tests.support.memory.public_memory import LONGEST, MEAN, POINTS, compared, summary, table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 OTHERS = "others"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import PACKAGES, version_of
 from benchmarks.every_recipe import EveryRecipe
-from tests.support.recipe_results import sha256_of, stands
+from tests.support.runs.recipe_results import sha256_of, stands
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "rehearse"

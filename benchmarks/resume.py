@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
-from tests.support.curve_table import KILLED, config_of
-from tests.support.soak_resume import How, import_before_forking, soak
+from tests.support.runs.curve_table import KILLED, config_of
+from tests.support.runs.soak_resume import How, import_before_forking, soak
 
 KILLS, KILLS_OF_OTHERS, STEPS = 5, 2, 14
 

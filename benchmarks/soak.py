@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
 from finetune.run_folder.checkpoint import checkpoint_steps
-from tests.support.aimed_kills import PLACES, Aim, Armed, Schedule, calls_of_saves, draw_aim, kills_of
-from tests.support.curve_table import RANKS, config_of
-from tests.support.soak_resume import (
+from tests.support.runs.aimed_kills import PLACES, Aim, Armed, Schedule, calls_of_saves, draw_aim, kills_of
+from tests.support.runs.curve_table import RANKS, config_of
+from tests.support.runs.soak_resume import (
     How,
     differences,
     fingerprint,

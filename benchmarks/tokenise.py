@@ -54,7 +54,7 @@ def measure(folder: Path, chats: Path) -> dict[str, Any]:
     """One whole preparation in this process, then one that finds the cache."""
     from finetune.recipe.schema import Recipe
     from finetune.tokens.dataset import prepare
-    from tests.support.chat_families import real_tokenizer
+    from tests.support.models.chat_families import real_tokenizer
 
     tokenizer = real_tokenizer()
     data = {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 4096}

@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.every_recipe import EveryRecipe
-from tests.support.as_written import train_as_written
-from tests.support.recipe_results import sha256_of
+from tests.support.runs.as_written import train_as_written
+from tests.support.runs.recipe_results import sha256_of
 
 NAME = "train_recipes"
 WHAT = "every recipe as written, its model tiny and random, its data the loopback Hub's; sha256 is of its file"

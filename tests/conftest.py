@@ -14,7 +14,7 @@ import pytest
 # suite took 446 s with two, while another program ran).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.support.tiny import save_tiny
+from tests.support.models.tiny import save_tiny
 
 LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  # ten seconds and more a test
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
@@ -98,7 +98,7 @@ def nothing_left_behind() -> Iterator[None]:
     before, traced = _of_a_launcher(), _has_traced()
     yield
     assert traced or not _has_traced(), "a test that traces belongs to tests/planner/"
-    assert _of_a_launcher() == before, "give them back: tests/support/one_rank.py as_before"
+    assert _of_a_launcher() == before, "give them back: tests/support/runs/one_rank.py as_before"
 
 
 def _has_traced() -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from finetune.measure.metrics import Terminal
 from finetune.output_stream import LastingStream, lasting
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parent.parent
 LINE = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens_per_second": 1.0, "peak_memory_gib": 1.0}

@@ -26,7 +26,7 @@ from finetune.architecture import attention
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
 SMALL = {

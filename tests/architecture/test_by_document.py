@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.architecture.by_document import Mixer, run_by_document, run_document_by_document
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
 
 LENGTHS = (3, 1, 4)
 TOKENS = sum(LENGTHS)

@@ -26,10 +26,10 @@ from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
-from tests.support import varlen_stand_in
-from tests.support.compiling import Counting, broken_backward, broken_forward, nothing_compiled
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch, tiny_model
+from tests.support.models.tiny import flat_batch, tiny_model
+from tests.support.runs.recipes import least_recipe
+from tests.support.stand_ins import varlen_stand_in
+from tests.support.stand_ins.compiling import Counting, broken_backward, broken_forward, nothing_compiled
 
 assert nothing_compiled
 assert varlen_stand_in

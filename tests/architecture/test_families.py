@@ -20,11 +20,11 @@ from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.recipe.schema import Recipe
-from tests.support.architecture_columns import COLUMNS, cell, right_way
-from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
-from tests.support.families_page import GOLDEN, MASKS, PAGE, entry_of, page_of, recorded, words_of
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.models.architecture_columns import COLUMNS, cell, right_way
+from tests.support.models.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.support.models.families_page import GOLDEN, MASKS, PAGE, entry_of, page_of, recorded, words_of
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipes import least_recipe
 
 # Of each kind of outcome one or more; all of them are slow (ten minutes).
 QUICK = ("llama", "gpt2", "gpt_oss", "cohere", "qwen3_next", "bloom", "falcon", "doge", "cpmant")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, L
 
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
 from finetune.architecture.trial import attention_shapes
-from tests.support.flash_stand_in import install
-from tests.support.pretend_cuda import pretended_cuda
-from tests.support.recipes import least_recipe
-from tests.support.varlen_stand_in import COMPUTED_BY, FACTORS
+from tests.support.runs.recipes import least_recipe
+from tests.support.stand_ins.flash_stand_in import install
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
+from tests.support.stand_ins.varlen_stand_in import COMPUTED_BY, FACTORS
 
 GPU, BFLOAT16 = torch.device("cuda", 0), torch.bfloat16
 OWN = {"output": 1.0, "gradients": 1.0}

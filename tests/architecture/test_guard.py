@@ -21,10 +21,10 @@ from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, com
 from finetune.architecture.own_layers.lora_linear import computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation.layers import checkpoint_layers
-from tests.support.compiling import Counting, nothing_compiled
-from tests.support.flash_stand_in import FACTORS
-from tests.support.planted import FAULTS, Faulty, plant_in_own
-from tests.support.tiny import flat_batch, tiny_model
+from tests.support.models.tiny import flat_batch, tiny_model
+from tests.support.stand_ins.compiling import Counting, nothing_compiled
+from tests.support.stand_ins.flash_stand_in import FACTORS
+from tests.support.stand_ins.planted import FAULTS, Faulty, plant_in_own
 
 assert nothing_compiled
 pytestmark = pytest.mark.usefixtures("nothing_compiled")

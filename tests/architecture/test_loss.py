@@ -18,8 +18,8 @@ from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, chunk_
 from finetune.measure.phases import Phases
 from finetune.planner.trace.recorder import OnOperations, tensors_in
 from finetune.tokens.tokenizer import IGNORE
-from tests.support import addmm_stand_in
-from tests.support.pretend_cuda import pretended_cuda
+from tests.support.stand_ins import addmm_stand_in
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
 VOCABULARY, HIDDEN = 97, 32
 ALL, SUPERVISED = 100, 91  # positions in `inputs`

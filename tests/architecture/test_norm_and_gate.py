@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from finetune.architecture.own_layers.norm_and_gate import compute_norms_and_gates, norms_and_gates
-from tests.support.tiny import tiny_model
+from tests.support.models.tiny import tiny_model
 
 ROWS, TOKENS, WIDTH, INNER = 3, 17, 64, 96
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -23,9 +23,9 @@ from finetune.architecture.recomputation.kept_products import keeping_and_return
 from finetune.measure.live_tensors import LiveTensors
 from finetune.model.build import build_model
 from finetune.model.quantization import unpacked_weight
-from tests.support.architectures import save_shaken
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch, save_tiny
+from tests.support.models.architectures import save_shaken
+from tests.support.models.tiny import flat_batch, save_tiny
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 METHODS: dict[str, dict[str, Any]] = {

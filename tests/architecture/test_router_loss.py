@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.tokens.batches import micro_batches
-from tests.support.architectures import LENGTHS, Trained, difference, documents, save_shaken
-from tests.support.recipes import least_recipe
+from tests.support.models.architectures import LENGTHS, Trained, difference, documents, save_shaken
+from tests.support.runs.recipes import least_recipe
 
 COEFFICIENT = 0.7
 # Rows of documents, rows in a forward, and transformers' name of the attention.

@@ -18,10 +18,10 @@ from finetune.architecture.attention import register, varlen_attention
 from finetune.architecture.flash_kernels import choose_flash_kernel, try_shared_keys
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch
-from tests.support import varlen_stand_in
-from tests.support.pretend_cuda import pretended_cuda
-from tests.support.recipes import least_recipe
-from tests.support.varlen_stand_in import KEY_HEADS, SAYS_SHARED
+from tests.support.runs.recipes import least_recipe
+from tests.support.stand_ins import varlen_stand_in
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
+from tests.support.stand_ins.varlen_stand_in import KEY_HEADS, SAYS_SHARED
 
 LENGTHS = (5, 20, 1, 13)
 SCALE = 0.3

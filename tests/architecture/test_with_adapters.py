@@ -21,8 +21,16 @@ from transformers import AutoModelForCausalLM
 
 from finetune.model.build import build_model
 from finetune.tokens.batches import micro_batches
-from tests.support.architectures import Rows, Trained, Way, difference, documents, largest_difference, save_shaken
-from tests.support.recipes import least_recipe
+from tests.support.models.architectures import (
+    Rows,
+    Trained,
+    Way,
+    difference,
+    documents,
+    largest_difference,
+    save_shaken,
+)
+from tests.support.runs.recipes import least_recipe
 
 FAMILIES = "gpt_oss gemma2 cohere llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid seed_oss".split()
 QUICK = ("gpt_oss", "gemma2", "qwen3_next", "llama4_text")
@@ -107,7 +115,7 @@ documents_without = documents
 def test_new_rows_learn_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside adapters, in models with a head of its own, and with tied, scaled embeddings and caps or scales after
     them; against peft's own forward, which puts the whole head together."""
-    for place in ("tests.support.architectures", __name__):
+    for place in ("tests.support.models.architectures", __name__):
         monkeypatch.setattr(f"{place}.documents", documents_with_new_tokens)
     save_shaken(family, tmp_path)
     model = built(tmp_path, checkpointing=True, tokens=TOKENS)

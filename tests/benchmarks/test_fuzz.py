@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.corpus import read_case
-from tests.support.corpus_starts import make_starts
 from tests.support.fuzzing.inputs import INPUTS, case_of
 from tests.support.fuzzing.judged import Verdict, judged, judged_apart
 from tests.support.fuzzing.mutations import MOST_LETTERS, Raw, changed, dumped
+from tests.support.rows.corpus import read_case
+from tests.support.rows.corpus_starts import make_starts
 
 # Tokenizers are looked at in a child, half a second each, and reports are drawn.
 CASES = {"recipe": 25, "rows": 20, "config": 10, "tokenizer": 4, "safetensors": 20, "index": 20, "manifests": 25}
@@ -65,7 +65,7 @@ def test_a_finding_is_written_once_and_runs_again(
 
 
 def _with(act: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setitem(__import__("tests.support.corpus", fromlist=["ACTS"]).ACTS, "odd", act)
+    monkeypatch.setitem(__import__("tests.support.rows.corpus", fromlist=["ACTS"]).ACTS, "odd", act)
     return {"do": "odd", "place": "FILE"}
 
 

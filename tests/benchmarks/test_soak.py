@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.aimed_kills import PLACES, Schedule, draw_aim
-from tests.support.cells import ROOT
+from tests.support.runs.aimed_kills import PLACES, Schedule, draw_aim
+from tests.support.runs.cells import ROOT
 
 SCHEDULE = Schedule(steps=14, save_steps=3, eval_steps=4, calls=(21, 1))
 

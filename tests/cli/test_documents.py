@@ -22,7 +22,7 @@ from finetune.cli.main import app, main
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
 from lectures.command import LECTURES
-from tests.support.soak_resume import write_resume_recipe
+from tests.support.runs.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "learn").glob("*.md"))]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
-from tests.support.recipes import least, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import least, write_recipe
 
 
 def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

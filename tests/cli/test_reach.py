@@ -12,11 +12,11 @@ import yaml
 
 from finetune.cli.main import main
 from finetune.train import main as train
-from tests.support.corpus_starts import make_starts
-from tests.support.others_configs import EXAMPLES
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
-from tests.support.watched import Watched, watched
+from tests.support.models.tiny import write_chats
+from tests.support.rows.corpus_starts import make_starts
+from tests.support.rows.others_configs import EXAMPLES
+from tests.support.runs.recipes import tiny_lora, write_recipe
+from tests.support.runs.watched import Watched, watched
 
 Places = dict[str, Path]
 # Of matplotlib, where the machine has no list of fonts yet; of this program, for as long as a verb runs.

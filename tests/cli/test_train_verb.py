@@ -23,10 +23,10 @@ from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.launch import local_ranks
 from finetune.recipe.loader import load_recipe
-from tests.support.launching import ACCELERATE, REPOSITORY, Started, running, said, wait_all
-from tests.support.launching import until_step as until_logged
-from tests.support.others_configs import EXAMPLES
-from tests.support.soak_resume import write_resume_recipe
+from tests.support.rows.others_configs import EXAMPLES
+from tests.support.runs.launching import ACCELERATE, REPOSITORY, Started, running, said, wait_all
+from tests.support.runs.launching import until_step as until_logged
+from tests.support.runs.soak_resume import write_resume_recipe
 
 TWO_RANKS = ["accelerate_config=ddp", "budget.gpus=0"]
 FSDP = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs

@@ -19,7 +19,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.paths import RECIPES, SHIPPED
 from finetune.recipe import reference
 from finetune.recipe.loader import load_recipe
-from tests.support.launching import REPOSITORY
+from tests.support.runs.launching import REPOSITORY
 
 SOURCES = ("finetune", "recipes", "accelerate_configs", "data", "pyproject.toml", "setup.py", "MANIFEST.in")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"

@@ -20,7 +20,7 @@ from finetune.closed_form.shape import shape_of
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
-from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
+from tests.support.memory.closed_form_points import closed, key_of, points, recipe_of, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"

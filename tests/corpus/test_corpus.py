@@ -1,4 +1,5 @@
-"""Every case of the corpus (tests/support/corpus.py): a stranger's file, or a bad moment, becomes one line, soon."""
+"""Every case of the corpus (tests/support/rows/corpus.py): a stranger's file, or a bad moment, becomes one line,
+soon."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from finetune.output_stream import has_controls
-from tests.support.corpus import SECONDS, lay_out, outcome_of, processor_seconds, read_case
-from tests.support.corpus_starts import make_starts
+from tests.support.rows.corpus import SECONDS, lay_out, outcome_of, processor_seconds, read_case
+from tests.support.rows.corpus_starts import make_starts
 
 FOLDER = Path(__file__).resolve().parent
 CASES = sorted(FOLDER.glob("*/*.yaml"))

@@ -24,7 +24,7 @@ from finetune.data.check import check_rows
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, Recipe
 from finetune.tokens.dataset import prepare
-from tests.support.chat_families import tokenizer_of
+from tests.support.models.chat_families import tokenizer_of
 
 CASES = sorted((Path(__file__).parent / "bad_data").glob("*.yaml"))
 

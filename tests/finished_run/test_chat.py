@@ -27,8 +27,8 @@ from finetune.finished_run.chat import (
 )
 from finetune.model.quantization import quantized_layers
 from finetune.output_stream import without_controls
-from tests.support.finished import finished_run
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models.tiny import tiny_tokenizer
+from tests.support.runs.finished import finished_run
 
 ASKED = "tell me what it is"
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.train import main as train
-from tests.support.finished import finished_run
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.finished import finished_run
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 

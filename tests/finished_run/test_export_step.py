@@ -20,10 +20,10 @@ from finetune.run_folder.checkpoint import step_folder, write_checkpoint
 from finetune.run_folder.tensor_checks import checksums
 from finetune.strategies.pieces import Ranks
 from finetune.train import main
-from tests.support.exports import assert_same_product, contents, product_of
-from tests.support.recipes import merged, tiny_lora, write_recipe
-from tests.support.ties import changed_base
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.ties import changed_base
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.exports import assert_same_product, contents, product_of
+from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 METHODS: dict[str, dict[str, Any]] = {

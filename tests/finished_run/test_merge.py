@@ -27,13 +27,13 @@ from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
 from finetune.finished_run.merge_command import in_words, merge_run
 from finetune.recipe.loader import load_recipe
-from tests.support.finished import finished_run
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
-from tests.support.mixtures import MIXTURES, save_mixture
-from tests.support.multimodal import FAMILIES, answering, save_multimodal
-from tests.support.ties import EMBEDDINGS, HEAD, changed_base, head_alone
-from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.support.models.multimodal import FAMILIES, answering, save_multimodal
+from tests.support.models.ties import EMBEDDINGS, HEAD, changed_base, head_alone
+from tests.support.models.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.support.rows.mixtures import MIXTURES, save_mixture
+from tests.support.runs.finished import finished_run
 
 ROOT = Path(__file__).resolve().parents[2]
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -410,7 +410,14 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     run = finished_run(tmp_path, base, **sections)
     # glibc keeps what is freed of blocks up to a size that grows; so it gives all of them back.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(ROOT / "tests" / "support" / "merge_memory.py"), str(run), "float32", "40000000", kind]
+    words = [
+        sys.executable,
+        str(ROOT / "tests" / "support" / "memory" / "merge_memory.py"),
+        str(run),
+        "float32",
+        "40000000",
+        kind,
+    ]
     process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
     sizes = json.loads(process.stdout)
     print(sizes)

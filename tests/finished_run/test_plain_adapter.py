@@ -23,10 +23,10 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.lora_checks import by_pattern
 from finetune.run_folder.facts import read_run
-from tests.support.finished import finished_run
-from tests.support.multimodal import save_multimodal
-from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.multimodal import save_multimodal
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.finished import finished_run
+from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 
 PREFIX = "base_model.model."
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}

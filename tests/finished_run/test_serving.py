@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
 from finetune.model.packaged import resolve_model_path
-from tests.support.finished import finished_run
+from tests.support.runs.finished import finished_run
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text("utf-8")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.hub import Hub
 from tests.support.hub.processes import run_python
 from tests.support.hub.server import TOKEN
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
 
 pytestmark = pytest.mark.slow
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]

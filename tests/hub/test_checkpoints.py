@@ -16,7 +16,7 @@ from finetune.recipe.schema import Recipe
 from finetune.train import main as train
 from tests.support.hub import Hub
 from tests.support.hub.server import TOKEN
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.support.hub import Hub
 from tests.support.hub.processes import run_python
 from tests.support.hub.server import TOKEN
 from tests.support.hub.state import Blob
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 NAME = "me/made"
 CONFIG: dict[str, Any] = {

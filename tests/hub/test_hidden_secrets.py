@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import FinetuneError
 from finetune.hub.upload_files import _WINDOW, Outgoing, check_no_secrets
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models.tiny import tiny_tokenizer
 
 TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrSt"  # of no account
 OWN = "correct-horse-battery-staple"  # a value that this machine knows

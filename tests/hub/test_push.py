@@ -37,7 +37,7 @@ from finetune.redaction import find_secret
 from finetune.run_folder.save_restore import export_adapter
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.server import TOKEN, WRITER
-from tests.support.tiny import tiny_model, tiny_tokenizer, write_chats
+from tests.support.models.tiny import tiny_model, tiny_tokenizer, write_chats
 
 ME = Destination("me/devils", base="acme/tiny-llama")
 PLAIN = Destination("me/devils")  # with no base to ask the Hub about

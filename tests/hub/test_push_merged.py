@@ -15,8 +15,8 @@ from finetune.errors import FinetuneError
 from finetune.hub.around_training import push_after_training
 from finetune.hub.push import Destination, chosen_destination, prepare_upload
 from finetune.recipe.loader import recipe_from_resolved
-from tests.support.finished import finished_run
 from tests.support.hub import Hub
+from tests.support.runs.finished import finished_run
 
 
 @pytest.fixture

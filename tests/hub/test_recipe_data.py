@@ -12,7 +12,7 @@ from finetune.recipe.loader import load_recipe
 from tests.support.hub import running_hub
 from tests.support.hub.data_sets import DATA_SETS, serve
 from tests.support.hub.processes import run_python
-from tests.support.recipe_results import recipes
+from tests.support.runs.recipe_results import recipes
 
 ROWS, HELD_OUT = 30, 10
 # Reads every entry of every recipe as a training would; one line of JSON.

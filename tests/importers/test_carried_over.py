@@ -15,7 +15,7 @@ from finetune.data.formats import SHAREGPT_ROLES, Chat, read_row
 from finetune.data.messages import role_of_tools
 from finetune.importers import Imported, convert
 from finetune.recipe.loader import load_recipe
-from tests.support.others_configs import (
+from tests.support.rows.others_configs import (
     AXOLOTL_LORA_8B,
     EXAMPLES,
     FACTORY_LLAMA,

@@ -26,7 +26,8 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.yaml_text import parse
 from finetune.tokens.encoder import Encoder
-from tests.support.others_configs import (
+from tests.support.models.tiny import tiny_tokenizer
+from tests.support.rows.others_configs import (
     ABSENT,
     AXOLOTL_FULL,
     AXOLOTL_LORA_8B,
@@ -36,7 +37,6 @@ from tests.support.others_configs import (
     TUNE_LORA,
     Values,
 )
-from tests.support.tiny import tiny_tokenizer
 
 ADAMW = TUNE_LORA["optimizer"]
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from tests.support.others_configs import (
+from tests.support.rows.others_configs import (
     AXOLOTL_LORA_8B,
     EXAMPLES,
     FACTORY_LLAMA,

@@ -15,7 +15,7 @@ import yaml
 from finetune.cli.main import main
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.recipe.loader import load_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
 # All in one step, so that their order does not matter; two are longer than max_length.

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.cli.main import main
 from finetune.importers import Imported, convert
-from tests.support.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
+from tests.support.rows.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
 
 BARE_AXOLOTL = {key: value for key, value in AXOLOTL_LORA_8B.items() if not key.startswith("wandb")}
 CHATS = {"datasets": [{"path": "a/b", "type": "chat_template"}]}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.two_hosts import Host, two_hosts, why_not
+from tests.support.runs.two_hosts import Host, two_hosts, why_not
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from finetune.cli.main import console
 from finetune.launch.cpu_memory import bound_libraries
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
-from tests.support.cut_network import CUT
-from tests.support.launching import Started, by_srun, running, said, wait_all
-from tests.support.soak_resume import fingerprint, write_resume_recipe
-from tests.support.two_hosts import Host
+from tests.support.runs.launching import Started, by_srun, running, said, wait_all
+from tests.support.runs.soak_resume import fingerprint, write_resume_recipe
+from tests.support.runs.two_hosts import Host
+from tests.support.stand_ins.cut_network import CUT
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 15  # timeout_seconds of the recipe
@@ -49,7 +49,7 @@ def test_both_hosts_end_and_the_run_goes_on(
     cut = Path(f"{run_dir}.cut")
     try:
         with running(
-            parts, recipe, run_dir, hosts, script="tests/support/cut_network.py", timeout_seconds=TIMEOUT
+            parts, recipe, run_dir, hosts, script="tests/support/stand_ins/cut_network.py", timeout_seconds=TIMEOUT
         ) as processes:
             codes = wait_all(processes, run_dir, TIMEOUT + 60)
             took = time.time() - cut.stat().st_mtime

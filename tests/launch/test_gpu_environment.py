@@ -14,8 +14,8 @@ import torch
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, expands_segments, set_gpu_environment
 from finetune.strategies.gpu_needs import check_gpus
-from tests.support.launching import ACCELERATE, ALONE, TORCHRUN
-from tests.support.recipes import least, least_recipe, write_recipe
+from tests.support.runs.launching import ACCELERATE, ALONE, TORCHRUN
+from tests.support.runs.recipes import least, least_recipe, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from finetune.files import read_lines
-from tests.support.launching import (
+from tests.support.runs.launching import (
     ACCELERATE,
     TORCHRUN,
     Started,
@@ -25,8 +25,8 @@ from tests.support.launching import (
     until_step,
     wait_all,
 )
-from tests.support.soak_resume import write_resume_recipe
-from tests.support.two_hosts import Host
+from tests.support.runs.soak_resume import write_resume_recipe
+from tests.support.runs.two_hosts import Host
 
 pytestmark = pytest.mark.slow
 FIRST, PORT = "10.77.0.1", "29511"

@@ -20,7 +20,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch import local_ranks
 from finetune.launch.local_ranks import is_rank_already, ranks_here
 from finetune.launch.script import plan_launch
-from tests.support.launching import REPOSITORY
+from tests.support.runs.launching import REPOSITORY
 
 RECIPE = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 LAUNCHER = """

@@ -20,9 +20,9 @@ from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch import rendezvous as rendezvous_module
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout, interface_towards, rendezvous
-from tests.support.cells import free_ports
-from tests.support.launching import ALONE
-from tests.support.recipes import least_recipe
+from tests.support.runs.cells import free_ports
+from tests.support.runs.launching import ALONE
+from tests.support.runs.recipes import least_recipe
 
 recipe = partial(least_recipe, lora=None)
 TWO_HOSTS = replace(ALONE, world_size=2, rank=1, nodes=2, on_cpu=True)

@@ -19,8 +19,8 @@ from finetune.files import read_lines
 from finetune.launch import launcher
 from finetune.launch.script import plan_launch, script
 from finetune.launch.slurm import slurm_ranks
-from tests.support.cells import free_ports
-from tests.support.soak_resume import write_resume_recipe
+from tests.support.runs.cells import free_ports
+from tests.support.runs.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine

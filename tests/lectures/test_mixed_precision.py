@@ -9,8 +9,8 @@ import torch
 
 from lectures.mixed_precision import mixed_precision_lecture
 from lectures.output import LectureRequest, LectureResult
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import save_tiny, tiny_model, write_chats
+from tests.support.models.tiny import save_tiny, tiny_model, write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 
 @pytest.fixture(scope="module")

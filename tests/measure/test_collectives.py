@@ -22,9 +22,9 @@ NO_COLLECTIVES = {"check_for_nan", "wait_tensor", "batch_p2p_ops"}
 
 
 def ranks(what: str, folder: Path, world: int = 2) -> list[Any]:
-    """The figures of each gloo rank of tests/support/traffic_worker.py."""
+    """The figures of each gloo rank of tests/support/memory/traffic_worker.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.support.traffic_worker", what, str(folder)]
+    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.support.memory.traffic_worker", what, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]

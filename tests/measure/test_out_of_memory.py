@@ -16,9 +16,9 @@ from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
 from finetune.training import loop, memory_report, session
-from tests.support.recipes import tiny, write_recipe
-from tests.support.soak_resume import MEASURED
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
+from tests.support.runs.soak_resume import MEASURED
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 GIB = 2**30

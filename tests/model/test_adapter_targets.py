@@ -19,12 +19,12 @@ from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import adapted_paths, describe_reach, reach
 from finetune.model.build import build_model, decoder_parts, refuse_early
 from finetune.recipe.schema import Lora, Recipe
-from tests.support.architectures import save_shaken
-from tests.support.finished import finished_run
-from tests.support.mixtures import MIXTURES, save_mixture
-from tests.support.multimodal import save_multimodal
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.models.architectures import save_shaken
+from tests.support.models.multimodal import save_multimodal
+from tests.support.models.tiny import save_tiny
+from tests.support.rows.mixtures import MIXTURES, save_mixture
+from tests.support.runs.finished import finished_run
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 35).reshape(2, 16)

@@ -19,8 +19,8 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import build
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
 from finetune.recipe.schema import Recipe
-from tests.support.recipes import least_recipe
-from tests.support.tiny import FAMILIES, flat_batch, save_tiny
+from tests.support.models.tiny import FAMILIES, flat_batch, save_tiny
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 

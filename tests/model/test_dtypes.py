@@ -17,9 +17,9 @@ from finetune.model.build import load_base, refuse_early, structure_alone
 from finetune.model.dtypes import widening
 from finetune.recipe.schema import Recipe
 from finetune.train import main
-from tests.support.mixtures import save_mixture
-from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.rows.mixtures import save_mixture
+from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 
 CPU = torch.device("cpu")
 BLOCK = 32

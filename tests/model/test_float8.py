@@ -27,13 +27,13 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import check_combination, check_launch
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.launching import ALONE
-from tests.support.mixtures import save_mixture
-from tests.support.one_curve import LENGTHS, checkpointed, curve_of, write_curve_recipe
-from tests.support.recipes import least, least_recipe, write_recipe
-from tests.support.reference import Step
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.rows.mixtures import save_mixture
+from tests.support.runs.cells import launch
+from tests.support.runs.launching import ALONE
+from tests.support.runs.one_curve import LENGTHS, checkpointed, curve_of, write_curve_recipe
+from tests.support.runs.recipes import least, least_recipe, write_recipe
+from tests.support.runs.reference import Step
 
 FP8: dict[str, Any] = {"mixed_precision": "fp8"}
 needs_torchao = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from finetune.model.generate import answer, answering, computing_device, greedy_answers, left_padded
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 300, 41], [5, 6, 90, 411, 17, 23, 8, 499, 31, 77, 12], [350], [9, 8, 7, 6, 5, 4, 3]]

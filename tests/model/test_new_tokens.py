@@ -14,10 +14,10 @@ from finetune.model.build import build_model, load_tokenizer, refuse_early
 from finetune.recipe.schema import Recipe
 from finetune.tokens.encoder import Encoder
 from finetune.train import main
-from tests.support.architectures import config_of
-from tests.support.new_tokens import IDS, KNOWN, ROOM, TEXTS, TOKENS, rows_that_begin, save_base
-from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import tiny_tokenizer, write_chats
+from tests.support.models.architectures import config_of
+from tests.support.models.new_tokens import IDS, KNOWN, ROOM, TEXTS, TOKENS, rows_that_begin, save_base
+from tests.support.models.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 
 CPU = torch.device("cpu")
 

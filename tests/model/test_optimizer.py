@@ -29,10 +29,10 @@ from finetune.recipe.strategy_fit import unfit
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
-from tests.support.one_curve import write_curve_recipe
-from tests.support.recipes import least_recipe
-from tests.support.stepping import float32_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.one_curve import write_curve_recipe
+from tests.support.runs.recipes import least_recipe
+from tests.support.runs.stepping import float32_recipe
 
 BITSANDBYTES = [name for name, spec in OPTIMIZERS.items() if spec.bitsandbytes_class]
 

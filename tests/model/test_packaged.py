@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import packaged
 from finetune.model.packaged import published_name, read_origin, resolve_model_path
-from tests.support.tiny import CHATML, SPECIAL_TOKENS, tiny_tokenizer
+from tests.support.models.tiny import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
 GPT2_TOKEN_TYPES = {"control": 3, "normal": 1}

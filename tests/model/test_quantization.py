@@ -34,9 +34,9 @@ from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
 from finetune.run_folder.save_restore import export_adapter
 from finetune.strategies.assemble import Assembled
-from tests.support.architectures import save_shaken
-from tests.support.quantised import dequantised, quantised_recipe
-from tests.support.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
+from tests.support.models.architectures import save_shaken
+from tests.support.models.quantised import dequantised, quantised_recipe
+from tests.support.models.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}

@@ -22,11 +22,21 @@ from finetune.model.stored_structure import refuse_files, stored_structure
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
 from finetune.strategies.late_quantising import load_unquantised
-from tests.support.architectures import save_shaken
-from tests.support.multimodal import save_multimodal
-from tests.support.recipes import least_recipe
-from tests.support.ties import EMBEDDINGS, HEAD, Change, changed_base, equal_ones, head_alone, no_head, rewrite, say
-from tests.support.tiny import save_tiny
+from tests.support.models.architectures import save_shaken
+from tests.support.models.multimodal import save_multimodal
+from tests.support.models.ties import (
+    EMBEDDINGS,
+    HEAD,
+    Change,
+    changed_base,
+    equal_ones,
+    head_alone,
+    no_head,
+    rewrite,
+    say,
+)
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipes import least_recipe
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -21,9 +21,9 @@ from finetune.preflight.shrink import shrink_model
 from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
-from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, answering, save_multimodal
-from tests.support.recipes import least_recipe, merged
-from tests.support.tiny import flat_batch, write_chats
+from tests.support.models.multimodal import FAMILIES, WITH_TEXT_CLASS, answering, save_multimodal
+from tests.support.models.tiny import flat_batch, write_chats
+from tests.support.runs.recipes import least_recipe, merged
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]

@@ -16,9 +16,9 @@ from finetune.planner.arithmetic import explain_plan
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
-from tests.support.new_tokens import TEXTS, TOKENS, save_base
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.models.new_tokens import TEXTS, TOKENS, save_base
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipes import least_recipe
 
 CASES: dict[str, dict[str, Any]] = {
     "by name": {"rank_pattern": {"q_proj": 3, "mlp.*": 9}},

@@ -24,8 +24,8 @@ from finetune.planner.command import plan_by_trace
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.planned import Case, differences, models, planned, tracked_on_ranks
+from tests.support.memory.planned import Case, differences, models, planned, tracked_on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 CASE = Case("full", "float32", 0, packed=True, tied=False, micro_steps=2)

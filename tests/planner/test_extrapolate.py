@@ -18,7 +18,7 @@ from finetune.planner.depth.extrapolate import (
 from finetune.planner.trace.timeline import Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, models
+from tests.support.memory.planned import Case, models
 
 LAYERS = 9
 

@@ -22,7 +22,7 @@ from finetune.planner.trace.kernel_workspaces import WORKSPACES, deterministic_s
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, models
+from tests.support.memory.planned import Case, models
 
 DEVICE = pretend_device()
 FLASHES = ("aten._scaled_dot_product_flash_attention", "torch_attn._varlen_attn")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.architecture_columns import planned
-from tests.support.architectures import ARCHITECTURES, WAYS, save_shaken
-from tests.support.families_page import recorded
+from tests.support.models.architecture_columns import planned
+from tests.support.models.architectures import ARCHITECTURES, WAYS, save_shaken
+from tests.support.models.families_page import recorded
 
 QUICK = ("gpt2",)  # sizes by other names; more are planned in the tests beside this one
 

@@ -9,7 +9,7 @@ import pytest
 from finetune.model.float8.requirements import EMULATION_SWITCH
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, differences, models, planned, tracked
+from tests.support.memory.planned import Case, differences, models, planned, tracked
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install 'finetune[lowbit]'")
 

@@ -20,7 +20,7 @@ from finetune.planner import roofline
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
 from finetune.planner.trace.flops import COPY, ON_HOST, Operation, count_operations, crossing_bytes, operation_place
 from finetune.planner.trace.step_work import StepWork, per_step, work_at_depth
-from tests.support import addmm_stand_in
+from tests.support.stand_ins import addmm_stand_in
 
 assert addmm_stand_in
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.compiled_traffic import Kernel, by_column, compiled_kernels
-from tests.support.layer_traffic import TOKENS, largest_operations, layer_step, recipe_of
+from tests.support.memory.compiled_traffic import Kernel, by_column, compiled_kernels
+from tests.support.memory.layer_traffic import TOKENS, largest_operations, layer_step, recipe_of
 
 H, KV, INNER = 4096, 1024, 14336  # Llama 3.1 8B: hidden size, keys' and values', MLP's
 # Kernels, and bytes a token outside of matrix products and attention. A step that needs fewer lowers its row.

@@ -22,11 +22,11 @@ from finetune.planner.trace.recorder import Recorder
 from finetune.planner.trace.trace import trace
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import Strategy, read_strategy
-from tests.support.memory_arithmetic import host_bytes, host_bytes_at_save
-from tests.support.planned import Case
-from tests.support.recipe_plans import plan_of
-from tests.support.recipe_results import recipes
-from tests.support.tiny import save_tiny
+from tests.support.memory.memory_arithmetic import host_bytes, host_bytes_at_save
+from tests.support.memory.planned import Case
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipe_plans import plan_of
+from tests.support.runs.recipe_results import recipes
 
 MIB, GIB = 2**20, 2**30
 SIZES = {"hidden_size": 48, "intermediate_size": 136, "num_hidden_layers": 3}  # no powers of two

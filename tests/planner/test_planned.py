@@ -12,7 +12,7 @@ from finetune.closed_form.constants import COMPONENTS
 from finetune.planner.trace.fake_model import host_pages, no_data
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
+from tests.support.memory.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
 
 ALL = cases()
 RANKS = cases(("full", "lora"))

@@ -13,7 +13,7 @@ from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.stand_ins import without_disks
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, differences, models, planned, tracked_on_ranks
+from tests.support.memory.planned import Case, differences, models, planned, tracked_on_ranks
 
 SOME = [
     Case("full", "bf16", 0, packed=True, tied=True, micro_steps=1),

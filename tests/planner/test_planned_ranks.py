@@ -15,10 +15,10 @@ from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
-from tests.support.cells import launch
-from tests.support.planned import Case, models
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.memory.planned import Case, models
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.recipes import tiny, write_recipe
 
 MICRO_STEPS = 2
 
@@ -75,7 +75,8 @@ def test_weights_that_stay_gathered_are_gathered_once_a_step(strategy: str, gath
 
 PROGRAM = """
 import sys
-from tests.support import cells, planned
+from tests.support.runs import cells
+from tests.support.memory import planned
 planned.let_go_at_once()
 sys.exit(cells.main(sys.argv[1:]))
 """

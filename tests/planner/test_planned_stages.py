@@ -21,9 +21,9 @@ from finetune.planner.plan_recipe import Plan, plan_recipe
 from finetune.planner.roofline import roofline_json
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.sections.pipelines import SCHEDULES
-from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
-from tests.support.recipes import least, least_recipe, write_recipe
-from tests.support.tiny import save_tiny
+from tests.support.memory.planned import Case, differences, models, planned, tracked_on_each_rank
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipes import least, least_recipe, write_recipe
 
 LAYERS = 5  # three and two of them, or one to two
 BACKWARD = "backward"  # the phase of forwards and backwards, which alternate

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import others_memory, titan_memory, tune_memory
-from tests.support.public_memory import POINTS, compared, summary, table
+from tests.support.memory import others_memory, titan_memory, tune_memory
+from tests.support.memory.public_memory import POINTS, compared, summary, table
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "public_memory.json"
 

@@ -9,8 +9,8 @@ from finetune.closed_form.recomputation import choose_recomputation
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
-from tests.support.recipe_plans import NAME, on_page, plan, table
-from tests.support.recipe_results import known, recipes, sha256_of
+from tests.support.runs.recipe_plans import NAME, on_page, plan, table
+from tests.support.runs.recipe_results import known, recipes, sha256_of
 
 PLANNED = known(NAME)
 NEAR = 0.01

@@ -16,7 +16,7 @@ from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.timeline import Event, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.planned import Case, models
+from tests.support.memory.planned import Case, models
 
 DEEP = 10
 # The number of tensors of a model shows in what foreach kernels make for each of them, a few bytes a tensor.

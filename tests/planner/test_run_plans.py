@@ -24,8 +24,8 @@ from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training.memory_report import describe_memory
 from finetune.training.plan_request import PlanRequest
-from tests.support.recipes import merged, tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import merged, tiny, write_recipe
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]

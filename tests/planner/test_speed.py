@@ -12,8 +12,8 @@ from finetune.planner.plan_recipe import Plan, plan_recipe
 from finetune.planner.roofline import CHIPS, compute_seconds, roofline_json, roofline_lines
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.recipes import least_recipe
 
 
 def planned(recipe: Recipe, gpus: str = "1xH100") -> Plan:

@@ -14,8 +14,8 @@ from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
 from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.timeline import Event, Timeline
 from finetune.recipe.strategy import read_strategy
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.recipes import least_recipe
 
 LAYERS = 40
 CONFIG = {  # an embedding as large as 3.2 layers

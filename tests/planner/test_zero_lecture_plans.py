@@ -18,8 +18,8 @@ from lectures.output import LectureRequest
 from lectures.zero.holders import HOLDING_RANKS, TRACED_ON, trace_holders
 from lectures.zero.notes import HOMEWORK
 from lectures.zero.planned import identity_of, kept_plans, plan_row
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.comparison import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 GIB = 2**30
 TORCHRUN = (

@@ -14,8 +14,8 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError
 from finetune.preflight.compare_rows import ComparedRow, check_compared, rows_of_file, rows_of_options, split_values
 from finetune.preflight.comparison import job_command, plan_comparison
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 
 @pytest.fixture

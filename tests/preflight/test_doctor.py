@@ -28,7 +28,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
-from tests.support.pretend_cuda import pretended_cuda
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = "hf_" + "q7Wz" * 9
@@ -218,7 +218,7 @@ def test_what_a_run_writes(override: str, checkpoint: int, export: int, tmp_path
 
 @pytest.mark.slow
 def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) -> None:
-    from tests.support.tiny import write_chats
+    from tests.support.models.tiny import write_chats
 
     write_chats(tmp_path / "chats.jsonl", [20] * 16)
     text = f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\nlora: null\nsamples: {{count: 0}}\n"

@@ -45,8 +45,8 @@ from finetune.recipe.schema import Data, Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
 from finetune.run_folder.save_restore import export_adapter
-from tests.support.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands
-from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
+from tests.support.models.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
+from tests.support.runs.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "cpu_2proc")

@@ -17,10 +17,10 @@ from finetune.model.known_configs import CONFIGS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.strategies.zero import fit_swap, swap_buffers
-from tests.support.cells import launch
-from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
-from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.runs.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 
 METHODS = ("full", "lora")
 

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from finetune.errors import FinetuneError
 from finetune.probe.probe import probe
-from tests.support.architectures import Way, outcomes
-from tests.support.recipes import least_recipe
+from tests.support.models.architectures import Way, outcomes
+from tests.support.runs.recipes import least_recipe
 
 QUICK = {("llama", False), ("gemma3_text", True), ("gpt_oss", True)}  # right unpacked and packed, refused
 FAMILIES = (

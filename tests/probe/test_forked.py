@@ -14,7 +14,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.probe import forked
 from finetune.probe.forked import probed_in_child
 from finetune.probe.probe import ProbeResult
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 HERE = os.getpid()
 

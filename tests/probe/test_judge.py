@@ -21,11 +21,11 @@ from finetune.probe import compare
 from finetune.probe.compare import EXACT, Difference, LibrarySide, LossAndGradients, difference
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
-from tests.support.architectures import save_shaken
-from tests.support.mixtures import save_mixture
-from tests.support.own_model import save_own_model
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.models.architectures import save_shaken
+from tests.support.models.own_model import save_own_model
+from tests.support.models.tiny import save_tiny
+from tests.support.rows.mixtures import save_mixture
+from tests.support.runs.recipes import least_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from finetune.architecture.loss import AS_IT_IS
 from finetune.errors import FinetuneError
 from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
-from tests.support.own_model import save_own_model
-from tests.support.recipes import least_recipe
+from tests.support.models.own_model import save_own_model
+from tests.support.runs.recipes import least_recipe
 
 
 @pytest.fixture(autouse=True)

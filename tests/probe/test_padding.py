@@ -14,8 +14,8 @@ from finetune.model.small import SmallModel
 from finetune.probe import padding, remembered
 from finetune.probe.padding import PROMPT_LENGTHS, SAME, compare_padded, may_share_a_batch
 from finetune.probe.probe import probe
-from tests.support.architectures import ARCHITECTURES, Way, recipe_of, save_shaken
-from tests.support.recipes import least_recipe
+from tests.support.models.architectures import ARCHITECTURES, Way, recipe_of, save_shaken
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 # Positions that decay whatever the mask says; chunks and pools of tokens that are counted from the row's beginning.

@@ -14,8 +14,8 @@ from finetune.probe import probe as probing
 from finetune.probe import remembered
 from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
-from tests.support.own_model import save_own_model
-from tests.support.recipes import least_recipe
+from tests.support.models.own_model import save_own_model
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 

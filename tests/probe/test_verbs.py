@@ -13,9 +13,9 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
 from finetune.preflight.rehearsal import rehearse
 from finetune.probe import probe as probing
-from tests.support.own_model import save_own_model
-from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import tiny_tokenizer, write_chats
+from tests.support.models.own_model import save_own_model
+from tests.support.models.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Every recipe as it is written trains: a rate at each step, a held-out loss that falls, no tensor left as it was.
 
-Only the model is a tiny one and the data are the loopback Hub's: tests/support/as_written.py. All recipes take half an
-hour, so benchmarks/train_recipes.py keeps a record of them, which is held to the recipes' text; four are trained here.
+Only the model is a tiny one and the data are the loopback Hub's: tests/support/runs/as_written.py. All recipes take
+half an hour, so benchmarks/train_recipes.py keeps a record of them, which is held to the recipes' text; four are
+trained here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 from finetune.recipe.loader import load_recipe
-from tests.support.as_written import NEEDED, train_as_written
 from tests.support.hub.data_sets import DATA_SETS
-from tests.support.recipe_results import RESULTS, recipes, sha256_of
+from tests.support.runs.as_written import NEEDED, train_as_written
+from tests.support.runs.recipe_results import RESULTS, recipes, sha256_of
 
 COUNT = 41
 SAMPLE = ["llama3_fsdp", "llama3_zero3", "qwen3_8b_lora_sql_1x24gb", "smollm2_1.7b_full_text_1x48gb"]

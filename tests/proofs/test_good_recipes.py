@@ -23,8 +23,8 @@ from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
-from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save, parts
-from tests.support.model_shapes import shape_of
+from tests.support.memory.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save, parts
+from tests.support.models.model_shapes import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

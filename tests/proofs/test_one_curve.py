@@ -16,7 +16,8 @@ import pytest
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from finetune.train import main
-from tests.support.one_curve import (
+from tests.support.models.tiny import FAMILIES, save_tiny, write_chats
+from tests.support.runs.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     PEAK,
@@ -29,8 +30,7 @@ from tests.support.one_curve import (
     reference,
     write_curve_recipe,
 )
-from tests.support.reference import IGNORE, Step
-from tests.support.tiny import FAMILIES, save_tiny, write_chats
+from tests.support.runs.reference import IGNORE, Step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

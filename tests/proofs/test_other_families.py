@@ -13,11 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from finetune.train import main
-from tests.support.architectures import config_of
-from tests.support.cells import launch
-from tests.support.curve_table import SPLITS, TOLERANCE, receipt_of, skip_where_missing, worst
-from tests.support.exports import contents
-from tests.support.one_curve import (
+from tests.support.models.architectures import config_of
+from tests.support.models.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import SPLITS, TOLERANCE, receipt_of, skip_where_missing, worst
+from tests.support.runs.exports import contents
+from tests.support.runs.one_curve import (
     LENGTHS,
     LORA,
     MAX_GRAD_NORM,
@@ -30,8 +31,7 @@ from tests.support.one_curve import (
     learning_rates,
     write_curve_recipe,
 )
-from tests.support.reference import reference_run
-from tests.support.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.reference import reference_run
 
 FAMILIES = "gpt_oss gemma2 cohere llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid".split()
 QUICK = ("lfm2",)

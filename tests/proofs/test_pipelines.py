@@ -17,12 +17,12 @@ import pytest
 
 from finetune.files import read_lines
 from finetune.preflight.gpu_proofs import rewind
-from tests.support.cells import ROOT, launch
-from tests.support.curve_table import METHODS, SHORT, TOLERANCE, apart, receipt_of, worst
-from tests.support.exports import assert_same_product, assert_the_last_step_exports_alike
-from tests.support.one_curve import LENGTHS, STEPS, checkpointed, curve_of, reference, write_curve_recipe
-from tests.support.reference import Step
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import ROOT, launch
+from tests.support.runs.curve_table import METHODS, SHORT, TOLERANCE, apart, receipt_of, worst
+from tests.support.runs.exports import assert_same_product, assert_the_last_step_exports_alike
+from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, reference, write_curve_recipe
+from tests.support.runs.reference import Step
 
 ALONE = {"per_device_batch_size": 1}
 PACKED = {"data": {"packing": True, "max_length": 300}, "training": ALONE | {"global_batch_size": 4}}  # four rows
@@ -250,7 +250,14 @@ def test_resumed(method: str, strategy: str, ranks: int, models: dict[str, Path]
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", ["2:gpipe", "2:1f1b", "2:gpipe,1:single", "4:1f1b_ddp2", "2:interleaved_1f1b"])
 def test_killed_at_random_moments(tmp_path: Path, ways: str) -> None:
-    command = [sys.executable, str(ROOT / "tests" / "support" / "soak_resume.py"), "--ways", ways, "--kills", "3"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "support" / "runs" / "soak_resume.py"),
+        "--ways",
+        ways,
+        "--kills",
+        "3",
+    ]
     process = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     assert json.loads(process.stdout.splitlines()[-1])["kills"] >= 3

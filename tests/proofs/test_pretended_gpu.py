@@ -20,14 +20,14 @@ from finetune.files import read_lines
 from finetune.finished_run.evaluation import held_out_figures
 from finetune.finished_run.load import best_device, finished_run
 from finetune.training import samples, session
-from tests.support.cells import free_ports
-from tests.support.flash_stand_in import install
-from tests.support.launching import REPOSITORY, TORCHRUN
-from tests.support.one_rank import as_before
-from tests.support.pretend_cuda import pretended_cuda
-from tests.support.recipes import write_recipe
-from tests.support.soak_resume import fingerprint, write_resume_recipe
-from tests.support.varlen_stand_in import COMPUTED_BY, FACTORS
+from tests.support.runs.cells import free_ports
+from tests.support.runs.launching import REPOSITORY, TORCHRUN
+from tests.support.runs.one_rank import as_before
+from tests.support.runs.recipes import write_recipe
+from tests.support.runs.soak_resume import fingerprint, write_resume_recipe
+from tests.support.stand_ins.flash_stand_in import install
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
+from tests.support.stand_ins.varlen_stand_in import COMPUTED_BY, FACTORS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RANKS = "ddp", "fsdp2", "fsdp2_offload"
@@ -170,7 +170,15 @@ def test_weights_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:
     port = str(free_ports(1)[0])
-    words = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", port, "tests/support/pretend_cuda.py", str(recipe)]
+    words = [
+        *TORCHRUN,
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        port,
+        "tests/support/stand_ins/pretend_cuda.py",
+        str(recipe),
+    ]
     with run_dir.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [*words, f"output_dir={run_dir}", f"accelerate_config={way}"],

@@ -11,7 +11,7 @@ import pytest
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import EvalFraction, Recipe
 from tests.support.hub.data_sets import DATA_SETS
-from tests.support.recipe_results import recipes
+from tests.support.runs.recipe_results import recipes
 
 RECIPES = {name: path for name, path in recipes().items() if name != "quickstart"}  # whose header is measured
 DATA = re.compile(

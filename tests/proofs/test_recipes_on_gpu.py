@@ -1,6 +1,7 @@
 """Every shipped recipe, made small, on a GPU that is the host: probe, worst step, steps, saving, a stop, a resume.
 
-Recipes that are alike in what CUDA decides make a group, of which one is played (tests/support/recipes_on_gpu.py).
+Recipes that are alike in what CUDA decides make a group, of which one is played
+(tests/support/stand_ins/recipes_on_gpu.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.strategy import read_strategy
-from tests.support.cells import free_ports
-from tests.support.launching import REPOSITORY, TORCHRUN
-from tests.support.recipe_results import recipes
-from tests.support.recipes_on_gpu import LACKING, Job, group_of, make_small, play, write_job
-from tests.support.soak_resume import fingerprint
+from tests.support.runs.cells import free_ports
+from tests.support.runs.launching import REPOSITORY, TORCHRUN
+from tests.support.runs.recipe_results import recipes
+from tests.support.runs.soak_resume import fingerprint
+from tests.support.stand_ins.recipes_on_gpu import LACKING, Job, group_of, make_small, play, write_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,7 +79,7 @@ def played_by_ranks(job: Job) -> list[int]:
     words = [*TORCHRUN, "--nproc_per_node", str(job.ranks), "--master_port", str(free_ports(1)[0])]
     file = write_job(job)
     done = subprocess.run(
-        [*words, "tests/support/recipes_on_gpu.py", str(file)],
+        [*words, "tests/support/stand_ins/recipes_on_gpu.py", str(file)],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

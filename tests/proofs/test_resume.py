@@ -20,11 +20,11 @@ from finetune import train
 from finetune.files import read_lines
 from finetune.run_folder.folder import read_state
 from finetune.training import session
-from tests.support.curve_table import KILLED
-from tests.support.soak_resume import fingerprint, write_resume_recipe
+from tests.support.runs.curve_table import KILLED
+from tests.support.runs.soak_resume import fingerprint, write_resume_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOAK = Path(__file__).resolve().parents[1] / "support" / "soak_resume.py"
+SOAK = Path(__file__).resolve().parents[1] / "support" / "runs" / "soak_resume.py"
 # The full proof is FINETUNE_KILLS=30: three minutes more.
 KILLS = int(os.environ.get("FINETUNE_KILLS", "3"))
 FULL = KILLS >= 30

@@ -23,10 +23,10 @@ from finetune.tokens.dataset import prepare
 from finetune.train import main
 from finetune.training.batch_notes import FEW, batch_notes
 from finetune.training.batch_plan import BatchPlan, plan_batches
-from tests.support.cells import ROOT, launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.recipes import SETTING
-from tests.support.tiny import WORDS, save_tiny
+from tests.support.models.tiny import WORDS, save_tiny
+from tests.support.runs.cells import ROOT, launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.recipes import SETTING
 
 RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.model.build import build_model
 from finetune.recipe.loader import load_recipe
-from tests.support.cells import ROOT, launch
-from tests.support.curve_table import (
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import ROOT, launch
+from tests.support.runs.curve_table import (
     METHODS,
     PAGE,
     PIPELINES,
@@ -33,10 +34,9 @@ from tests.support.curve_table import (
     trained_cells,
     worst,
 )
-from tests.support.exports import assert_the_last_step_exports_alike
-from tests.support.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
-from tests.support.reference import Step
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.runs.exports import assert_the_last_step_exports_alike
+from tests.support.runs.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
+from tests.support.runs.reference import Step
 
 # Those of the table that a suite has time for; `python benchmarks/one_curve.py` trains all.
 HERE, SPLITS_HERE = ("full", "lora", "qlora, bf16"), ("packed", "accumulated")

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.cells import launch
-from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
-from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
-from tests.support.ties import changed_base
-from tests.support.tiny import write_chats
+from tests.support.models.ties import changed_base
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.runs.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 
 RANKS = ("ddp", "fsdp2", "zero2", "zero3", "1f1b")
 SPLIT = {"data": {"packing": False}, "training": {"per_device_batch_size": 2}}

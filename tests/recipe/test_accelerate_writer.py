@@ -26,8 +26,8 @@ from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import check_launch
-from tests.support.launching import ALONE
-from tests.support.recipes import least, least_recipe, merged, write_recipe
+from tests.support.runs.launching import ALONE
+from tests.support.runs.recipes import least, least_recipe, merged, write_recipe
 
 # What `accelerate config` writes for each answer (accelerate/commands/config/cluster.py).
 MACHINE: dict[str, Any] = {

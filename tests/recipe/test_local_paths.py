@@ -15,8 +15,8 @@ from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.tokens.chat_template import read_source
-from tests.support.recipes import least, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import least, write_recipe
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 

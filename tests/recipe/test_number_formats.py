@@ -25,7 +25,7 @@ from finetune.recipe.number_formats import (
 )
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 PLAIN = "fpu sse2 ssse3 fma sse4_2 avx f16c"
 PROCESSORS = {  # flags -> what is fastest

@@ -19,8 +19,8 @@ from finetune.report.preview import Oddity, doubled_begin, length_histogram, pie
 from finetune.report.preview_views import as_page, facts_lines
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
-from tests.support.masks import encoded
-from tests.support.tiny import SPECIAL_TOKENS, save_tiny
+from tests.support.models.tiny import SPECIAL_TOKENS, save_tiny
+from tests.support.rows.masks import encoded
 
 QUESTION = {"role": "user", "content": "which seven birds sing?"}
 

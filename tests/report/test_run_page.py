@@ -17,8 +17,8 @@ from finetune.report.curves import curves, loss_chart, read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 VOID = {"meta", "path", "use", "rect"}
 PLAN = {"phases": {"forward": {"peak_bytes": 2**32}}}

@@ -14,7 +14,7 @@ from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.run_folder import trained_tensors
 from finetune.run_folder.trained_tensors import load_optimizer, optimizer_tensors
-from tests.support.stepping import float32_recipe
+from tests.support.runs.stepping import float32_recipe
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 PRIME = 257  # a row without a divisor: one byte for bitsandbytes, float32 for us

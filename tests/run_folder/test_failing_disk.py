@@ -23,7 +23,7 @@ from finetune.run_folder import checkpoint as checkpoints
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.saving.background import Saves
 from finetune.strategies.pieces import Ranks
-from tests.support.saving import ROOM
+from tests.support.runs.saving import ROOM
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 

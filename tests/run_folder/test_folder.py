@@ -29,7 +29,7 @@ from finetune.run_folder.folder import (
     mark_step,
     read_state,
 )
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "data": "abc"}
 

@@ -18,7 +18,7 @@ import pytest
 
 from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import clear_heartbeats
-from tests.support.launching import (
+from tests.support.runs.launching import (
     ACCELERATE,
     REPOSITORY,
     TORCHRUN,
@@ -29,7 +29,7 @@ from tests.support.launching import (
     until_step,
     wait_all,
 )
-from tests.support.soak_resume import fingerprint, write_resume_recipe
+from tests.support.runs.soak_resume import fingerprint, write_resume_recipe
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 15  # three quarters of it without a heartbeat is a freeze, on a machine that does other things too

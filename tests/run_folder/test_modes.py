@@ -17,9 +17,9 @@ import pytest
 from finetune.cli.main import main as cli
 from finetune.files import publish_folder, write_text
 from finetune.train import main
-from tests.support.launching import Started, running, wait_all
-from tests.support.recipes import merged, tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.launching import Started, running, wait_all
+from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 UMASKS = [0o022, 0o077, 0o027, 0o002]

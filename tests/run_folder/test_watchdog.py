@@ -33,7 +33,7 @@ from finetune.run_folder.heartbeat import (
     process_is_gone,
 )
 from finetune.run_folder.watchdog import Progress, Watchdog
-from tests.support.launching import ALONE
+from tests.support.runs.launching import ALONE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = 11

@@ -19,9 +19,9 @@ from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.training import session
-from tests.support.launching import ALONE
-from tests.support.pretend_cuda import pretended_cuda
-from tests.support.recipes import least_recipe
+from tests.support.runs.launching import ALONE
+from tests.support.runs.recipes import least_recipe
+from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
 recipe = partial(least_recipe, lora=None)
 TWO = replace(ALONE, world_size=2, on_cpu=True)

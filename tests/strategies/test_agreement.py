@@ -15,8 +15,8 @@ from torch import Tensor
 from finetune.errors import FinetuneError
 from finetune.model.build import structure_alone
 from finetune.strategies.assemble import agree_on_structure
-from tests.support.recipes import least_recipe
-from tests.support.ties import Change, changed_base, equal_ones
+from tests.support.models.ties import Change, changed_base, equal_ones
+from tests.support.runs.recipes import least_recipe
 
 
 def rank_of_two(rank: int, port: int, bases: list[Path], said: Any) -> None:

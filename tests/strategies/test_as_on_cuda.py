@@ -30,9 +30,9 @@ from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.plan_request import PlanRequest
 from finetune.training.start import own_recomputation
-from tests.support import launching
-from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
-from tests.support.recipes import least_recipe
+from tests.support.runs import launching
+from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu
+from tests.support.runs.recipes import least_recipe
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 TWO = replace(launching.ALONE, world_size=2, local_world_size=2, rank=1, local_rank=1)

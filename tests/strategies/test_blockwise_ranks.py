@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.curve_table import worst
-from tests.support.one_curve import LENGTHS, curve_of, write_curve_recipe
-from tests.support.one_rank import as_before, half_recipe, one_rank
-from tests.support.tiny import flat_batch, write_chats
+from tests.support.models.tiny import flat_batch, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import worst
+from tests.support.runs.one_curve import LENGTHS, curve_of, write_curve_recipe
+from tests.support.runs.one_rank import as_before, half_recipe, one_rank
 
 # Gradients of two ranks and of one differ in float32's last bits, so a moment between two codes may get either.
 SAME_BLOCKS = 1e-5

@@ -11,12 +11,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.curve_table import receipt_of, skip_where_missing
-from tests.support.exports import assert_the_last_step_exports_alike
-from tests.support.mixtures import save_mixture
-from tests.support.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.rows.mixtures import save_mixture
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import receipt_of, skip_where_missing
+from tests.support.runs.exports import assert_the_last_step_exports_alike
+from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
 
 LORA = {"r": 4, "rank_pattern": {"experts.down_proj": 2, "q_proj": 3}, "loraplus_lr_ratio": 4.0}
 

@@ -30,8 +30,8 @@ from finetune.strategies.pieces import covers, piece_to_write
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
-from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
-from tests.support.tiny import Documents, flat_batch, save_tiny
+from tests.support.models.tiny import Documents, flat_batch, save_tiny
+from tests.support.runs.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 
 SIZE_OF_COPIES = "parallelism_config_dp_replicate_size"
 

@@ -24,9 +24,9 @@ from finetune.model.build import build_model, load_base
 from finetune.model.quantization import quantized_layers
 from finetune.recipe.schema import Recipe
 from finetune.strategies.late_quantising import Unquantised, load_unquantised, state_tensors, waits_for_sharding
-from tests.support.one_rank import HERE, one_rank
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch, save_tiny, tiny_model
+from tests.support.models.tiny import flat_batch, save_tiny, tiny_model
+from tests.support.runs.one_rank import HERE, one_rank
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -29,9 +29,9 @@ from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scal
 from finetune.training import session
 from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
-from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
-from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts, weights
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
+from tests.support.runs.stepping import CPU, CountReads, float32_recipe, step_parts, weights
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 

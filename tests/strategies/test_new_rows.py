@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.new_tokens import KNOWN, TEXTS, TOKENS, save_base
-from tests.support.one_rank import one_rank
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch
+from tests.support.models.new_tokens import KNOWN, TEXTS, TOKENS, save_base
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.one_rank import one_rank
+from tests.support.runs.recipes import least_recipe
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 STEPS = 3

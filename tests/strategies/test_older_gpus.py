@@ -15,8 +15,8 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.strategies.accelerator import check_launch
 from finetune.strategies.gpu_needs import check_gpus
-from tests.support import launching
-from tests.support.recipes import least_recipe
+from tests.support.runs import launching
+from tests.support.runs.recipes import least_recipe
 
 LENGTHS = (5, 20, 1, 13)
 ALONE = replace(launching.ALONE, words=("python",))

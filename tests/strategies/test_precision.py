@@ -1,7 +1,7 @@
 """bf16, fp16, 8 and 4 bits: however a step's rows are split, the loss is that of the whole batch in one process.
 
 Rounding is not associative, so the splits differ; by how much was measured, and the bounds are three times that. Eight
-chats are all the data, as in tests/support/one_curve.py, and every step learns from all eight.
+chats are all the data, as in tests/support/runs/one_curve.py, and every step learns from all eight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from finetune.model.build import build_model
 from finetune.model.quantization import quantized_layers
 from finetune.train import main
 from finetune.training import session
-from tests.support.one_curve import (
+from tests.support.models.quantised import dequantised, quantised_recipe
+from tests.support.models.tiny import write_chats
+from tests.support.runs.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     STEPS,
@@ -34,10 +36,8 @@ from tests.support.one_curve import (
     learning_rates,
     write_curve_recipe,
 )
-from tests.support.quantised import dequantised, quantised_recipe
-from tests.support.reference import reference_run
-from tests.support.soak_resume import fork_ranks, wait_all
-from tests.support.tiny import write_chats
+from tests.support.runs.reference import reference_run
+from tests.support.runs.soak_resume import fork_ranks, wait_all
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 

@@ -22,8 +22,8 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies import assemble as assembling
 from finetune.strategies.assemble import assemble
 from finetune.strategies.late_quantising import load_unquantised
-from tests.support.launching import ALONE
-from tests.support.recipes import least_recipe
+from tests.support.runs.launching import ALONE
+from tests.support.runs.recipes import least_recipe
 
 CORES, OWN = 6, 1  # of the machine; of a rank at other times
 WAYS = ("fsdp2", "zero3", "fails")

@@ -25,7 +25,7 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.receipt import add_optimizer_state, receipt_checks, write_receipt
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "target_modules": "all-linear"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.cells import launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.one_curve import LENGTHS, curve_of, write_curve_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.one_curve import LENGTHS, curve_of, write_curve_recipe
 
 PACKED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,12 +11,12 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.curve_table import receipt_of, skip_where_missing
-from tests.support.exports import assert_the_last_step_exports_alike
-from tests.support.multimodal import save_multimodal
-from tests.support.one_curve import LENGTHS, curve_of, write_curve_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.multimodal import save_multimodal
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import receipt_of, skip_where_missing
+from tests.support.runs.exports import assert_the_last_step_exports_alike
+from tests.support.runs.one_curve import LENGTHS, curve_of, write_curve_recipe
 
 pytestmark = pytest.mark.slow
 

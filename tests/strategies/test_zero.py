@@ -21,10 +21,10 @@ from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
 from finetune.strategies import zero_requirements
 from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
-from tests.support.cells import launch
-from tests.support.curve_table import TOLERANCE, require_deepspeed, skip_where_missing, worst
-from tests.support.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
-from tests.support.tiny import save_tiny, tiny_model, write_chats
+from tests.support.models.tiny import save_tiny, tiny_model, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import TOLERANCE, require_deepspeed, skip_where_missing, worst
+from tests.support.runs.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
 
 ALONE = {"training": {"per_device_batch_size": 1}}
 HALF = {"mixed_precision": "bf16"}
@@ -125,9 +125,9 @@ def test_a_step_that_is_not_finite_leaves_everything_alone(
         write_curve_recipe(tmp_path / f"{name}_bf16", wide, chats, "full", ALONE, accelerate_config=name, training=HALF)
         for name in names
     ]
-    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/support/zero_spoilt.py") == [130] * 2 * len(
-        names
-    )
+    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/support/runs/zero_spoilt.py") == [
+        130
+    ] * 2 * len(names)
     for recipe in [*recipes, *half]:
         name = recipe.parent.name
         facts = json.loads((recipe.parent / "run" / "spoilt.json").read_text("utf-8"))

@@ -18,9 +18,9 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.loss_scaling import kind_of_scaling, lowest_scale
 from finetune.strategies.zero import DeferredStepEngine, EngineScaler, zero_plugin
-from tests.support.one_rank import CPU, OneRank, one_rank
-from tests.support.recipes import least_recipe
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.one_rank import CPU, OneRank, one_rank
+from tests.support.runs.recipes import least_recipe
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 

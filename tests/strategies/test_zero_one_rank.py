@@ -18,9 +18,9 @@ from finetune.run_folder.best import Exported, weights_to_export
 from finetune.run_folder.save_restore import save
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import trained_pieces
-from tests.support.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
-from tests.support.saving import in_the_foreground
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
+from tests.support.runs.saving import in_the_foreground
 
 # The slow tests have all, and the disk, for which DeepSpeed compiles.
 STRATEGIES = ("zero1", "zero2", "zero2_offload", "zero3")

@@ -21,7 +21,7 @@ from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import DocumentPool, Rows
-from tests.support.chat_families import tokenizer_of
+from tests.support.models.chat_families import tokenizer_of
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -20,8 +20,8 @@ from finetune.recipe.schema import Data
 from finetune.tokens import cache
 from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
 from finetune.tokens.encoder import IGNORE, Encoder
-from tests.support.chat_families import LLAMA3, tokenizer_of
-from tests.support.masks import encoded
+from tests.support.models.chat_families import LLAMA3, tokenizer_of
+from tests.support.rows.masks import encoded
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}

@@ -17,7 +17,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.tokens import check_documents
 from finetune.tokens.dataset import prepare
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 Rows = list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import documents_key, stored_documents
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Encoder
-from tests.support.thinking_families import thinking_tokenizer
+from tests.support.models.thinking_families import thinking_tokenizer
 
 OFF = {"enable_thinking": False}
 

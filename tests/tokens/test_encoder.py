@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from finetune.errors import DataError
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
-from tests.support.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, real_tokenizer, tokenizer_of
-from tests.support.masks import data_section, encoded, shown
+from tests.support.models.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, real_tokenizer, tokenizer_of
+from tests.support.rows.masks import data_section, encoded, shown
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]
 

@@ -18,8 +18,8 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens import estimate
 from finetune.tokens.dataset import prepare
 from finetune.tokens.estimate import RowCounts, estimated_rows
-from tests.support.recipes import least, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import least, write_recipe
 
 
 def recipe_of(folder: Path, model: Path | str, file: Path, **data: Any) -> Recipe:

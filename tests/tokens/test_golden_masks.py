@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
-from tests.support.chat_families import FAMILIES, tokenizer_of
-from tests.support.masks import data_section, encoded, shown
+from tests.support.models.chat_families import FAMILIES, tokenizer_of
+from tests.support.rows.masks import data_section, encoded, shown
 
 GOLDEN = Path(__file__).parent / "golden_masks"
 ROWS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rows.json").read_text("utf-8"))

@@ -14,10 +14,10 @@ from finetune.recipe.schema import Recipe
 from finetune.report.preview import find_oddities
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder, RowError
-from tests.support.masks import data_section, shown
-from tests.support.rendered_reference import Family, calls, result, says, user
-from tests.support.shipped_templates import shipped
-from tests.support.thinking_families import thinking_tokenizer
+from tests.support.models.thinking_families import thinking_tokenizer
+from tests.support.rows.masks import data_section, shown
+from tests.support.rows.rendered_reference import Family, calls, result, says, user
+from tests.support.rows.shipped_templates import shipped
 
 _CONTROL = ("<|eos|>", "<|user|>", "<|bot|>", "<|tool|>", "<|end|>", "<|stop|>")
 _OTHERS = "{% if m.role != 'assistant' %}{{ '<|user|>' + m.content + '<|end|>' }}{% else %}"

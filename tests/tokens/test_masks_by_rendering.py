@@ -1,15 +1,15 @@
 """Every template that TRL ships, by rows of every kind: the library's renderings say which part is supervised.
 
-A case is right, or refused with a reason; none is wrong (tests/support/rendered_reference.py). The table is printed:
-pytest -s. By default each template has a third of the rows, drawn by its name.
+A case is right, or refused with a reason; none is wrong (tests/support/rows/rendered_reference.py). The table is
+printed: pytest -s. By default each template has a third of the rows, drawn by its name.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.rendered_reference import MODES, ROWS, assert_rows_are_independent, sample_of_rows, table
-from tests.support.shipped_templates import shipped
+from tests.support.rows.rendered_reference import MODES, ROWS, assert_rows_are_independent, sample_of_rows, table
+from tests.support.rows.shipped_templates import shipped
 
 if not shipped():
     pytest.skip("the installed TRL ships no chat templates", allow_module_level=True)

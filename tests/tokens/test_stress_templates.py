@@ -7,8 +7,15 @@ import pytest
 from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.tokens.encoder import Encoder
-from tests.support.masks import data_section, shown
-from tests.support.rendered_reference import MODES, ROWS, Family, assert_rows_are_independent, sample_of_rows, table
+from tests.support.rows.masks import data_section, shown
+from tests.support.rows.rendered_reference import (
+    MODES,
+    ROWS,
+    Family,
+    assert_rows_are_independent,
+    sample_of_rows,
+    table,
+)
 
 _CONTROL = ("<s>", "<|eos|>", "<|user|>", "<|bot|>", "<|system|>", "<|tool|>", "<|end|>", "<|stop|>", "<|think|>",
             "<|/think|>", "<|call|>", "<|args|>", "<|/call|>", "<|result|>")  # fmt: skip

@@ -15,8 +15,8 @@ from finetune.errors import DataError
 from finetune.recipe.schema import Data
 from finetune.tokens.cache import stored_documents
 from finetune.tokens.encoder import Encoder, RowError
-from tests.support.chat_families import QWEN3, tokenizer_of
-from tests.support.masks import data_section, shown
+from tests.support.models.chat_families import QWEN3, tokenizer_of
+from tests.support.rows.masks import data_section, shown
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 AGAIN = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."}]

@@ -13,9 +13,9 @@ import pytest
 from finetune.data.columns import RowLayout
 from finetune.data.formats import Chat, read_row
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
-from tests.support.chat_families import tokenizer_of
-from tests.support.masks import data_section, shown
-from tests.support.thinking_families import THINKING, thinking_tokenizer
+from tests.support.models.chat_families import tokenizer_of
+from tests.support.models.thinking_families import THINKING, thinking_tokenizer
+from tests.support.rows.masks import data_section, shown
 
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}]
 CALL = [{"type": "function", "function": {"name": "get", "arguments": {"city": "Paris"}}}]

@@ -19,8 +19,8 @@ from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.folder import read_state
 from finetune.training import session
 from finetune.training.run_output import RunOutput
-from tests.support.saving import full, held_up
-from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
+from tests.support.runs.saving import full, held_up
+from tests.support.runs.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8  # saved after 3, 6 and 8

@@ -22,11 +22,11 @@ from finetune.run_folder.checkpoint import (
 from finetune.run_folder.saving.manifest import self_hash, sha256_of
 from finetune.train import main
 from finetune.training import loop, run_output, samples, start, worst_step
-from tests.support.cells import launch
 from tests.support.hub import running_hub
 from tests.support.hub.processes import run_python
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 Spoil = Callable[[Any, int], None]
 

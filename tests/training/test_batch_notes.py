@@ -24,8 +24,8 @@ from finetune.training.batch_notes import (
     positions_of,
 )
 from finetune.training.batch_plan import BatchPlan, plan_batches
-from tests.support.recipes import SETTING, least, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.recipes import SETTING, least, write_recipe
 
 
 def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recipe:

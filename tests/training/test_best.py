@@ -22,9 +22,9 @@ from finetune.training import loop, worst_step
 from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
-from tests.support.cells import launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.overfitting import (
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.overfitting import (
     STEPS,
     check_exported,
     document,

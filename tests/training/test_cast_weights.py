@@ -23,9 +23,9 @@ from finetune.training.cast_weights import AS_THEY_ARE, CastWeights, cast_weight
 from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
 from finetune.training.step import optimizer_step
-from tests.support.recipes import least_recipe
-from tests.support.stepping import step_parts
-from tests.support.tiny import Documents, flat_batch, tiny_model
+from tests.support.models.tiny import Documents, flat_batch, tiny_model
+from tests.support.runs.recipes import least_recipe
+from tests.support.runs.stepping import step_parts
 
 BATCHES = [flat_batch([9, 8], seed=seed) for seed in range(3)]
 TOKENS = sum(len(batch["supervised"]) for batch in BATCHES)

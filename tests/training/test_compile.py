@@ -15,10 +15,10 @@ from finetune.architecture.compiled import choice
 from finetune.architecture.compiled.layers import GRAPHS_RECOMPUTE, CompiledLayers
 from finetune.train import main
 from finetune.training import session
-from tests.support.cells import launch
-from tests.support.compiling import Counting, broken_backward, broken_forward, nothing_compiled
-from tests.support.one_curve import LENGTHS, STEPS, TOLERANCE, checkpointed, curve_of, write_curve_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.one_curve import LENGTHS, STEPS, TOLERANCE, checkpointed, curve_of, write_curve_recipe
+from tests.support.stand_ins.compiling import Counting, broken_backward, broken_forward, nothing_compiled
 
 assert nothing_compiled
 pytestmark = [
@@ -152,7 +152,7 @@ def test_two_ranks(method: str, tiny_llama: Path, chats: Path, tmp_path: Path) -
         pages.append(page(tmp_path / name, tiny_llama, chats, method, True, activation_checkpointing=True))
         content = json.loads(pages[-1].read_text("utf-8")) | {"accelerate_config": name}
         pages[-1].write_text(json.dumps(content), "utf-8")
-    assert launch(pages, ranks=2, timeout=1200, program="tests/support/compiling.py") == [0] * len(pages)
+    assert launch(pages, ranks=2, timeout=1200, program="tests/support/stand_ins/compiling.py") == [0] * len(pages)
     for each in pages:
         assert receipt(each)["compiled"]["layers"]
         for found, expected in zip(curve_of(each), curve_of(written), strict=True):

@@ -21,7 +21,7 @@ from finetune.recipe.number_formats import BASE_FORMAT, PRECISION
 from finetune.run_folder.folder import claim_run_folder, curve_identity
 from finetune.training import formats
 from finetune.training.formats import check_same_formats, choose_formats, slow_formats_note
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 AVX2, BF16 = "avx2 fma", "avx2 avx512f avx512_bf16"

@@ -12,11 +12,11 @@ import torch
 from finetune.train import main
 from finetune.training import session
 from finetune.training.guard import FirstTokens
-from tests.support.cells import launch
-from tests.support.compiling import nothing_compiled
-from tests.support.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
-from tests.support.planted import plant_in_run
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
+from tests.support.stand_ins.compiling import nothing_compiled
+from tests.support.stand_ins.planted import plant_in_run
 
 assert nothing_compiled
 pytestmark = [
@@ -129,7 +129,7 @@ def test_what_one_rank_finds_all_ranks_leave_off(
     assert main([str(right)]) == 0
     pages = [page(tmp_path / name, tiny_llama, chats, "lora", "auto", accelerate_config=strategy) for name in ("a",)]
     monkeypatch.setenv("PLANTED", planted)
-    assert launch(pages, ranks=2, timeout=600, program="tests/support/planted.py") == [0]
+    assert launch(pages, ranks=2, timeout=600, program="tests/support/stand_ins/planted.py") == [0]
     facts = receipt(pages[0])
     if planted.startswith("compiled"):
         assert facts["compiled"]["left_off"].startswith("another rank has stopped")

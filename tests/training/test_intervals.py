@@ -11,8 +11,8 @@ import pytest
 from finetune.recipe.cross_checks import steps_between
 from finetune.run_folder.checkpoint import step_folder
 from finetune.train import main
-from tests.support.overfitting import document, evaluations, overfitting, saved_steps, write_sets
-from tests.support.recipes import tiny_lora, write_recipe
+from tests.support.runs.overfitting import document, evaluations, overfitting, saved_steps, write_sets
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 

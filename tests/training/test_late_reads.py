@@ -22,8 +22,8 @@ from finetune.train import main
 from finetune.training import loop
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.update import PendingStep
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 TIMES = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 STEPS = 7

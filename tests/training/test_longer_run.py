@@ -15,10 +15,10 @@ from finetune.cli.main import main as cli
 from finetune.files import read_lines
 from finetune.run_folder.checkpoint import checkpoint_steps, step_folder
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.exports import assert_same_product, contents
-from tests.support.recipes import merged, tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.exports import assert_same_product, contents
+from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]  # all of them rows, none held out
 PEAK = 1e-2

@@ -25,8 +25,8 @@ from finetune.training.objectives.supervised import Supervised
 from finetune.training.run import Run
 from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
-from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts, weights
-from tests.support.tiny import Documents, flat_batch
+from tests.support.models.tiny import Documents, flat_batch
+from tests.support.runs.stepping import CPU, CountReads, float32_recipe, step_parts, weights
 
 
 class Bench:

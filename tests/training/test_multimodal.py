@@ -17,10 +17,10 @@ from finetune.hub.start_adapter import find_start_adapter
 from finetune.model.text_part import answering_part
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from tests.support.finished import finished_run
-from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
+from tests.support.models.tiny import write_chats
+from tests.support.runs.finished import finished_run
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 QUICK = ("gemma3", "qwen2_5_vl")  # by its text part, and as a whole
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -23,12 +23,21 @@ from finetune.hub.push import Destination, prepare_upload
 from finetune.preflight.load_back import load_back
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.exports import assert_the_last_step_exports_alike, contents
-from tests.support.new_tokens import IDS, KNOWN, ROOM, TEXTS, TOKENS, chats_with_tokens, rows_that_begin, save_base
-from tests.support.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
-from tests.support.recipes import tiny_lora, write_recipe
+from tests.support.models.new_tokens import (
+    IDS,
+    KNOWN,
+    ROOM,
+    TEXTS,
+    TOKENS,
+    chats_with_tokens,
+    rows_that_begin,
+    save_base,
+)
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.exports import assert_the_last_step_exports_alike, contents
+from tests.support.runs.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 # Each method with another kind of base: with and without a head of its own, and room for the tokens.
 KINDS: dict[str, tuple[str, bool, dict[str, Any]]] = {

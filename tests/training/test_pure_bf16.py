@@ -12,10 +12,10 @@ import torch
 from finetune.files import read_lines
 from finetune.model import optimizer as optimizers
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.one_rank import as_before
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.one_rank import as_before
+from tests.support.runs.recipes import tiny, write_recipe
 
 STEPS = 200
 PURE = {"pure_bf16": True}
@@ -73,7 +73,7 @@ def test_it_learns_what_float32_learns(tiny_llama: Path, tmp_path: Path, monkeyp
 def test_copies_stay_equal_to_the_bit(tiny_llama: Path, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, tiny_llama, steps=6, **PURE)
     recipe = write_recipe(tmp_path, json.loads(recipe.read_text()) | {"accelerate_config": "ddp"})
-    assert launch([recipe], ranks=2, program="tests/support/copies.py") == [0]
+    assert launch([recipe], ranks=2, program="tests/support/runs/copies.py") == [0]
     first, second = (json.loads((tmp_path / "run" / f"copy-{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert len(set(first)) > len(first) / 2, "they are not all one tensor"

@@ -17,8 +17,8 @@ from finetune.train import main
 from finetune.training import worst_step
 from finetune.training.session import agree_on_recomputation
 from finetune.training.start import Start
-from tests.support.recipes import least_recipe, tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import least_recipe, tiny, write_recipe
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 Write = Callable[[str], Path]

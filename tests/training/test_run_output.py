@@ -10,7 +10,7 @@ import pytest
 
 from finetune.training import run_output
 from finetune.training.run_output import SECONDS_BETWEEN_PAGES, RunOutput
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 
 def start_in(folder: Path) -> Any:

@@ -17,11 +17,11 @@ from finetune.tokens.encoder import SamplePrompt
 from finetune.train import main
 from finetune.training import samples
 from finetune.training.samples import Questions, cost_in_words, prompt_batches
-from tests.support.cells import launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.one_rank import CPU, half_recipe, one_rank
-from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, tiny_tokenizer, write_chats
+from tests.support.models.tiny import save_tiny, tiny_tokenizer, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.one_rank import CPU, half_recipe, one_rank
+from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 PROMPTS = ["why", "tell me what it is", "which of them will sing first when morning comes over hills", "one two"]
@@ -115,8 +115,8 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
         skip_where_missing(name)
     alone = asking(tmp_path / "single", tiny_llama, chats)
     sharded = [asking(tmp_path / name, tiny_llama, chats, accelerate_config=name) for name in SHARDED]
-    assert launch([alone], ranks=1, program="tests/support/counted_answers.py") == [0]
-    codes = launch(sharded, ranks=2, program="tests/support/counted_answers.py", timeout=400)
+    assert launch([alone], ranks=1, program="tests/support/runs/counted_answers.py") == [0]
+    codes = launch(sharded, ranks=2, program="tests/support/runs/counted_answers.py", timeout=400)
     assert codes == [0] * len(SHARDED)
     for recipe in sharded:
         assert answers(recipe) == answers(alone), recipe

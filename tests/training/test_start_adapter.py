@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
 from finetune.train import main
-from tests.support.cells import launch
-from tests.support.curve_table import skip_where_missing
-from tests.support.exports import contents
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.processes import run_python
 from tests.support.hub.server import TOKEN
-from tests.support.recipes import merged, tiny_lora, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.exports import contents
+from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 METHODS: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def test_every_strategy_begins_alike(strategy: str, tmp_path: Path, base: Path, 
 
 
 def hsdp(folder: Path) -> str:
-    from tests.support.curve_table import config_of
+    from tests.support.runs.curve_table import config_of
 
     return config_of("hsdp", folder)
 

@@ -18,8 +18,8 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from finetune.training.trackers import check_trackers, metric_values, tracked_settings
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli.main import main as cli
 from finetune.train import main
 from finetune.training import loop
-from tests.support.recipes import tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny_lora, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]

@@ -19,9 +19,9 @@ from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW
 from finetune.training.step import optimizer_step
 from finetune.training.update import PendingStep, gradient_norm, updates_on_device
-from tests.support.one_rank import half_recipe, one_rank
-from tests.support.stepping import CPU, CountReads, float32_recipe, step_parts
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.one_rank import half_recipe, one_rank
+from tests.support.runs.stepping import CPU, CountReads, float32_recipe, step_parts
 
 TOKENS = 17
 

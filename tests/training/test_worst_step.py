@@ -28,10 +28,10 @@ from finetune.train import main
 from finetune.training import session, worst_step
 from finetune.training.run import Run
 from finetune.training.worst_step import WorstStep
-from tests.support.cells import launch
-from tests.support.recipes import tiny, write_recipe
-from tests.support.soak_resume import MEASURED
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.recipes import tiny, write_recipe
+from tests.support.runs.soak_resume import MEASURED
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
@@ -240,7 +240,7 @@ import sys
 from pathlib import Path
 from finetune.training import session
 from finetune.training.worst_step import WorstStep
-from tests.support import cells
+from tests.support.runs import cells
 def skip(*arguments):
     with Path(__file__).with_suffix(".skipped").open("a") as file:
         file.write("skipped")
@@ -257,7 +257,7 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
     program.write_text(WITHOUT)
     cases = {"lora": {"lora": {"r": 4, "lora_dropout": 0.3}}, "full": {}, "fp16": {"mixed_precision": "fp16"}}
     recipes = {}
-    for how, script in (("with", "tests/support/cells.py"), ("without", str(program))):
+    for how, script in (("with", "tests/support/runs/cells.py"), ("without", str(program))):
         recipes[how] = [write(f"{how} {name}", per_device_batch_size=1, **case) for name, case in cases.items()]
         words = [f"accelerate_config={strategy}"]
         assert launch(recipes[how], ranks=2, words=words, program=script, timeout=600) == [0, 0, 0]

@@ -14,9 +14,9 @@ from finetune.finished_run.export_step import export_step
 from finetune.finished_run.load import finished_run
 from finetune.train import main as train
 from finetune.untrusted.model_code import CONSENT, refuse_unknown_code, trust_code
-from tests.support.own_model import save_own_model
-from tests.support.recipes import least, tiny_lora, write_recipe
-from tests.support.tiny import tiny_tokenizer, write_chats
+from tests.support.models.own_model import save_own_model
+from tests.support.models.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.recipes import least, tiny_lora, write_recipe
 
 STRANGER = "model.trust_remote_code: true would run the Python code"
 

@@ -10,7 +10,7 @@ import torch
 from finetune import train
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.untrusted.library_words import in_one_line, segments_explained
-from tests.support.recipes import least, write_recipe
+from tests.support.runs.recipes import least, write_recipe
 
 SAID = [
     RuntimeError("CUDA driver error: operation not supported"),

@@ -25,8 +25,8 @@ from lectures.data_parallel.training import (
     train_data_parallel,
 )
 from lectures.output import LectureRequest
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 VOCABULARY = 512
 

@@ -16,8 +16,8 @@ from lectures.__main__ import main
 from lectures.pipeline import played
 from lectures.pipeline.picture import SHADES, Timelines, draw_timelines
 from tests.support.lectures import held
-from tests.support.stages import Chain
-from tests.support.tiny import flat_batch
+from tests.support.models.tiny import flat_batch
+from tests.support.runs.stages import Chain
 
 STAGES, MICRO_BATCHES = 4, 4
 LONGER = "ms=1200"  # a busy machine adds milliseconds to each forward, however long it sleeps

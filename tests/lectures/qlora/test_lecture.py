@@ -17,8 +17,8 @@ from lectures.qlora.lecture import FullSize, SmallSize
 from lectures.qlora.picture import draw_parts
 from lectures.qlora.small_model import LAYERS, TOKENS, VOCABULARY, WIDTH, PartBytes
 from tests.support.lectures import held
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 LLAMA_8B, EMBEDDINGS = 8_030_261_248, 2 * 128_256 * 4_096
 NORMS = (2 * 32 + 1) * 4_096

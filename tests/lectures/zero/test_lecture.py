@@ -27,8 +27,8 @@ from lectures.zero.notes import HOMEWORK
 from lectures.zero.picture import draw_zero
 from lectures.zero.planned import PlannedRun, identity_of, kept_plans, plan_rows
 from lectures.zero.words import differences
-from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import tiny, write_recipe
 
 GIB, MIB = 2**30, 2**20
 

@@ -1,7 +1,7 @@
 """Thirty SIGKILLs at random moments of a loop that saves in the background on a slow disk: it ends as if none had come.
 
 The loop has a step's arithmetic and lines, and no model, so that a life takes half a second. Of real trainings
-tests/support/soak_resume.py kills as many as are asked for.
+tests/support/runs/soak_resume.py kills as many as are asked for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from finetune.run_folder import checkpoint
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, step_folder
 from finetune.run_folder.saving.background import Saves
 from finetune.strategies.pieces import Ranks
-from tests.support.saving import ROOM, slow
-from tests.support.soak_resume import kill, wait_all
+from tests.support.runs.saving import ROOM, slow
+from tests.support.runs.soak_resume import kill, wait_all
 
 KILLS, STEPS = 30, 24
 LIFE = 0.4  # seconds: each of eight checkpoints takes 0.04 at least

@@ -10,7 +10,7 @@ from torch import nn
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import places_of
 from finetune.strategies.pipeline.build import staged_optimizer
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 
 def test_a_stage_rounds_its_weights_as_the_whole_model_does() -> None:

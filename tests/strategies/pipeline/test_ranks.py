@@ -12,7 +12,7 @@ from finetune.recipe.schema import Recipe
 from finetune.strategies.pipeline import ranks
 from finetune.strategies.pipeline.ranks import GradientSums, StagePlace
 from finetune.training.batch_plan import plan_batches
-from tests.support.recipes import least_recipe
+from tests.support.runs.recipes import least_recipe
 
 
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2), (6, 2), (6, 3), (16, 4)])

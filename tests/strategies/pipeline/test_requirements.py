@@ -14,8 +14,8 @@ from finetune.model.float8.requirements import EMULATION_SWITCH
 from finetune.recipe.sections.pipelines import SCHEDULES
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch
-from tests.support.launching import ALONE
-from tests.support.recipes import SETTING, least_recipe
+from tests.support.runs.launching import ALONE
+from tests.support.runs.recipes import SETTING, least_recipe
 
 FOUR = replace(ALONE, world_size=4, on_cpu=True)
 recipe = partial(least_recipe, training={"mixed_precision": "no"})

@@ -18,8 +18,8 @@ from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import split_layers
-from tests.support.stages import CPU, Chain, gradients_of, structure, taught
-from tests.support.tiny import FAMILIES, flat_batch, tiny_model
+from tests.support.models.tiny import FAMILIES, flat_batch, tiny_model
+from tests.support.runs.stages import CPU, Chain, gradients_of, structure, taught
 
 # Scales of embeddings, residuals and logits; windows and global layers; an architecture of experts.
 FURTHER: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The eight inputs: each makes cases in the form of the corpus, out of valid files of this repository.
 
-A case has the corpus's keys (tests/support/corpus.py), and `place`: what a refusal must name.
+A case has the corpus's keys (tests/support/rows/corpus.py), and `place`: what a refusal must name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from tests.support.corpus_starts import MEASURED
 from tests.support.fuzzing.mutations import Raw, changed, changed_yaml, dumped, spoilt
+from tests.support.rows.corpus_starts import MEASURED
 
 ROOT = Path(__file__).resolve().parents[3]
 Case = dict[str, Any]
@@ -76,7 +76,7 @@ def _recipes() -> list[str]:
 
 @cache
 def _others() -> list[str]:
-    from tests.support import others_configs
+    from tests.support.rows import others_configs
 
     examples = [value for value in vars(others_configs).values() if isinstance(value, dict | list | tuple)]
     found = [each for value in examples for each in (value.values() if isinstance(value, dict) else value)]

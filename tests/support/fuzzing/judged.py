@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from finetune.output_stream import has_controls
-from tests.support.corpus import lay_out, outcome_of, processor_seconds
+from tests.support.rows.corpus import lay_out, outcome_of, processor_seconds
 
 SECONDS = 10  # of processor time, of a case and its children
 WALL_SECONDS = 300  # of a case that waits, on a machine that has other work

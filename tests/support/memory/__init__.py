@@ -1,0 +1,1 @@
+"""What plans are compared with: tracked, counted and public figures."""

@@ -1,0 +1,1 @@
+"""Small models of many architectures, and their tokenizers."""

@@ -1,0 +1,1 @@
+"""Rows, masks, templates, and strangers' files."""

@@ -1,0 +1,58 @@
+"""Trainings as tests/support/runs/cells.py runs them; every rank writes what its answers cost beside the runs, as JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from finetune.files import append_lines
+from finetune.measure.phases import Phases
+from finetune.model.build import decoder_parts
+from finetune.strategies.assemble import Assembled
+from finetune.training import samples
+from finetune.training.start import Start
+from tests.support.runs.cells import main
+
+
+def count(words: list[str]) -> int:
+    """Train the recipes; RUN.answersN has a line for each batch of prompts that rank N answered."""
+    genuine, foretold, decided = samples.greedy_answers, Assembled.bytes_gathered, samples.questions
+    told, runs = [0], [Path()]
+
+    def of_run(start: Start, **options: Any) -> samples.Questions:
+        runs.append(start.run_dir)
+        return decided(start, **options)
+
+    def told_before(parts: Assembled, *arguments: Any) -> int:
+        told.append(foretold(parts, *arguments))
+        return told[-1]
+
+    def counted(model: nn.Module, tokenizer: Any, prompts: Any, **options: Any) -> list[str]:
+        forwards: list[int] = []
+        handle = decoder_parts(model).register_forward_pre_hook(lambda *_: forwards.append(1))
+        phases = Phases(torch.device("cpu"), enabled=True)
+        with phases("forward"):
+            answers = genuine(model, tokenizer, prompts, **options)
+        handle.remove()
+        moved = phases.take()["forward"].collectives
+        gathered = moved["all_gather"].payload_bytes if "all_gather" in moved else 0
+        cost = {"prompts": len(prompts), "forwards": len(forwards), "gathered": gathered, "told": told[-1]}
+        append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
+        return answers
+
+    with (
+        mock.patch.object(samples, "questions", of_run),
+        mock.patch.object(samples, "greedy_answers", counted),
+        mock.patch.object(Assembled, "bytes_gathered", told_before),
+    ):
+        return main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(count(sys.argv[1:]))

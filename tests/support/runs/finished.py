@@ -1,0 +1,53 @@
+"""Finished runs without a training: a recipe's model whose trained weights were moved at random, exported as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.model.build import build_model, load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.resolved import resolved_yaml
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.save_restore import export_adapter, export_model
+from finetune.strategies.assemble import Assembled
+from tests.support.runs.recipes import merged, tiny, write_recipe
+from tests.support.models.tiny import write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+
+
+def finished_run(folder: Path, base: Path, *, move: float = 0.1, **sections: Any) -> Path:
+    """A run's folder with adapter/ or model/; `sections` are the recipe's, over float32 throughout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chats = write_chats(folder / "chats.jsonl", LENGTHS)
+    plain: dict[str, Any] = {
+        "lora": {"r": 4},
+        "data": {"eval": {"fraction": 0.3}, "max_length": 128},
+        "training": {"activation_checkpointing": False},
+        "output_dir": str(folder / "run"),
+    }
+    write_recipe(folder, merged(tiny(base, chats, **plain), sections))
+    loaded = load_recipe(folder / "recipe.yaml")
+    run = Path(loaded.recipe.run_dir)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(resolved_yaml(loaded), "utf-8")
+    _export(loaded.recipe, run, base, move)
+    return run
+
+
+def _export(recipe: Recipe, run: Path, base: Path, move: float) -> None:
+    model: Any = build_model(recipe, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * move)
+    dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
+    weights = Assembled(model, model, None).trained_weights(dtype=dtype, keep=True)
+    if dtype is None:
+        export_adapter(model, weights, load_tokenizer(recipe), run, base=str(base))
+    else:
+        export_model(model, weights, load_tokenizer(recipe), run, dtype=dtype)

@@ -1,0 +1,62 @@
+"""The plan of a recipe on its own budget, and the table in docs/recipes.md that shows the plans."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from finetune.cli.recipe_list import budget_text, purpose_of
+from finetune.closed_form.recomputation import choose_recomputation
+from finetune.errors import FinetuneError
+from finetune.planner.command import plan_by_trace
+from finetune.planner.plan_recipe import Plan
+from finetune.recipe.gpus import gpus_of
+from finetune.recipe.loader import load_recipe
+from tests.support.runs.cells import ROOT
+from tests.support.runs.recipe_results import recipes, sha256_of
+
+NAME = "plan_recipes"  # of the results
+PAGE = ROOT / "docs" / "recipes.md"
+HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
+GIB = 2**30
+
+
+def plan_of(path: Path) -> Plan:
+    """The plan on the recipe's own budget, with the recomputation that `auto` chooses."""
+    asked = load_recipe(path).recipe
+    gpus = gpus_of(asked.budget)
+    return plan_by_trace(choose_recomputation(asked, gpus).recipe if gpus else asked, gpus)
+
+
+def plan(path: Path) -> dict[str, Any]:
+    """One plan as a row of the results."""
+    gpus = gpus_of(load_recipe(path).recipe.budget)
+    began = time.process_time()
+    try:
+        planned = plan_of(path)
+    except FinetuneError as error:
+        return {"sha256": sha256_of(path), "fits": None, "refused": str(error)}
+    row = {"sha256": sha256_of(path), "fits": planned.fits, "needed_bytes": planned.needed}
+    row |= {"upper_bytes": getattr(planned, "upper", planned.needed), "gpu_bytes": gpus.memory if gpus else None}
+    return row | {"phase": planned.peak[0], "cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The page's table: smallest budgets first, as it stood."""
+    lines = []
+    for name, path in recipes().items():
+        budget = load_recipe(path).recipe.budget
+        row = rows.get(name, {})
+        gib = f"{row['needed_bytes'] / GIB:.1f}" if row.get("needed_bytes") else "-"
+        size = budget.gpus * budget.nodes * budget.gpu_memory_gb, budget.gpus * budget.nodes
+        purpose = purpose_of(path.read_text("utf-8"))
+        lines.append((size, name, f"| `{name}` | {budget_text(budget)} | {gib} | {purpose} |\n"))
+    return HEAD + "".join(line for _, _, line in sorted(lines))
+
+
+def on_page() -> str:
+    """The table as it stands there."""
+    text = PAGE.read_text("utf-8")
+    begin = text.index("| recipe | made for |")
+    return text[begin : text.index("\n\n", begin) + 1]

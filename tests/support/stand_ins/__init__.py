@@ -1,0 +1,1 @@
+"""GPUs, kernels and engines that this machine does not have."""
