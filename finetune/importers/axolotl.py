@@ -7,23 +7,23 @@ from typing import Any
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
 from finetune.importers.shared import (
     TEMPLATES,
-    batch,
-    checkpointing,
+    carry_batch_size,
+    carry_checkpointing,
+    carry_held_out,
+    carry_hub,
+    carry_interval,
+    carry_named_template,
+    carry_optimizer,
+    carry_remote_code,
+    carry_scheduler,
+    carry_strategy,
+    carry_trackers,
+    carry_warmup,
     chosen_strategy,
-    data_set,
-    every,
-    held_out,
-    hub,
-    named_template,
-    only_linear_layers,
-    optimizer,
-    quantised_by,
-    remote_code,
-    renamed,
-    scheduler,
-    strategy,
-    trackers,
-    warmup,
+    data_set_entry,
+    find_quantisation_key,
+    keep_to_linear_layers,
+    renamed_columns,
 )
 
 # Tracker -> other keys that turn it on in axolotl, besides its switch.
@@ -70,16 +70,16 @@ def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     foreign.carry("model.name_or_path", "base_model")
     foreign.carry("model.revision", "revision_of_model")
-    remote_code(foreign)
+    carry_remote_code(foreign)
     for plugin in foreign.names("plugins"):
         if "liger" in plugin or "cut_cross_entropy" in plugin:
             foreign.leave("plugins", "same", "another way to compute the same", plugin)
         else:
             foreign.leave("plugins", "differs", "what it adds is not offered", plugin)
-    strategy(foreign)
+    carry_strategy(foreign)
     _adapter(foreign)
     _data(foreign)
-    held_out(foreign, "val_set_size")
+    carry_held_out(foreign, "val_set_size")
     _training(foreign)
     _precision(foreign)
 
@@ -87,7 +87,7 @@ def convert(foreign: ForeignConfig) -> None:
 def _adapter(foreign: ForeignConfig) -> None:
     """lora and quantization. A key that axolotl does not hand over has peft's own default."""
     adapter = foreign.get("adapter")
-    bits = quantised_by(foreign)
+    bits = find_quantisation_key(foreign)
     if adapter is None:
         foreign.write("lora", None, "no adapter")
         foreign.leave_unused("lora_", "no adapter is trained")
@@ -112,7 +112,7 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     for key in ("target_parameters", "rank_pattern", "alpha_pattern"):
         foreign.carry(f"lora.{key}", f"lora_{key}")
-    only_linear_layers(foreign)
+    keep_to_linear_layers(foreign)
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     foreign.carry("lora.use_rslora", "peft_use_rslora")
     foreign.carry("lora.use_dora", "peft_use_dora")
@@ -134,7 +134,7 @@ def _training(foreign: ForeignConfig) -> None:
     context, sequence, tensor = (foreign.count(key, 1) for key in parallel_keys)
     # The first two keys are one setting under an old and a new name.
     gpus_per_row = max(context, sequence) * tensor
-    batch(foreign, "micro_batch_size", 1, accumulation=accumulation, gpus_per_row=gpus_per_row)
+    carry_batch_size(foreign, "micro_batch_size", 1, accumulation=accumulation, gpus_per_row=gpus_per_row)
     for key, size in zip(parallel_keys, (context, sequence, tensor), strict=True):
         if size > 1:
             foreign.leave(key, "same", "a row is not split over GPUs here; check by `finetune plan` that it fits")
@@ -144,8 +144,8 @@ def _training(foreign: ForeignConfig) -> None:
     _schedule(foreign)
     foreign.carry("training.weight_decay", "weight_decay", default=0.0)
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
-    optimizer(foreign, "optimizer", "adamw_torch_fused")
-    checkpointing(foreign, "gradient_checkpointing", default=False)
+    carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
+    carry_checkpointing(foreign, "gradient_checkpointing", default=False)
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
@@ -153,7 +153,7 @@ def _training(foreign: ForeignConfig) -> None:
     # axolotl turns a number an epoch into a share of the run: 4 an epoch over 2 epochs is every 1/8 of the run.
     epochs = foreign.number("num_epochs", 1)
     for recipe_key, an_epoch in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
-        every(foreign, recipe_key, recipe_key)
+        carry_interval(foreign, recipe_key, recipe_key)
         if foreign.get(an_epoch) == 0:
             continue
         times = foreign.number(an_epoch)
@@ -173,16 +173,16 @@ def _training(foreign: ForeignConfig) -> None:
                 break
     if "wandb" in wanted and foreign.peek("wandb_mode") == "disabled":
         del wanted["wandb"]
-    trackers(foreign, wanted)
+    carry_trackers(foreign, wanted)
     foreign.carry("save_total_limit", "save_total_limit", default=4)
     foreign.carry("output_dir", "output_dir", default="./model-out")
-    hub(foreign, push=bool(foreign.peek("hub_model_id")))
+    carry_hub(foreign, push=bool(foreign.peek("hub_model_id")))
 
 
 def _schedule(foreign: ForeignConfig) -> None:
     """A cosine with a floor is a schedule with another name; warm-up that is not set is 3 % of the steps."""
     floor = foreign.get("cosine_min_lr_ratio")
-    scheduler(foreign, "lr_scheduler", "cosine")
+    carry_scheduler(foreign, "lr_scheduler", "cosine")
     shape, _ = foreign.carried.get("training.lr_scheduler_type", ("cosine", ""))
     if floor is not None and shape == "cosine":
         foreign.write("training.lr_scheduler_type", "cosine_with_min_lr", "cosine with cosine_min_lr_ratio")
@@ -191,7 +191,7 @@ def _schedule(foreign: ForeignConfig) -> None:
         foreign.leave("cosine_min_lr_ratio", "differs", f"{shape} has no floor")
     if foreign.peek("cosine_constant_lr_ratio") == 0:
         foreign.leave("cosine_constant_lr_ratio", "same", "0 changes nothing")
-    warmup(foreign, default_ratio=0.03)
+    carry_warmup(foreign, default_ratio=0.03)
     if foreign.peek("warmup_steps") is None and foreign.peek("warmup_ratio") is None:
         foreign.write("training.warmup_ratio", 0.03, "axolotl's default, there at most 100 steps")
 
@@ -276,7 +276,7 @@ def _entry(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
             for name in names if isinstance(names, list) else [names]:
                 if name not in _KNOWN_ROLES.get(layout, ()):
                     renames[str(name)] = role
-    return data_set(
+    return data_set_entry(
         str(foreign.get(f"{entry_key}.path")),
         files=files,
         kind=kind,
@@ -298,12 +298,12 @@ def _layout(foreign: ForeignConfig, entry_key: str) -> tuple[str, dict[str, str]
         reason = "a custom prompt; the chat template's turns take its place"
         foreign.leave(f"{entry_key}.type", "differs", reason)
         fields = {ours: kind.get(f"field_{ours}") for ours in ("instruction", "input", "output", "system")}
-        return "alpaca", renamed(**{**shared, **fields})
+        return "alpaca", renamed_columns(**{**shared, **fields})
     word = str(kind).split(".")[0].split(":")[0]  # chat_template of chat_template.default
     layout = _FORMATS.get(word)
     if word == "text" or layout == "text" or entry_key.startswith("pretraining"):
         column = foreign.get(f"{entry_key}.text_column")
-        return "text", renamed(text=foreign.get(f"{entry_key}.field", column))
+        return "text", renamed_columns(text=foreign.get(f"{entry_key}.field", column))
     if layout == "messages":
         layout = _COLUMNS.get(str(turns or "messages"), "messages")
         for name in ("role", "content"):
@@ -312,11 +312,11 @@ def _layout(foreign: ForeignConfig, entry_key: str) -> tuple[str, dict[str, str]
                 layout = "sharegpt"
     if layout in ("messages", "sharegpt"):
         ours = "messages" if layout == "messages" else "conversations"
-        return layout, renamed(**{ours: turns, **shared})
+        return layout, renamed_columns(**{ours: turns, **shared})
     if layout is None and kind is not None and turns is None:
         reason = "the layout is found from the columns; look at it by: finetune preview"
         foreign.leave(f"{entry_key}.type", "look", reason)
-    return layout or "auto", renamed(**shared)
+    return layout or "auto", renamed_columns(**shared)
 
 
 def _template(foreign: ForeignConfig, key: str) -> None:
@@ -337,7 +337,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         foreign.write("data.chat_template", jinja, "chat_template_jinja")
     elif name:
         has_tools = any(foreign.peek(f"{entry_key}.field_tools") for entry_key in entry_keys)
-        named_template(foreign, "chat_template", _TEMPLATE_NAMES, tools=has_tools)
+        carry_named_template(foreign, "chat_template", _TEMPLATE_NAMES, tools=has_tools)
 
     # eot_tokens: nothing to do if the template ends a turn with these tokens anyway.
     tokens = foreign.names("eot_tokens")

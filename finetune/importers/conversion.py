@@ -13,7 +13,7 @@ from finetune.files import write_text
 from finetune.importers import Imported, axolotl, llamafactory, torchtune, trl
 from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.recipe_writer import page, written
-from finetune.importers.shared import best_model, fit_strategy
+from finetune.importers.shared import carry_best_model, fit_strategy
 from finetune.output_stream import one_line
 from finetune.paths import read_regular
 from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, tool_of
@@ -56,7 +56,7 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
                 trl.convert(foreign)
             case "torchtune":
                 torchtune.convert(foreign)
-        best_model(foreign)
+        carry_best_model(foreign)
         fit_strategy(foreign)
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None

@@ -6,15 +6,15 @@ from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
 from finetune.importers.shared import (
-    batch,
-    checkpointing,
-    every,
-    hub,
-    optimizer,
-    scheduler,
-    strategy,
-    trackers,
-    warmup,
+    carry_batch_size,
+    carry_checkpointing,
+    carry_hub,
+    carry_interval,
+    carry_optimizer,
+    carry_scheduler,
+    carry_strategy,
+    carry_trackers,
+    carry_warmup,
 )
 
 # Defaults of transformers (TrainingArguments of 5.23).
@@ -31,11 +31,11 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
-def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -> None:
+def carry_training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -> None:
     """The training section, and what is kept of a run. The two arguments are the tool's own defaults, because they are
     not transformers'."""
-    strategy(foreign)
-    batch(foreign, "per_device_train_batch_size", TRAINER_DEFAULTS["per_device_train_batch_size"])
+    carry_strategy(foreign)
+    carry_batch_size(foreign, "per_device_train_batch_size", TRAINER_DEFAULTS["per_device_train_batch_size"])
     steps = foreign.get("max_steps")
     if isinstance(steps, bool) or not isinstance(steps, (int, float, type(None))):
         foreign.refuse("max_steps", "write a whole number")
@@ -46,27 +46,27 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     else:
         foreign.carry("training.num_train_epochs", "num_train_epochs", default=TRAINER_DEFAULTS["num_train_epochs"])
     foreign.carry("training.learning_rate", "learning_rate", default=learning_rate)
-    scheduler(foreign, "lr_scheduler_type", TRAINER_DEFAULTS["lr_scheduler_type"])
-    warmup(foreign)
+    carry_scheduler(foreign, "lr_scheduler_type", TRAINER_DEFAULTS["lr_scheduler_type"])
+    carry_warmup(foreign)
     foreign.carry("training.weight_decay", "weight_decay", default=TRAINER_DEFAULTS["weight_decay"])
     norm = TRAINER_DEFAULTS["max_grad_norm"]
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=norm, change=positive_or_none)
-    optimizer(foreign, "optim", TRAINER_DEFAULTS["optim"])
+    carry_optimizer(foreign, "optim", TRAINER_DEFAULTS["optim"])
     keys = ("gradient_checkpointing", "activation_checkpointing")
-    checkpointing(foreign, *keys, default=recompute)
+    carry_checkpointing(foreign, *keys, default=recompute)
     foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
 
     foreign.carry("logging_steps", "logging_steps", change=as_count)
-    every(foreign, "eval_steps", "eval_steps")
+    carry_interval(foreign, "eval_steps", "eval_steps")
     if str(foreign.get("save_strategy", "steps")) == "steps":
-        every(foreign, "save_steps", "save_steps")
+        carry_interval(foreign, "save_steps", "save_steps")
         if foreign.peek("save_steps") is None:
             foreign.default("save_steps", TRAINER_DEFAULTS["save_steps"])
     else:
         foreign.leave("save_strategy", "same", "checkpoints are written every save_steps, so that a run can resume")
     foreign.carry("save_total_limit", "save_total_limit", change=as_count)
     foreign.carry("output_dir", "output_dir")
-    hub(foreign, push=bool(foreign.get("push_to_hub")))
+    carry_hub(foreign, push=bool(foreign.get("push_to_hub")))
 
     for key in ("router_aux_loss_coef", "moe_aux_loss_coef"):
         if foreign.peek(key) == 0:
@@ -74,13 +74,13 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     reported = [name.lower() for name in foreign.names("report_to")]
     if "all" in reported:  # in transformers: every tracker that is installed
         foreign.leave("report_to", "look", "names no tracker; write report_to: [wandb], or those that you use")
-    trackers(foreign, {name: "report_to" for name in reported if name not in ("all", "none")})
+    carry_trackers(foreign, {name: "report_to" for name in reported if name not in ("all", "none")})
     if foreign.get("average_tokens_across_devices") is False:
         reason = "every token of a step has the same weight, on every rank"
         foreign.leave("average_tokens_across_devices", "differs", reason)
 
 
-def precision(foreign: ForeignConfig, default: str) -> str:
+def carry_precision(foreign: ForeignConfig, default: str) -> str:
     """training.mixed_precision; returns bf16, fp16 or no."""
     values = {key: foreign.get(key) for key in ("bf16", "fp16")}
     for key, value in values.items():

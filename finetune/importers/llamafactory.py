@@ -9,13 +9,13 @@ from finetune.errors import RecipeError
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig, as_count
 from finetune.importers.shared import (
-    data_set,
-    held_out,
+    carry_held_out,
+    carry_named_template,
+    carry_remote_code,
+    data_set_entry,
     json_near,
-    named_template,
-    only_linear_layers,
-    remote_code,
-    renamed,
+    keep_to_linear_layers,
+    renamed_columns,
 )
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import shown
@@ -51,15 +51,15 @@ def convert(foreign: ForeignConfig) -> None:
     stage = foreign.get("stage", "sft")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
-    remote_code(foreign)
+    carry_remote_code(foreign)
     _method(foreign)
     _data(foreign, pretraining=stage == "pt")
     recomputes = foreign.get("disable_gradient_checkpointing") is not True
     if not recomputes:
         foreign.write("training.activation_checkpointing", False, "disable_gradient_checkpointing")
     learning_rate = hf_trainer.TRAINER_DEFAULTS["learning_rate"]
-    hf_trainer.training(foreign, learning_rate=learning_rate, recompute=recomputes)
-    if hf_trainer.precision(foreign, "no") == "fp16":
+    hf_trainer.carry_training(foreign, learning_rate=learning_rate, recompute=recomputes)
+    if hf_trainer.carry_precision(foreign, "no") == "fp16":
         foreign.write("model.dtype", "float16", "fp16")
         if "quantization.load_in_4bit" in foreign.carried:
             foreign.write("quantization.bnb_4bit_compute_dtype", "float16", "fp16")
@@ -89,7 +89,7 @@ def _method(foreign: ForeignConfig) -> None:
         foreign.default("lora.target_modules", "all-linear")
     else:
         foreign.write("lora.target_modules", "all-linear" if modules == "all" else _names(modules), "lora_target")
-    only_linear_layers(foreign)
+    keep_to_linear_layers(foreign)
     foreign.carry("lora.modules_to_save", "additional_target", change=_names)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
@@ -134,7 +134,7 @@ def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
     foreign.write("data.train", entries, "dataset")
     if foreign.peek("eval_dataset"):
         foreign.write("data.eval", _data_sets(foreign, "eval_dataset", pretraining), "eval_dataset")
-    held_out(foreign, "val_size")
+    carry_held_out(foreign, "val_size")
     foreign.carry("data.max_length", "cutoff_len", default=2048)
 
     # With plain packing, documents in one row attend to each other. Only neat_packing is the packing of this kit.
@@ -161,7 +161,7 @@ def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
             "tools" in entry.get("columns", {}) or "function_call" in entry.get("roles", {}).values()
             for entry in entries
         )
-        named_template(foreign, "template", _TEMPLATE_NAMES, tools=has_tools)
+        carry_named_template(foreign, "template", _TEMPLATE_NAMES, tools=has_tools)
     if foreign.get("mix_strategy", "concat") != "concat":
         foreign.leave("mix_strategy", "differs", "data sets are mixed by weight: how often each row is seen an epoch")
 
@@ -180,7 +180,7 @@ def _data_sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict
         known = _checked_entry(known_sets or {}, name)
         entry = _data_set(foreign, f"{key}: {name}", name, known, str(folder), most_rows)
         if pretraining:  # the text is in the column that an instruction would be in
-            text = renamed(text=entry.pop("columns", {}).get("instruction"))
+            text = renamed_columns(text=entry.pop("columns", {}).get("instruction"))
             entry["format"] = "text"
             if text:
                 entry["columns"] = text
@@ -211,7 +211,7 @@ def _data_set(
 ) -> dict[str, Any]:
     """An entry for data.train. Settings in LLaMA-Factory's entry that it cannot express are listed as left out."""
     if known is None:
-        return data_set(f"{folder}/{name}.json", split=f"train[:{most_rows}]" if most_rows else None)
+        return data_set_entry(f"{folder}/{name}.json", split=f"train[:{most_rows}]" if most_rows else None)
     tags, columns = known.get("tags") or {}, known.get("columns") or {}
     _leave_unknown_keys(foreign, place, known)
     renames = {"system": columns.get("system"), "tools": columns.get("tools")}
@@ -232,10 +232,10 @@ def _data_set(
         more["roles"] = {name: role for name, role in roles.items() if _KNOWN_ROLES[layout].get(name) != role}
         if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
             foreign.leave(place, "differs", "turns are read by from and value, or role and content", dict(tags))
-    more["columns"] = renamed(**renames)
+    more["columns"] = renamed_columns(**renames)
     if "hf_hub_url" in known:
-        return data_set(known["hf_hub_url"], name=known.get("subset"), revision=known.get("revision"), **more)
-    return data_set(f"{folder}/{known.get('file_name') or name + '.json'}", **more)
+        return data_set_entry(known["hf_hub_url"], name=known.get("subset"), revision=known.get("revision"), **more)
+    return data_set_entry(f"{folder}/{known.get('file_name') or name + '.json'}", **more)
 
 
 def _leave_unknown_keys(foreign: ForeignConfig, place: str, known: Mapping[str, Any]) -> None:

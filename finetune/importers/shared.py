@@ -28,27 +28,27 @@ _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"
 # -- the model and the optimizer ---------------------------------------------------------------------------------------
 
 
-def remote_code(foreign: ForeignConfig) -> None:
+def carry_remote_code(foreign: ForeignConfig) -> None:
     """model.trust_remote_code; many examples set it by habit, and few models need it."""
     if foreign.carry("model.trust_remote_code", "trust_remote_code"):
         reason = "runs the model repository's own Python; remove it if the model needs none"
         foreign.leave("trust_remote_code", "look", reason)
 
 
-def quantised_by(foreign: ForeignConfig) -> str | None:
+def find_quantisation_key(foreign: ForeignConfig) -> str | None:
     """The key that is true: load_in_4bit or load_in_8bit."""
     values = {key: foreign.get(key) for key in ("load_in_4bit", "load_in_8bit")}
     return next((key for key, value in values.items() if value is True), None)
 
 
-def only_linear_layers(foreign: ForeignConfig) -> None:
+def keep_to_linear_layers(foreign: ForeignConfig) -> None:
     """Keep adapters on linear layers alone if all-linear was carried over: ours also adapts experts' parameters."""
     layers, origin = foreign.carried.get("lora.target_modules", (None, ""))
     if layers == "all-linear" and "lora.target_parameters" not in foreign.carried:
         foreign.write("lora.target_parameters", [], f"{origin}: linear layers, no experts' parameters")
 
 
-def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
+def carry_optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
     """training.optim and AdamW's constants. Call it after accelerate_config is written."""
     name = foreign.get(key)
     offered = OPTIMIZER_NAMES.get(str(name or default))
@@ -63,7 +63,7 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.carry(f"training.{constant}", constant)
 
 
-def scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
+def carry_scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
     """training.lr_scheduler_type and its arguments."""
     name = foreign.get(key)
     shape = str(name or default)
@@ -83,7 +83,7 @@ def scheduler(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.leave(f"lr_scheduler_kwargs.{argument}", "differs", f"{shape} has no such argument here")
 
 
-def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
+def carry_warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
     """training.warmup_steps or warmup_ratio. In transformers 5, a warmup_steps below 1 is a ratio."""
     steps, ratio = foreign.get("warmup_steps"), foreign.get("warmup_ratio")
     if isinstance(steps, float) and 0 < steps < 1:
@@ -100,7 +100,7 @@ def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
         foreign.default("training.warmup_ratio", default_ratio)
 
 
-def batch(
+def carry_batch_size(
     foreign: ForeignConfig,
     micro_batch_key: str,
     default: int,
@@ -126,7 +126,7 @@ def batch(
     foreign.write("training.per_device_batch_size", micro_batch, micro_batch_key)
 
 
-def checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
+def carry_checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
     """training.activation_checkpointing, which FSDP's own section may turn on too."""
     foreign.carry("training.activation_checkpointing", *keys, default=default, change=bool)
     for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
@@ -142,7 +142,7 @@ def chosen_strategy(foreign: ForeignConfig) -> Strategy:
     return read_strategy(foreign.carried["accelerate_config"][0])
 
 
-def strategy(foreign: ForeignConfig) -> str:
+def carry_strategy(foreign: ForeignConfig) -> str:
     """accelerate_config, from `deepspeed`, `fsdp` and `fsdp_config`; returns its name."""
     key = next((name for name in ("deepspeed", "fsdp_config", "fsdp") if foreign.peek(name)), None)
     deepspeed = _zero_name(foreign)
@@ -277,7 +277,7 @@ def fit_strategy(foreign: ForeignConfig) -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
+def data_set_entry(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
     """One entry of data.train: a local file by its kind, else a data set of the Hub; None and defaults are omitted."""
     if kind is None and files is None:
         kind = _SUFFIXES.get(PurePosixPath(path).suffix)
@@ -290,12 +290,12 @@ def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: A
     return entry | {key: value for key, value in more.items() if value not in (None, {}, defaults.get(key))}
 
 
-def renamed(**columns: Any) -> dict[str, str]:
+def renamed_columns(**columns: Any) -> dict[str, str]:
     """`columns` of a data set: our name -> theirs, without columns that are not given or have our name already."""
     return {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
 
 
-def held_out(foreign: ForeignConfig, key: str) -> None:
+def carry_held_out(foreign: ForeignConfig, key: str) -> None:
     """data.eval from a share of the rows; a number of rows is left to the reader."""
     share = foreign.get(key)
     if not share:
@@ -306,7 +306,7 @@ def held_out(foreign: ForeignConfig, key: str) -> None:
         foreign.leave(key, "look", "a number of rows; write data.eval: {fraction: ...}, or a split like train[:1000]")
 
 
-def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *, tools: bool = False) -> None:
+def carry_named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *, tools: bool = False) -> None:
     """data.chat_template from a template's name: the text of one of ours, else the tokenizer's own template. Rows with
     tools need the tokenizer's template, because ours cannot write tools."""
     name = str(foreign.get(key))
@@ -322,12 +322,12 @@ def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str], *
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def every(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
+def carry_interval(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
     """eval_steps or save_steps: a number of steps, or below 1 a share of the run, in the tool as in a recipe."""
     foreign.carry(recipe_key, key, change=as_count)
 
 
-def best_model(foreign: ForeignConfig) -> None:
+def carry_best_model(foreign: ForeignConfig) -> None:
     """training.load_best_model_at_end and its metric, here a held-out loss. Call it after data.eval and the steps."""
     metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
     if wanted and "data.eval" not in foreign.carried:
@@ -361,7 +361,7 @@ _TRACKER_VARIABLES = {
 }
 
 
-def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
+def carry_trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
     """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that this kit
     leaves to the environment are named."""
     offered = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
@@ -378,7 +378,7 @@ def trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
             foreign.leave(key, "look", f"set it in the environment: {variable}={shown(value)}")
 
 
-def hub(foreign: ForeignConfig, *, push: bool) -> None:
+def carry_hub(foreign: ForeignConfig, *, push: bool) -> None:
     """hub.repo_id and hub.push; always private, as the recipe's default is."""
     name = foreign.get("hub_model_id")
     if name and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):

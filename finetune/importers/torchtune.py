@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
-from finetune.importers.shared import TEMPLATES, batch, data_set, renamed, trackers
+from finetune.importers.shared import TEMPLATES, carry_batch_size, carry_trackers, data_set_entry, renamed_columns
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.yaml_text import MAX_BYTES, Parsed, dotted, shown
 
@@ -147,13 +147,13 @@ def _data_set(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
         layout = "sharegpt" if style == "sharegpt" else "messages"
     columns = _columns(foreign, entry_key, builder, layout)
     if column is not None:
-        columns = renamed(**{"conversations" if layout == "sharegpt" else "messages": column})
+        columns = renamed_columns(**{"conversations" if layout == "sharegpt" else "messages": column})
     if layout == "auto" and not columns:
         reason = "rows need known columns: messages, or prompt and completion"
         foreign.leave(f"{entry_key}._component_", "look", reason)
     for key in ("train_on_input", "masking_strategy", "packed"):
         foreign.get(f"{entry_key}.{key}")
-    return data_set(
+    return data_set_entry(
         str(source or builder),
         files=foreign.get(f"{entry_key}.data_files"),
         kind=source if source in ("json", "csv", "parquet") else None,
@@ -171,10 +171,10 @@ def _columns(foreign: ForeignConfig, entry_key: str, builder: str, layout: str) 
     if not isinstance(column_map, dict):
         return {}
     if layout == "alpaca":
-        return renamed(**{ours: column_map.get(ours) for ours in ("instruction", "input", "output")})
+        return renamed_columns(**{ours: column_map.get(ours) for ours in ("instruction", "input", "output")})
     if builder == "instruct_dataset":
-        return renamed(instruction=column_map.get("input", "input"), output=column_map.get("output", "output"))
-    return renamed(text=text)
+        return renamed_columns(instruction=column_map.get("input", "input"), output=column_map.get("output", "output"))
+    return renamed_columns(text=text)
 
 
 def _training(foreign: ForeignConfig) -> None:
@@ -186,7 +186,7 @@ def _training(foreign: ForeignConfig) -> None:
     tensor_parallel = foreign.count("tensor_parallel_dim", 1)
     if tensor_parallel > 1:
         foreign.leave("tensor_parallel_dim", "same", "layers are not split over GPUs here; check by `finetune plan`")
-    batch(foreign, "batch_size", 1, gpus_per_row=tensor_parallel)
+    carry_batch_size(foreign, "batch_size", 1, gpus_per_row=tensor_parallel)
     epochs, steps = foreign.count("epochs", 1), foreign.count("max_steps_per_epoch")
     if steps:
         foreign.write("training.max_steps", steps * epochs, f"max_steps_per_epoch x epochs {epochs}")
@@ -207,7 +207,7 @@ def _training(foreign: ForeignConfig) -> None:
     tracker = _TRACKERS.get(logger)
     if logger and tracker is None and logger not in ("DiskLogger", "StdoutLogger"):
         foreign.leave("metric_logger._component_", "look", "an unknown tracker; report_to: [wandb] or another")
-    trackers(foreign, {tracker: "metric_logger._component_"} if tracker else {})
+    carry_trackers(foreign, {tracker: "metric_logger._component_"} if tracker else {})
 
 
 def _optimizer(foreign: ForeignConfig) -> None:

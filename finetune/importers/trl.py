@@ -6,7 +6,13 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig
-from finetune.importers.shared import data_set, only_linear_layers, quantised_by, remote_code, renamed
+from finetune.importers.shared import (
+    carry_remote_code,
+    data_set_entry,
+    find_quantisation_key,
+    keep_to_linear_layers,
+    renamed_columns,
+)
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -30,17 +36,17 @@ def convert(foreign: ForeignConfig) -> None:
         foreign.get("loss_type")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
-    remote_code(foreign)
+    carry_remote_code(foreign)
     _adapter(foreign)
     _data(foreign)
-    hf_trainer.training(
+    hf_trainer.carry_training(
         foreign, learning_rate=TRL_DEFAULTS["learning_rate"], recompute=TRL_DEFAULTS["gradient_checkpointing"]
     )
     _number_formats(foreign)
 
 
 def _adapter(foreign: ForeignConfig) -> None:
-    bits = quantised_by(foreign)
+    bits = find_quantisation_key(foreign)
     if not foreign.get("use_peft"):
         foreign.write("lora", None, "no use_peft")
         foreign.leave_unused("lora_", "no adapter is trained")
@@ -58,7 +64,7 @@ def _adapter(foreign: ForeignConfig) -> None:
         foreign.write("lora.target_modules", modules, "lora_target_modules")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     foreign.carry("lora.target_parameters", "lora_target_parameters")
-    only_linear_layers(foreign)
+    keep_to_linear_layers(foreign)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     if bits:
@@ -73,7 +79,7 @@ def _adapter(foreign: ForeignConfig) -> None:
 
 def _number_formats(foreign: ForeignConfig) -> None:
     """TRL trains all weights in the number format that they are loaded in."""
-    mixed_precision = hf_trainer.precision(foreign, "bf16")
+    mixed_precision = hf_trainer.carry_precision(foreign, "bf16")
     key, dtype = foreign.first("dtype", "torch_dtype")
     if dtype not in (*_DTYPES, None, "auto"):
         foreign.leave(key, "differs", "only bfloat16, float16 and float32 are offered")
@@ -93,7 +99,7 @@ def _number_formats(foreign: ForeignConfig) -> None:
 
 
 def _data(foreign: ForeignConfig) -> None:
-    text = renamed(text=foreign.get("dataset_text_field"))
+    text = renamed_columns(text=foreign.get("dataset_text_field"))
     entries = _data_sets(foreign)
     if text:
         entries = [entry | {"columns": text} for entry in entries]
@@ -141,12 +147,13 @@ def _data_sets(foreign: ForeignConfig) -> list[dict[str, Any]]:
         # A name with a dot looks like a section's key to `number`.
         shares = {name: foreign.number(f"dataset_mixer.{name}") for name in mixed if "." not in name}
         return [
-            data_set(name, split=train_split, weight=float(shares.get(name, share))) for name, share in mixed.items()
+            data_set_entry(name, split=train_split, weight=float(shares.get(name, share)))
+            for name, share in mixed.items()
         ]
     if foreign.peek("dataset_name") is None:
         foreign.refuse("dataset_name", "a data set is needed")
     split = foreign.get("dataset_train_split")
-    return [data_set(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)]
+    return [data_set_entry(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)]
 
 
 def _mixed_data_set(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _mixed_data_set(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
         foreign.leave(f"{entry_key}.data_files", "look", "one entry for each split; name its files there")
         files = next(iter(files.values()))
     weight = None if share is None else float(foreign.number(share_key))
-    return data_set(str(path), files=files, name=name, split=foreign.get(f"{entry_key}.split"), weight=weight)
+    return data_set_entry(str(path), files=files, name=name, split=foreign.get(f"{entry_key}.split"), weight=weight)
 
 
 def _held_out(foreign: ForeignConfig) -> None:
@@ -175,6 +182,6 @@ def _held_out(foreign: ForeignConfig) -> None:
         return
     split = foreign.get("dataset_test_split", "test")
     if foreign.peek("dataset_name"):
-        entry = data_set(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)
+        entry = data_set_entry(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)
         origin = f"dataset_test_split, eval_strategy {foreign.get('eval_strategy', '')}".strip()
         foreign.write("data.eval", [entry], origin)
