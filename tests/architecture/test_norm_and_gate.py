@@ -278,3 +278,31 @@ def test_in_float64_a_norm_is_transformers_own(kind: Any) -> None:
     theirs = norm(torch.float64, kind)
     found, librarys = learned(owned(theirs), torch.float64), learned(theirs, torch.float64)
     assert all(torch.equal(found[name], each) for name, each in librarys.items())
+
+
+def test_layers_of_one_class_with_other_settings_are_each_recognised_for_themselves() -> None:
+    from transformers import Gemma3nTextConfig
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+
+    config = Gemma3nTextConfig(hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=2)
+    config.activation_sparsity_pattern = [0.0, 0.95]
+    torch.manual_seed(0)
+    theirs = nn.ModuleList([Gemma3nTextMLP(config, layer_idx=layer) for layer in range(2)])
+    own = copy.deepcopy(theirs)
+    compute_norms_and_gates(own)
+    assert norms_and_gates(own) == {"norms": 0, "gates": 1}  # the layer without sparsity
+    hidden = drawn(ROWS, TOKENS, WIDTH).float()
+    for mine, library in zip(own, theirs, strict=True):
+        torch.testing.assert_close(mine(hidden), library(hidden))
+
+
+def test_a_norm_with_a_gate_beside_its_input_keeps_its_own_forward() -> None:
+    class GatedNorm(LlamaRMSNorm):  # as Mamba 2's
+        def forward(self, hidden: Tensor, gate_input: Tensor | None = None) -> Tensor:
+            normed: Tensor = super().forward(hidden)
+            return normed if gate_input is None else normed * nn.functional.silu(gate_input)
+
+    own = owned(GatedNorm(WIDTH, eps=1e-5))
+    assert norms_and_gates(own)["norms"] == 0
+    hidden, gate_input = drawn(ROWS, WIDTH).float(), drawn(ROWS, WIDTH, seed=3).float()
+    torch.testing.assert_close(own(hidden, gate_input), GatedNorm(WIDTH, eps=1e-5)(hidden, gate_input))

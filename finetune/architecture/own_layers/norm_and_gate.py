@@ -77,13 +77,13 @@ def compute_norms_and_gates(model: nn.Module) -> None:
                 epsilon = next((name for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
                 if epsilon is None:
                     continue
-                key = (type(module), epsilon, vars(module)[epsilon], known.weight.ndim)
+                key = (*_settings(module), epsilon, known.weight.ndim)
                 if key not in kinds:
                     kinds[key] = thread.submit(recognise_norm, module, epsilon).result()
                 if kinds[key] is not None:
                     known.finetune_norm, known.forward = kinds[key], MethodType(_norm, module)
             elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATE_PARTS):
-                gate_key = (type(module), type(known.act_fn), repr(known.act_fn))
+                gate_key = (*_settings(module), type(known.act_fn), repr(known.act_fn))
                 if gate_key not in kinds:
                     kinds[gate_key] = thread.submit(recognise_gate, module).result()
                 if kinds[gate_key] is not None:
@@ -91,6 +91,16 @@ def compute_norms_and_gates(model: nn.Module) -> None:
 
 
 GATE_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's own forward may depend on: its class and plain attributes.
+
+    Gemma 3n's MLPs, for example, are one class, and each has its own activation_sparsity.
+    """
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    values = {name: value for name, value in vars(module).items() if name != "training" and isinstance(value, plain)}
+    return type(module), repr(sorted(values.items()))
 
 
 def recognise_norm(module: nn.Module, epsilon: str) -> KnownNorm | None:
