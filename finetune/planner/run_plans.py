@@ -272,7 +272,10 @@ def _bytes(value: Any) -> int:
 def _receipt(run: Path) -> dict[str, Any]:
     if not (run / "receipt.json").is_file():
         raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
-    return read_object(run / "receipt.json", MOST_RECORD_BYTES)
+    receipt = read_object(run / "receipt.json", MOST_RECORD_BYTES)
+    if not isinstance(receipt.get("memory") or {}, dict):
+        raise FinetuneError(f"--audit: {run}: its receipt is not that of a run: memory must be an object; leave it out")
+    return receipt
 
 
 def _not_of_a_run(run: Path, error: Exception) -> FinetuneError:
