@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,9 +56,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _traces(collection_path) and config.stash[LEFT_OUT] else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: one that begins last is waited for by a worker that has nothing left to do."""
+    """The longest first: one that begins last is waited for by a worker that has nothing left to do.
+
+    Of a test marked `sample(n)`, n cases run by default, spread evenly over its parameters. The others are slow.
+    """
     items.sort(key=lambda item: item.path.name not in LONG)
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_one_test in cases.values():
+        count = of_one_test[0].get_closest_marker("sample").args[0]  # type: ignore[union-attr]
+        kept = {index * len(of_one_test) // count for index in range(count)}
+        for index, item in enumerate(of_one_test):
+            if index not in kept:
+                item.add_marker("slow")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

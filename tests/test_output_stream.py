@@ -89,6 +89,7 @@ def closed_pipe() -> int:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stdout", "both"),
     [

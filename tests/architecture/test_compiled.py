@@ -140,6 +140,7 @@ def assert_one_graph_a_kind(
     assert (compiled.stopped, compiled.facts()["layers"]) == (None, True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "lora", "recomputed", "name"),
     [("llama", False, False, attention.NAME), ("gemma3_text", False, True, "by_the_kernel")],
@@ -163,6 +164,7 @@ def test_one_graph_by_inductor(family: str, lora: bool, recomputed: bool, name: 
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_steps_seed() -> None:
     """A resumed run draws it again; trying a layer draws none of it."""
     row, (model, base) = rows(3)[1], built("llama", True, False, dropout=0.3)
@@ -212,6 +214,7 @@ def kept_for_backward(model: nn.Module, row: dict[str, Any]) -> int:
     return sum(each.untyped_storage().nbytes() for at, each in held.items() if at not in free)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_compiled_layer_keeps_what_it_keeps_as_written(lora: bool) -> None:
     """A graph of torch 2.11 kept the products of adapters, although it computes them again."""

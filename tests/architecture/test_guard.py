@@ -68,6 +68,7 @@ def guarded(
 FORMATS = [(torch.float32, False), (BFLOAT16, False), (torch.float32, True)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("dtype", "autocast"), FORMATS, ids=["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -84,6 +85,7 @@ def test_nothing_is_left_off_where_all_is_right(lora: bool, family: str, dtype: 
     assert second.compared == guard.compared, "nothing that watches is left"
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("fault", [*FAULTS, "output"])
 @pytest.mark.parametrize(("where", "path"), [("adapters", ADAPTERS), ("norms", NORMS), ("gates", GATES)])
 @pytest.mark.parametrize(("dtype", "autocast"), FORMATS, ids=["float32", "bfloat16", "autocast"])
@@ -124,6 +126,7 @@ def test_a_fault_in_one_tensor_of_an_adapter_is_seen(name: str, monkeypatch: pyt
     assert "differs by 10.00%, 0.0001 is allowed" in guard.left_off[ADAPTERS]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "backend",

@@ -171,6 +171,7 @@ class Watched(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "adapters"), [("full", 0), ("lora", 7 * 4)])
 def test_what_a_layer_keeps(tmp_path: Path, method: str, adapters: int) -> None:
     """Its input, q, k, v, attention's output and log-sums of each document, o, gate and up: not down, which backward

@@ -92,6 +92,7 @@ def trained(model: nn.Module, split: str, width: Width) -> Trained:
     return computed(model, split)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen3_moe", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
@@ -109,6 +110,7 @@ def test_any_split_gives_the_librarys_loss_of_each_document(family: str, tmp_pat
     assert set(refused) <= {"auto" if family == "phimoe" else "sdpa"}
 
 
+@pytest.mark.slow
 def test_the_models_own_setting_asks_for_it_and_the_recipe_has_the_last_word(tmp_path: Path) -> None:
     save_shaken("qwen3_moe", tmp_path)
     plain = computed(built(tmp_path, "one forward").train(), "one forward")[0]

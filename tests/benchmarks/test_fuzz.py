@@ -94,6 +94,7 @@ def test_what_is_found(raised: Exception | str, problem: str, tmp_path: Path, mo
     assert bool(verdict.problem) == bool(problem)
 
 
+@pytest.mark.slow
 def test_what_is_repeated_over_and_over_is_cut_off() -> None:
     value: Any = "a"
     for _ in range(5):

@@ -198,6 +198,7 @@ def test_a_step_that_the_minutes_end_is_not_a_failure_one_that_hangs_is(stage: S
     assert "out_of_time" not in row
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("states", "rows", "code"),
     [
@@ -236,6 +237,7 @@ def test_without_a_known_machine_no_recipe_runs(stage: Stage) -> None:
     assert stage.written()["steps"][LORA]["state"] == "not run"
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_leaves_the_record_as_it_is(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.machine = {"name": "machine", "state": "failed", "seconds": 0.1, "seen": "no GPU"}
     record = stage.folder / "benchmarks" / "results"
@@ -279,6 +281,7 @@ sys.exit(gpu.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", ["environment", "proofs", "llama3_1b_lora_1x8gb"])
 def test_what_was_seen_before_a_kill_is_on_disk(at: str, tmp_path: Path) -> None:
     """Of the step that was running too: each check that was done, and a recipe's speed."""
@@ -324,6 +327,7 @@ def _wait_for(reached: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_at_most_six_bounded_files_come_back_however_much_fails(stage: Stage) -> None:
     for name in (*gpu.steps(), f"{QLORA}:eager"):
         stage.states[name] = "failed"
@@ -354,6 +358,7 @@ def test_numbers_that_json_has_not_are_written_by_name(stage: Stage) -> None:
     assert stage.written()["steps"][LORA]["losses"] == [1.0, "nan", "inf"]
 
 
+@pytest.mark.slow
 def test_other_steps_of_the_same_card_and_versions_are_kept(stage: Stage) -> None:
     stage.run("layers", EAGER)
     stage.rows[LORA] = {"ok": False, "phase": "load", "reason": "no"}
@@ -396,6 +401,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     return set_room
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "gpu_gb", "disk", "host", "why"),
     [
@@ -500,6 +506,7 @@ def test_a_training_without_a_speed_fails_with_its_phase(tmp_path: Path, monkeyp
     assert "tokens_per_second" not in row
 
 
+@pytest.mark.slow
 def test_a_training_that_hangs_is_ended_and_keeps_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row, said = trained(LORA, tmp_path, monkeypatch, ENDLESS, limit=3)
     assert (row["ok"], row["out_of_time"], row["tokens_per_second"], len(said)) == (False, True, 450.0, 1)

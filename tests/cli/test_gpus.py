@@ -93,6 +93,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
     return calls
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", FORMS_OF)
 def test_list(text: str, capsys: Capture) -> None:
     nodes, count, gb, _ = FORMS_OF[text]
@@ -150,6 +151,7 @@ VERBS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_refused_is_refused_in_one_line_by_every_verb(text: str, config: str, capsys: Capture) -> None:
     lines = set()

@@ -162,6 +162,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"finetune {project['version']}\n"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verb", ["check", "train", "plan"])
 def test_another_tools_configuration_is_named_and_the_command_converts_it(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -181,6 +182,7 @@ def test_another_tools_configuration_is_named_and_the_command_converts_it(
     assert len(EXAMPLES) >= 10
 
 
+@pytest.mark.slow
 def test_one_process_finishes_and_goes_on_by_the_same_words(tmp_path: Path) -> None:
     recipe, run_dir = write_resume_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run"
     with training(str(recipe), f"output_dir={run_dir}") as process:

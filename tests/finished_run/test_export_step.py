@@ -43,6 +43,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
     return write_recipe(folder, merged(content, constant, {"save_steps": 2, "eval_steps": 2}, *changes))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
@@ -91,6 +92,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) ->
     return captured.err if code else captured.out
 
 
+@pytest.mark.slow
 def test_every_verb_takes_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "eval"}
     figures = json.loads(said(["eval", str(run), "--step", "2", "--json"], capsys))["held_out"]

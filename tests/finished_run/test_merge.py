@@ -78,6 +78,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_model_without_buffers_is_merged(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "opt", ffn_dim=128)
@@ -88,6 +89,7 @@ def test_a_model_without_buffers_is_merged(tmp_path: Path) -> None:
     assert facts["agreement"]["candidates"]["own"]["kl"] < 1e-6
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
@@ -108,6 +110,7 @@ def test_the_merged_model_is_the_base_with_its_adapter(
     assert facts["agreement"]["held_out"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     "method", ["lora", "head in full", "embeddings in full", "embeddings adapted", "head in full, one matrix"]
@@ -136,6 +139,7 @@ def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
     assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
     run = finished_run(tmp_path, bases[family])
@@ -143,6 +147,7 @@ def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> 
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # peft looks among modules alone
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family: str) -> None:
@@ -163,6 +168,7 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     "family",
@@ -201,6 +207,7 @@ def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_p
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)
 @pytest.mark.parametrize("tied", ["untied", "tied"])
 def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
@@ -283,6 +290,7 @@ def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert "not compared with the adapter" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     merge_run(run, dtype=None, base=None, prompts=0, log=print)
     one_shard = plain(run / "merged").state_dict()

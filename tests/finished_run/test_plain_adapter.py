@@ -75,6 +75,7 @@ def added_by_hand(base: Any, folder: Path) -> Any:
     return base
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:Using Rank-Stabilized LoRA with rank_pattern")  # plain peft's, of its own way
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_with_the_product_added_is_the_trained_model(kind: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_card_with_a_local_base_is_refused(api: HfApi) -> None:
         api.create_commit("me/made", card, commit_message="card")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("status", [401, 403, 409, 500])
 @pytest.mark.parametrize("call", ["whoami", "create", "validate", "commit"])
 def test_a_status_on_demand_is_seen_once(api: HfApi, hub: Hub, call: str, status: int) -> None:

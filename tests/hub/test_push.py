@@ -279,6 +279,7 @@ class TestCard:
 
 
 class TestFaults:
+    @pytest.mark.sample(6)
     @pytest.mark.parametrize(
         "call", [pytest.param(name, marks=[pytest.mark.slow] * (name in PATIENT)) for name in CALLS]
     )
@@ -303,6 +304,7 @@ class TestFaults:
         assert record["state"] == "pushed"
         assert content_of(run) == before
 
+    @pytest.mark.sample(5)
     @pytest.mark.parametrize("call", CALLS)
     @pytest.mark.parametrize("status", [401, 403])
     def test_a_refusal_names_the_remedy_and_the_command(self, run: Path, hub: Hub, call: str, status: int) -> None:

@@ -60,6 +60,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {Path(path).stem: entries for path, entries in found.items()}
 
 
+@pytest.mark.slow
 def test_each_recipe_reads_its_own(read: dict[str, list[Any]]) -> None:
     on_cpu = {name for name, path in recipes().items() if not load_recipe(path).recipe.budget.gpus}
     assert set(read) == set(recipes()) - on_cpu

@@ -80,6 +80,7 @@ print((resident() - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 def test_a_process_keeps_less_of_the_shapes_it_has_seen() -> None:
     """1,200 products of as many shapes, in two processes."""
     bounded: dict[str, str] = {}

@@ -77,6 +77,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "launcher", [pytest.param(name, marks=pytest.mark.slow if name == "torchrun" else ()) for name in LAUNCHERS]
 )

@@ -88,6 +88,7 @@ def test_a_signal_finishes_the_step(tmp_path: Path, script: list[str], name: str
     assert wait_for(tmp_path / "ended") == f"saved after {name}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sent", "end"),
     [

@@ -21,6 +21,7 @@ def ranks() -> list[dict[str, Any]]:
     return result
 
 
+@pytest.mark.slow
 def test_the_worked_example(ranks: list[dict[str, Any]]) -> None:
     """in[r][c] and out[c] = sum over r of in[r][c], by numpy."""
     given = np.array([each["before"] for each in ranks])

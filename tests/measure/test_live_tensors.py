@@ -92,6 +92,7 @@ def test_a_phase_has_its_own_peak() -> None:
     assert (second.host_allocated_bytes, second.host_peak_bytes) == (KB + KB // 2, KB + KB // 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_is_seen(recompute: bool) -> None:
     """Two layers of 16 x 16 on 16 rows: each activation, weight and gradient is 1 KiB."""

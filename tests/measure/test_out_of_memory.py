@@ -127,6 +127,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["cuda", "host", "python"])
 def test_in_the_middle_of_a_run(
     how: str,
@@ -171,6 +172,7 @@ def test_in_the_middle_of_a_run(
     assert curve(run) == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_while_loading(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

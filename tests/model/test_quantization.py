@@ -78,6 +78,7 @@ def over_dequantised(model: nn.Module, folder: Path) -> nn.Module:
     return plain
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, biased: Path) -> None:
     model = build_model(quantised_recipe(biased, KINDS[kind]), CPU).train()

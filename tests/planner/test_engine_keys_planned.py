@@ -33,6 +33,7 @@ def peaks(folder: Path, stage: int, **keys: Any) -> dict[str, int]:
     return {phase: peak for phase, (peak, _) in found.items()}
 
 
+@pytest.mark.slow
 def test_two_small_buckets_instead_of_one_large(folder: Path) -> None:
     """ZeRO-1 allocates them before forward."""
     before = peaks(folder, 1)["forward"]

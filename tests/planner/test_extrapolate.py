@@ -86,6 +86,7 @@ def test_after_how_many_layers_their_kinds_repeat(kinds: str, every: int, found:
     assert period_and_depth(kinds, every) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "checkpointing"),
     [("full", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("lora", 1), ("full", 0), ("full", 3)))],

@@ -232,6 +232,7 @@ def test_sharded_weights_come_from_the_host(folder: Path) -> None:
     assert device["forward"].peak.parts["gathered layers"] > 0
 
 
+@pytest.mark.slow
 def test_a_sharded_update_reads_and_writes_its_share(folder: Path) -> None:
     """Not what DTensor asks of tensors as large as all ranks' together, the first time."""
     case = Case("full", "bf16", 1, packed=True, tied=False, micro_steps=1)

@@ -18,6 +18,7 @@ SLOW = """
 """.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", [*QUICK, *(pytest.param(stem, marks=pytest.mark.slow) for stem in SLOW)])
 def test_weights_of_the_plan_are_those_of_the_model(stem: str) -> None:
     gpus = parse_gpus("1x300GB")

@@ -12,6 +12,7 @@ H, KV, INNER = 4096, 1024, 14336  # Llama 3.1 8B: hidden size, keys' and values'
 MOST = {"lora": (163, 1_325_104), "full": (124, 2_058_580)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", MOST)
 def test_no_more_kernels_and_bytes_than_there_were(method: str) -> None:
     """One kernel more, or one more pass over a hidden state, and this is red."""
@@ -22,6 +23,7 @@ def test_no_more_kernels_and_bytes_than_there_were(method: str) -> None:
     assert found["product TFLOP"] * 1e12 == pytest.approx(products, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_largest_operations_are_of_these_bytes() -> None:
     recipe = recipe_of("lora", recomputed=False)
     every = largest_operations(recipe, count=1_000)
@@ -44,6 +46,7 @@ MOST_COMPILED = {"lora": (47, 2_624_528), "full, pure_bf16": (20, 2_093_584)}
 PRODUCTS_OF_A_LINEAR = {"lora": 8, "full, pure_bf16": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", MOST_COMPILED)
 def test_no_more_fused_kernels_and_bytes_than_there_were(method: str) -> None:
     kernels = compiled_kernels(method, recomputed=False, tokens=SHORT, **SMALL)

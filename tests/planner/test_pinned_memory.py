@@ -169,6 +169,7 @@ def test_fsdp2_pins_each_weight_and_each_gradient(folder: Path) -> None:
     assert found["forward"] == pytest.approx(2 * pinned + moments, abs=SMALL)
 
 
+@pytest.mark.slow
 @NEEDS_DEEPSPEED
 def test_zero2_pins_flat_masters_gradients_and_weights(folder: Path) -> None:
     sizes, found = sizes_of(folder), peaks(folder, read_strategy("zero2_offload"), 2)

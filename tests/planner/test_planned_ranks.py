@@ -62,6 +62,7 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "gatherings"), [("fsdp2", MICRO_STEPS), ("fsdp2_grad_op", 1)])
 def test_weights_that_stay_gathered_are_gathered_once_a_step(strategy: str, gatherings: int, tmp_path: Path) -> None:
     """By counts of a traced run."""

@@ -65,6 +65,7 @@ def assert_planned_to_the_byte(some: list[Case], folder: Path, schedule: str, st
     assert {which: wrong for which, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.slow
 def test_two_stages_are_planned_to_the_byte(folder: Path) -> None:
     assert_planned_to_the_byte(SAMPLE, folder, "gpipe", 2)
 
@@ -145,6 +146,7 @@ def test_a_plan_of_runs_in_turn_and_of_pipelines_beside_each_other(
     assert ("in either of its runs of layers" in text) == interleaved
 
 
+@pytest.mark.slow
 def test_of_a_deep_model_each_stage_has_its_layers_and_the_largest_is_the_plan(tmp_path: Path) -> None:
     """Seven layers are more than the five at most that are traced where layers repeat."""
     recipe = least_recipe(
@@ -193,6 +195,7 @@ def test_how_many_stages_there_are_has_to_be_said(
     assert "accelerate_config: 1f1b: how many stages? add --gpus 2x24GB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, and with the same messages and operations, as the trace of all five."""
     training = {"global_batch_size": 5, "per_device_batch_size": 1, "activation_checkpointing": False}

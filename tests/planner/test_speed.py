@@ -66,6 +66,7 @@ def test_the_host_has_so_long_for_each_operation(auto: Plan) -> None:
     assert speed["uncompiled_launch_seconds"] == pytest.approx(seconds / whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sections", "strategy", "gpus"),
     [

@@ -29,6 +29,7 @@ def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
     return write_recipe(tmp_path, tiny(tiny_llama, chats, **content))
 
 
+@pytest.mark.slow
 def test_offload_is_planned_with_its_time(recipe: Path) -> None:
     pytest.importorskip("deepspeed")
     gpus = parse_gpus("2xA100")

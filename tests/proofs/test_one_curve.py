@@ -83,6 +83,7 @@ def test_the_curve_moves_and_is_clipped(curves: dict[str, list[Step]]) -> None:
     assert (len(SPLITS), len(RANKS), len(PEAK), len(FAMILIES)) == (10, 2, 2, 4)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("method", PEAK)
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_process(
@@ -93,6 +94,7 @@ def test_one_process(
     assert_same_curve(curve_of(recipe), curves[method])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tied: bool, chats: Path, tmp_path: Path) -> None:
@@ -124,6 +126,7 @@ def test_two_ranks(
     assert (receipt["world_size"], receipt["strategy"]) == (2, "ddp")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", PEAK)
 def test_transformers_trainer(method: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
     """Trainer pads, shuffles and accumulates over the same eight rows; its curve is ours."""

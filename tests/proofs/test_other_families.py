@@ -81,6 +81,7 @@ def expected_curve(model: Path, chats: Path, lora: dict[str, Any]) -> list[Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )

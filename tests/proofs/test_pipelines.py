@@ -89,6 +89,7 @@ def trained(written: list[Path], strategy: str, ranks: int) -> None:
     assert launch(written, ranks=ranks, words=words, timeout=PATIENT) == [0] * len(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method", "split"),
     [("tied", "full", "packed"), pytest.param("untied", "lora", "accumulated", marks=pytest.mark.slow)],

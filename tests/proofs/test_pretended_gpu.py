@@ -66,6 +66,7 @@ def test_the_curve_is_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert on_gpu["memory"]["measured"]["by"] == "CUDA's allocator"
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, mixed_precision="bf16")
 
@@ -84,6 +85,7 @@ def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: p
     assert receipt(tmp_path / "whole")["attention"] == "varlen"
 
 
+@pytest.mark.slow
 def test_an_installed_kernel_computes_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention 3, by a stand-in, which is off while answers are generated; model.attention: varlen keeps torch's
     own."""
@@ -132,6 +134,7 @@ def test_a_kernel_that_is_wrong_is_left_off(
     assert losses(tmp_path / "wrong") == pytest.approx(losses(tmp_path / "right"), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_base_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the finished run, evaluated there."""
     recipe = recipe_of(tmp_path)
@@ -148,6 +151,7 @@ def test_a_base_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert receipt(tmp_path / "gpu")["quantized_layers"]
 
 
+@pytest.mark.slow
 def test_float16_scales_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, mixed_precision="fp16")
     assert run(recipe, tmp_path / "cpu") == 0
@@ -158,6 +162,7 @@ def test_float16_scales_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(scales) == {65536.0}
 
 
+@pytest.mark.slow
 def test_weights_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 of one rank, whose units are copied to the GPU as they are used."""
     recipe = recipe_of(tmp_path)

@@ -53,6 +53,7 @@ def curves(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
     return references(tmp_path_factory.mktemp("references"), tiny_llama, chats, HERE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "splits"),
     [

@@ -55,6 +55,7 @@ def assert_the_export_says_what_it_holds(run: Path) -> None:
     assert torch.equal(loaded.model.embed_tokens.weight, embeddings.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategies", [("fsdp2", "zero3"), pytest.param(("ddp", "zero2", "1f1b"), marks=pytest.mark.slow)], ids="+".join
 )

@@ -72,6 +72,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_no_secret_is_shown(place: str, recipe: Path) -> None:
     for secret in TOKENS.values():
@@ -84,6 +85,7 @@ def test_no_secret_is_shown(place: str, recipe: Path) -> None:
         assert_hidden(secret, answer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "override",
     ["hub_token=SECRET", "training.optim=SECRET", "SECRET", "training.seed=[SECRET", "SECRET=1", "a.SECRET=1"],

@@ -150,6 +150,7 @@ def test_a_comparison_stands_for_its_jobs(tmp_path: Path) -> None:
     assert "zero3, measured4.000" in text
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / str(index), steps=20_000) for index in range(2)])
     assert len(report(runs).encode()) < 400_000

@@ -232,6 +232,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_another_living_process_is_refused_and_a_killed_one_is_not(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -339,6 +340,7 @@ def fails_in_another_process(run_dir: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_failure_of_another_rank_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes between the reading of the state and its writing, and waits for the second."""
     claimed = claim(tmp_path)

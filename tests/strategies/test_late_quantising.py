@@ -80,6 +80,7 @@ def in_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "kind"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)])
 def test_the_bytes_are_those_that_transformers_quantises(strategy: str, kind: str, tmp_path: Path) -> None:
     """48 columns: rows that are not whole blocks. A bias is not quantised."""
@@ -101,6 +102,7 @@ def test_weights_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
         assert_same(tensors_of(built.parts.unwrapped_model), expected)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_stored_in_4_bits_is_loaded_as_it_is(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base")
     stored = tmp_path / "stored"

@@ -167,6 +167,7 @@ def test_the_number_of_cases() -> None:
     assert (len(CASES), len(SPLITS), len(RECEIPTS), len(FAST), len(ON_TWO_RANKS)) == (10, 4, 10, 1, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
 def test_splits_in_one_process(
     name: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path

@@ -139,6 +139,7 @@ def test_a_run_scales_as_its_strategy_file_says(tiny_llama: Path, tmp_path: Path
         assert (kind_of_scaling(rank.accelerator), lowest_scale(rank.accelerator)) == ("dynamic", 2.0**29)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offload", ["cpu", "none"])
 def test_a_dropped_step_leaves_no_gradient_behind(offload: str, tiny_llama: Path, tmp_path: Path) -> None:
     """The step after it has the gradient of its own batch alone."""
@@ -186,6 +187,7 @@ def fills(sizes: Sequence[int], bucket: int) -> int:
     return times
 
 
+@pytest.mark.slow
 def test_buckets_and_the_way_to_reduce_are_calls(tiny_llama: Path, tmp_path: Path) -> None:
     found = {}
     for bucket, keys in ((None, {}), (20_000, {}), (None, {"reduce_scatter": False})):

@@ -40,6 +40,7 @@ def trained(rank: OneRank) -> dict[str, Tensor]:
     return {name: piece.tensor for group in groups.values() for name, piece in group.items()}
 
 
+@pytest.mark.sample(1)
 def test_gradients_of_micro_batches_add_up_in_float32(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """Sixteen times the same: each sixteenth is the whole's gradient to the bit but for its exponent, so that only
     their sum could be rounded. After one step the first moment is a tenth of the gradient."""
@@ -86,6 +87,7 @@ def test_a_step_has_the_recipes_constants(strategy: str, tiny_llama: Path, tmp_p
             torch.testing.assert_close(now[name], expected, rtol=0, atol=1e-7, msg=name)
 
 
+@pytest.mark.slow
 def test_the_best_evaluations_weights_are_exported(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """Masters and the weights that are computed with are those of its checkpoint, to the bit; moments stay."""
     recipe = with_training(half_recipe(tiny_llama, tmp_path, strategy), load_best_model_at_end=True)
@@ -141,6 +143,7 @@ class Spoilt(nn.Module):
         return loss * math.inf
 
 
+@pytest.mark.slow
 def test_gradients_of_a_refused_step_are_not_used_again(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     batches, ends, steps = [flat_batch(seed=seed) for seed in range(2)], [], []
     for spoils in (False, True):

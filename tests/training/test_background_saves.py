@@ -54,6 +54,7 @@ def full_at(step: int) -> Callable[[Any, Path], None]:
     return lambda tensors, path: (full if of_step(path, step) else real)(tensors, path)
 
 
+@pytest.mark.slow
 def test_steps_are_taken_while_a_checkpoint_is_written(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_steps_are_taken_while_a_checkpoint_is_written(
     assert ours == whole
 
 
+@pytest.mark.slow
 def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_the_evaluation_before_training_does_not_count(tmp_path: Path, tiny_llam
     assert step == min((step for step in losses if step), key=lambda step: losses[step])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_the_best(
     tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_resumed_run_remembers_the_best(
     assert document(run, "run_state.json")["exported"]["step"] == before[0]
 
 
+@pytest.mark.slow
 def test_a_lost_best_is_told_and_looked_for_anew(
     tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +250,7 @@ def test_a_damaged_best_is_a_line(
     check_exported(run, STEPS)
 
 
+@pytest.mark.slow
 def test_several_sets_and_the_best_of_one(
     tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

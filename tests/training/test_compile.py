@@ -78,6 +78,7 @@ def test_the_curve_is_that_of_the_layers_as_they_are_written(
         assert tuple(found) == pytest.approx(tuple(expected), rel=TOLERANCE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", [broken_forward, broken_backward])
 def test_where_it_fails_the_run_goes_on_and_says_so(
     backend: Any,
@@ -123,6 +124,7 @@ def resumed_and_not(folder: Path, base: Path, chats: Path) -> list[dict[str, tor
     return found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_to_the_bit(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

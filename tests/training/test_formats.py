@@ -252,6 +252,7 @@ def test_the_first_line_comes_before_torch_is_imported(recipe: str) -> None:
     assert f"runs/{recipe}" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_first_rank_alone_says_it(rank: str) -> None:
     ranks = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": rank}

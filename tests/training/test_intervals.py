@@ -32,6 +32,7 @@ def test_a_share_is_as_many_steps_as_in_transformers(share: float, total: int) -
     assert steps_between(share, total) == state.eval_steps == state.save_steps
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "evaluated", "saved"),
     [
@@ -51,6 +52,7 @@ def test_evaluations_and_checkpoints_by_share_of_the_run(
     assert saved_steps(tmp_path / "run") == saved
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_shares(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:
     """Of the whole run: after 8 of 20 steps a fifth is still four of them, and not three."""
     fifths = {"eval_steps": 0.2, "save_steps": 0.2, "save_total_limit": 9}

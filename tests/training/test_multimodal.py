@@ -44,6 +44,7 @@ def logits(model: Any) -> Tensor:
     return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
 )

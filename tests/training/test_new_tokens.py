@@ -106,6 +106,7 @@ def ends(model: Any) -> dict[str, Tensor]:
     return {name: module.weight.detach() for name, module in both.items()}
 
 
+@pytest.mark.sample(1)
 def test_new_rows_alone_are_trained_beside_adapters(trained: Trained) -> None:
     begun, found = rows_that_begin(trained.base), ends(trained.plain)
     for name, weight in found.items():
@@ -151,6 +152,7 @@ def test_the_held_out_loss_is_what_the_run_wrote(trained: Trained) -> None:
     assert figures["tuned"]["loss"] < figures["base"]["loss"]
 
 
+@pytest.mark.sample(1)
 def test_it_is_merged(trained: Trained) -> None:
     if trained.product.name == "model":
         with pytest.raises(FinetuneError, match="is the whole model already"):
@@ -169,6 +171,7 @@ def test_it_is_merged(trained: Trained) -> None:
     assert (merged.get_input_embeddings().weight is merged.get_output_embeddings().weight) == trained.tied
 
 
+@pytest.mark.sample(1)
 def test_a_resumed_run_is_the_run_bitwise(trained: Trained, tmp_path: Path) -> None:
     """And the checkpoint alone gives the same files."""
     assert_the_last_step_exports_alike(trained.run, tmp_path / "exported")

@@ -79,6 +79,7 @@ def test_it_is_chosen_by_memory_and_said(
     assert main([str(recipe), "training.activation_checkpointing=selective"]) == 0
 
 
+@pytest.mark.slow
 def test_where_its_choice_does_not_fit_the_message_names_it(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

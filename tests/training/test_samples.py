@@ -129,6 +129,7 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
     assert [cost["forwards"] for cost in costs(alone, 0)] == [NEW] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [

@@ -75,6 +75,7 @@ def from_adapter(folder: Path, base: Path, first: Path, *changes: dict[str, Any]
     return write(folder, base, {"model": {"adapter": str(first / "run" / "adapter")}}, *changes, **sections)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_it_begins_where_the_earlier_run_ended(
     tmp_path: Path, base: Path, method: str, capsys: pytest.CaptureFixture[str]
@@ -95,6 +96,7 @@ def test_it_begins_where_the_earlier_run_ended(
     assert "it was made for" not in said
 
 
+@pytest.mark.slow
 def test_its_optimizer_is_fresh(tmp_path: Path, base: Path, first: Path) -> None:
     """One step of AdamW from nothing moves every weight with a gradient by the learning rate: m / sqrt(v) is 1."""
     recipe = from_adapter(tmp_path, base, first, training={"max_steps": 1, "learning_rate": 1e-4, "warmup_steps": 0})
@@ -160,6 +162,7 @@ def test_an_adapter_that_plain_peft_saved(tmp_path: Path, base: Path) -> None:
     assert all((after[name] - start[name].float()).abs().max() < 1e-5 for name in start)
 
 
+@pytest.mark.slow
 def test_resumed_it_needs_the_same_adapter_and_begins_only_once(
     tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +186,7 @@ def test_resumed_it_needs_the_same_adapter_and_begins_only_once(
     assert cli(["chat", str(run), "--prompt", "hi", "--max-new-tokens", "2"]) == 0, "the run is over"
 
 
+@pytest.mark.slow
 def test_card_merge_and_plan_name_it(
     tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +200,7 @@ def test_card_merge_and_plan_name_it(
     assert "| started from the adapter | adapter (a local folder) |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_from_the_hub(tmp_path: Path, base: Path, first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read once, at import
     with running_hub() as hub:
@@ -362,6 +367,7 @@ def test_training_says_what_does_not_fit_the_model(
     assert not (tmp_path / "run" / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base_is_told(
     tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

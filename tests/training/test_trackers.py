@@ -85,6 +85,7 @@ def test_tensorboard_has_every_number_once_after_a_resume_too(recipe: Path, tmp_
     assert any("samples/0" in tag for tag in read.Tags()["tensors"])
 
 
+@pytest.mark.slow
 def test_a_failing_tracker_is_reported_once_and_the_run_continues(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

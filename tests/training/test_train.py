@@ -173,6 +173,7 @@ def test_what_is_not_finite_names_step_and_rows(
     assert (state["state"], state["phase"], state["rank"]) == ("failed", "training", 0)
 
 
+@pytest.mark.slow
 def test_logging_every_third_step_weighs_by_tokens(recipe: Path, tmp_path: Path) -> None:
     assert main([str(recipe), "samples.count=0", f"output_dir={tmp_path / 'each'}"]) == 0
     assert main([str(recipe), "samples.count=0", "logging_steps=3", f"output_dir={tmp_path / 'third'}"]) == 0

@@ -114,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 FAST = ("full, decayed, accumulated", "lora with dropout, accumulated", "bf16")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "8-bit AdamW":
@@ -173,6 +174,7 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert left_by(recipe) == left_by(uninterrupted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [None, {"r": 4, "lora_dropout": 0.3}], ids=["full", "lora"])
 def test_it_leaves_nothing_allocated(
     lora: dict[str, Any] | None, write: Write, monkeypatch: pytest.MonkeyPatch
@@ -338,6 +340,7 @@ def test_a_full_disk_ends_it_in_one_line(
     assert main([str(recipe)]) == 0, "with space the same command continues"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("message", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
 @pytest.mark.parametrize("where", ["a training step", "an evaluation"])
 def test_too_little_memory_ends_it_in_one_line(

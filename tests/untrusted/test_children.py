@@ -40,6 +40,7 @@ def test_what_ends_is_trusted_by_its_hash(own_cache: Path, tmp_path: Path, monke
     assert (tmp_path / "ran").read_text() == "xxx"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "why"),
     [

@@ -60,6 +60,7 @@ def test_bits_are_those_of_torch(tmp_path: Path) -> None:
         assert read_header(tmp_path / "a.safetensors")["a"].dtype == name
 
 
+@pytest.mark.slow
 def test_the_largest_header_is_near_what_the_largest_model_needs(tmp_path: Path) -> None:
     """Kimi K2 in one file, by its published sizes: 60 layers of 384 experts of 2,048 x 7,168, a scale for 128 x 128."""
     header: dict[str, object] = {}

@@ -10,6 +10,7 @@ import os
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from finetune.files import TEMPORARY_PREFIX, append_lines, clear_leftovers, cut_lines, read_lines
@@ -57,6 +58,7 @@ def fork(run_dir: Path) -> int:
     return process
 
 
+@pytest.mark.slow
 def test_it_ends_as_if_none_had_come(tmp_path: Path) -> None:
     assert wait_all([fork(tmp_path / "whole")], 60) == [0]
     expected = [(tmp_path / "whole" / "metrics.jsonl").read_bytes(), files_of(tmp_path / "whole")]
