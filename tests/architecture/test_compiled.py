@@ -175,6 +175,7 @@ def test_dropout_is_drawn_from_the_steps_seed() -> None:
     assert_same(first, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [(broken_forward, "no compiler here"), (broken_backward, "no compiler for the backward")],

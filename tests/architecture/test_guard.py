@@ -149,6 +149,7 @@ def test_a_fault_of_the_compiler_is_seen(backend: Faulty, lora: bool) -> None:
     assert torch.equal(found, built(lora=lora)[0](**row)), "it goes on as it is written"
 
 
+@pytest.mark.slow
 def test_a_fault_in_16_bits_alone_is_seen_there_alone() -> None:
     for autocast in (False, True):
         model, base = built()
@@ -156,6 +157,7 @@ def test_a_fault_in_16_bits_alone_is_seen_there_alone() -> None:
         assert (compiled.stopped is not None) == autocast
 
 
+@pytest.mark.slow
 def test_a_fault_in_one_kind_of_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recomputed one, which comes second."""
 
@@ -174,6 +176,7 @@ def test_a_fault_in_one_kind_of_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert [each.is_fault for each in compiled.differences] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_kind_that_the_guard_did_not_meet_is_compared_when_it_runs() -> None:
     model, base = built(lora=True)
     compiled = CompiledLayers(required=False, log=lambda _: None, backend=Faulty("zero"))

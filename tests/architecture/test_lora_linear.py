@@ -261,6 +261,7 @@ def test_a_result_may_be_changed_in_place() -> None:
     assert torch.equal(changed, other.grad)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's compiler does so
 @pytest.mark.parametrize("case", [CASES["lora"], CASES["dropout"]], ids=["lora", "dropout"])
 def test_it_compiles_to_one_graph(case: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ def documents_with_new_tokens() -> list[tuple[np.ndarray, np.ndarray]]:
 documents_without = documents
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
 def test_new_rows_learn_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside adapters, in models with a head of its own, and with tied, scaled embeddings and caps or scales after

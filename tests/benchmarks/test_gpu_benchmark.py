@@ -35,6 +35,7 @@ def recipe_of(name: str) -> Recipe:
 # ---- recipes and rows
 
 
+@pytest.mark.slow
 def test_the_recipes_are_those_for_one_gpu() -> None:
     actual = gpu.recipes()
     assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", QLORA, FULL} <= set(actual)
@@ -177,6 +178,7 @@ def test_a_cheaper_step_still_runs_when_a_dear_one_does_not_fit(stage: Stage) ->
     assert stage.began == ["environment", "layers"]
 
 
+@pytest.mark.slow
 def test_without_minutes_all_run(stage: Stage) -> None:
     assert stage.run() == 0
     assert stage.began == gpu.steps()
@@ -187,6 +189,7 @@ def test_no_step_is_given_more_than_the_minutes_nor_the_time_of_a_hang(stage: St
     assert stage.limits == {"llama3_1b_lora_1x8gb": 270.0, EAGER: 180.0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("minutes", "state"), [("5", "not run"), ("60", "failed")])
 def test_a_step_that_the_minutes_end_is_not_a_failure_one_that_hangs_is(stage: Stage, minutes: str, state: str) -> None:
     cut = {"ok": False, "out_of_time": True, "phase": "export", "reason": "not finished in time"}
@@ -425,6 +428,7 @@ def test_disk_and_memory_are_looked_at_before(
     assert found is None if why is None else (found or "").startswith(why), found
 
 
+@pytest.mark.slow
 def test_a_model_that_is_there_needs_no_disk_and_no_time(tmp_path: Path, room: Callable[..., None]) -> None:
     here = machine(tmp_path, H100, "bitsandbytes")
     room(22, 120)
@@ -560,6 +564,7 @@ def test_every_child_keeps_the_path_of_carried_packages_and_no_rank(
     assert log.read_text() == "well\n"
 
 
+@pytest.mark.slow
 def test_a_training_is_the_recipe_as_it_stands(tmp_path: Path) -> None:
     """But for its model, rows, length and what is saved; eager is one key more."""
     here = machine(tmp_path)

@@ -109,6 +109,7 @@ def test_every_file_that_a_shipped_recipe_names_is_shipped(wheel: Path) -> None:
     assert seen >= 3
 
 
+@pytest.mark.slow
 def test_verbs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     run = (installed, tmp_path)
     listed = json.loads(finetune(*run, "list", "--json"))

@@ -36,6 +36,7 @@ def named(note: str) -> int:
     return note.count("'") // 2
 
 
+@pytest.mark.slow
 def test_few_of_many_unknown_keys_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
 

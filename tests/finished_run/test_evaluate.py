@@ -64,6 +64,7 @@ def test_the_figures_of_the_training_come_again(
     assert actual["documents"] == 4
 
 
+@pytest.mark.slow
 def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against plain transformers, one document at a time: a mean of documents' means would be another number."""
     run = finished_run(tmp_path, tiny_llama, lora=None)

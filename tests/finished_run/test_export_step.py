@@ -63,6 +63,7 @@ def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, t
     assert (tmp_path / "four" / "export.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_base_whose_files_say_more_than_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two matrices that config.json ties; without the files nothing says that the head is one of its own."""
     base = changed_base(tmp_path / "base", tied=True)
@@ -110,6 +111,7 @@ def test_every_verb_takes_a_step(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (run / "merged").exists()
 
 
+@pytest.mark.slow
 def test_an_export_is_made_once_and_again_when_its_checkpoint_is_another(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

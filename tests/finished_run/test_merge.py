@@ -130,6 +130,7 @@ def test_a_base_whose_files_and_configuration_disagree(tmp_path: Path, method: s
     assert load_file(run / "merged" / "model.safetensors").keys() >= {HEAD, EMBEDDINGS}
 
 
+@pytest.mark.slow
 def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
     base = changed_base(tmp_path / "base", tied=True, change=head_alone)
     run = finished_run(tmp_path, base)
@@ -197,6 +198,7 @@ def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path,
     assert (folder / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_path: Path) -> None:
     """The pattern is of the trained part's paths, and the base's files have others."""
     base = save_multimodal("gemma3", tmp_path / "base")
@@ -241,6 +243,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, bases: dict[str, Path]) -> Pat
     return finished_run(tmp_path_factory.mktemp("run"), bases["tied"])
 
 
+@pytest.mark.slow
 def test_rounded_weights_agree_less_and_get_a_note(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(run), "--dtype", "bfloat16", "--verify", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

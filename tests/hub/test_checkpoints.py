@@ -96,6 +96,7 @@ def test_a_replaced_checkpoint_is_reported_and_only_the_newest_sent(recipe: Reci
     assert hub.calls().count("commit") == 3, "step 2 twice, step 6"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("status", [403, 500])
 def test_a_refusal_of_the_hub_is_reported_and_the_next_is_sent(recipe: Recipe, hub: Hub, status: int) -> None:
     lines: list[str] = []

@@ -211,6 +211,7 @@ class TestCard:
             "perplexity": 9.0,
         }
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("named", [False, True])
     def test_the_hub_accepts_it(self, run: Path, hub: Hub, named: bool) -> None:
         send(run, hub, ME if named else Destination("me/devils"))
@@ -320,6 +321,7 @@ class TestFaults:
         hub.faults.clear()
         assert send(run, hub)[0]["state"] == "pushed"
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("call", ["lfs_upload", "commit", "paths"])
     def test_a_wrong_hash_is_found_and_sent_again(self, run: Path, hub: Hub, call: str) -> None:
         hub.fail(call, wrong_hash=True)
@@ -365,6 +367,7 @@ class TestFaults:
 
 
 class TestPermission:
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize(
         ("repo", "user", "message"),
         [
@@ -408,6 +411,7 @@ class TestPermission:
 
 
 class TestSecrets:
+    @pytest.mark.sample(5)
     @pytest.mark.parametrize("file", ["recipe.yaml", "metrics.jsonl", "adapter/chat_template.jinja"])
     @pytest.mark.parametrize(
         "secret", [TOKEN, "wandb-key-of-mine-1234", "hf_" + "x" * 34, "https://me:word@host/data", "/home/anna/data"]
@@ -600,6 +604,7 @@ def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> N
     assert "hub.push=false" in overrides(changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_20_mb_is_searched_in_seconds() -> None:
     started = time.process_time()
     for text in ("ab.-" * 100_000, "sk-" * 100_000 + " ", "a://b:" * 50_000, '"quiet": 7, ' * 400_000):

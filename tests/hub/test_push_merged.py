@@ -58,6 +58,7 @@ def test_the_merged_model_arrives_whole(
     assert figures["top1"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_card_states_the_agreement(tmp_path: Path, tiny_llama: Path) -> None:
     run = finished_run(tmp_path, tiny_llama)
     (run / "metrics.jsonl").write_text('{"kind": "eval", "step": 2, "loss": 4.0, "perplexity": 54.6}\n')

@@ -73,5 +73,6 @@ def test_each_recipe_reads_its_own(read: dict[str, list[Any]]) -> None:
             assert roles in ROLES.get(path, [CHAT]), name
 
 
+@pytest.mark.slow
 def test_each_data_set_is_some_recipes(read: dict[str, list[Any]]) -> None:
     assert {entry[0] for entries in read.values() for entry in entries} == set(DATA_SETS)

@@ -164,6 +164,7 @@ BASES: dict[str, Values] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tool", BASES)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_numeric_key_of_every_tool(
@@ -265,6 +266,7 @@ def test_entries_of_dataset_info(name: str, tmp_path: Path, capsys: pytest.Captu
     assert "dataset_info.json: " in refused(file, capsys)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("key", ["deepspeed", "dataset_dir", "fsdp_config", "output_dir", "model_name_or_path"])
 @pytest.mark.parametrize("text", ["x" * 300, "x" * 5000, "../" * 2000, "/dev/zero", "/dev/null", "."])
 def test_long_and_strange_paths(key: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,7 @@ def test_ranks_on_gpus_see_those_that_the_user_sees(tmp_path: Path, monkeypatch:
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["2,5", "2,5"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once(tmp_path: Path, name: str) -> None:
     with launched(tmp_path) as process:
@@ -167,6 +168,7 @@ def test_a_stop_while_ranks_start_is_one_word(tmp_path: Path) -> None:
         assert ended(process, tmp_path) == (130, "\nstopped\n")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("told", "code"),
     [
@@ -182,6 +184,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, told: list[str], code: int) 
         assert ended(process, tmp_path) == (code, "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_after_a_signal_of_its_own_is_no_failure(tmp_path: Path) -> None:
     """`kill RANK`: all stop at the same step, and rank 0 leaves last, after it has written the run's pages."""
     with launched(tmp_path) as process:
@@ -215,6 +218,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["SIGTERM"]
 
 
+@pytest.mark.slow
 def test_rank_0_has_time_to_say_what_happened(tmp_path: Path) -> None:
     """The others have none: rank 0 fails last, and it prints the reason."""
     with launched(tmp_path, "0:code2", "1:deaf", grace=2) as process:
@@ -293,6 +297,7 @@ def test_several_machines_get_the_line_of_each() -> None:
     assert [read.training_script, *read.training_script_args] == ["finetune/train.py", str(RECIPE), "budget.nodes=2"]
 
 
+@pytest.mark.slow
 def test_gpus_are_counted_in_another_process() -> None:
     code = "import sys; from finetune.launch.local_ranks import count_gpus; print(count_gpus(), 'torch' in sys.modules)"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

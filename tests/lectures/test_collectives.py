@@ -37,6 +37,7 @@ def test_the_worked_example(ranks: list[dict[str, Any]]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_bytes_of_a_ring(ranks: list[dict[str, Any]]) -> None:
     """All-reduce is a reduce-scatter and an all-gather: twice (N-1)/N of the tensor; the others once."""
     for each in ranks:

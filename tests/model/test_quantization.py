@@ -188,6 +188,7 @@ def test_evaluation_leaves_the_weights_as_they_are(kind: str, tiny_llama: Path) 
     assert all(map(torch.equal, before, packed(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks on CPUs with AVX512-BF16 alone")
 def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
     """When this turns red, check_quantized can lose its first half."""

@@ -78,6 +78,7 @@ def not_a_number(tensors: dict[str, Tensor]) -> None:
     equal_ones(tensors)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("change", "tied"),
     [
@@ -122,6 +123,7 @@ def test_a_head_in_another_file(tmp_path: Path) -> None:
     assert structure_alone(recipe_of(base)).config.tie_word_embeddings is True, "the files were read anew"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llama4", "qwen3_vl"])
 def test_multimodal_ones(name: str, tmp_path: Path) -> None:
     """The head that the file has is trained, whatever config.json says of it, and its text_config."""
@@ -143,6 +145,7 @@ def test_multimodal_ones(name: str, tmp_path: Path) -> None:
         assert model.config.get_text_config().tie_word_embeddings is False
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "gemma2", "phi", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "opt"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_as_transformers_decides(name: str, tied: bool, tmp_path: Path) -> None:

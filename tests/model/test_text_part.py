@@ -97,6 +97,7 @@ def test_a_checkpoint_is_loaded_as_a_language_model(family: str, tmp_path: Path)
     assert any("vis" in name for name in shapes) is not alone
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(family: str, tmp_path: Path) -> None:

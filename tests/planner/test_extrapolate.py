@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models(tmp_path_factory.mktemp("layers"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "checkpointing", "strategy", "ranks"),
     [

@@ -183,6 +183,7 @@ def test_deterministic_kernels_keep_several_sums() -> None:
     assert deterministic_sums("aten._scaled_dot_product_efficient_attention_backward.default", (query, query)) == 0
 
 
+@pytest.mark.slow
 def test_a_deterministic_training_is_traced_with_them(folder: Path) -> None:
     case = Case("lora", "bf16", 1, packed=True, tied=False, micro_steps=1)
     recipe = case.recipe(folder)

@@ -178,6 +178,7 @@ def test_zero2_pins_flat_masters_gradients_and_weights(folder: Path) -> None:
     assert found["step"] == pytest.approx(expected, abs=SMALL)
 
 
+@pytest.mark.slow
 @NEEDS_DEEPSPEED
 def test_a_file_that_pins_nothing_is_planned_as_it_is(folder: Path, tmp_path: Path) -> None:
     """The remedy where room is short."""

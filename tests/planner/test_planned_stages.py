@@ -162,6 +162,7 @@ def test_of_a_deep_model_each_stage_has_its_layers_and_the_largest_is_the_plan(t
     assert plan.needed == needed[plan.stage or 0] == max(needed) > min(needed)
 
 
+@pytest.mark.slow
 def test_the_verb_prints_each_stage_and_the_bubble(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_claim_of_the_others() -> None:
     assert "\n".join(others_memory.table(found)) in page
 
 
+@pytest.mark.slow
 def test_others_are_planned_as_committed() -> None:
     """One of each; the sharded one lies between its logits and kept tensors, by hand, and 6 GiB more."""
     found = committed()["others"]

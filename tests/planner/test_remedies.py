@@ -270,6 +270,7 @@ def hold_the_pick(model: str, budget: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_picks_of_a_sample() -> None:
     pairs = [*product(MODELS, BUDGETS)][::17]
     assert len(pairs) >= 15

@@ -85,6 +85,7 @@ def test_where_layers_are_not_compiled_the_bound_counts_all(
     assert replace(found.work, compiles=True) != found.work
 
 
+@pytest.mark.slow
 def test_sharded_layers_are_compiled(base: Path) -> None:
     assert planned(recipe(base, accelerate_config="fsdp2"), "2xH100").work.compiles
 

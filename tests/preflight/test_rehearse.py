@@ -114,6 +114,7 @@ class TestShrink:
     def test_every_configuration_is_known_by_a_name(self) -> None:
         assert {path.stem for path in CONFIGS.glob("*.json")} == set(HUB_NAMES) == {*PARAMETERS, *BILLIONS}
 
+    @pytest.mark.sample(8)
     @pytest.mark.parametrize("stem", PARAMETERS)
     def test_configurations_are_the_models(self, stem: str) -> None:
         config, source = full_config(f"{HUB_NAMES[stem][0]}-Instruct")

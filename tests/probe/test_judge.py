@@ -99,6 +99,7 @@ def test_an_attention_that_sees_other_documents_is_named_as_packing(
     assert message.endswith("; set model.attention: sdpa")  # which keeps the packing, and was tried
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", [True, "selective"])
 def test_checkpointing_that_differs_is_named(
     setting: bool | str, narrow: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +134,7 @@ def without_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.register()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("without_sinks")
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2"])
 def test_numbers_alone_find_what_the_trial_without_data_finds(
@@ -176,6 +178,7 @@ def test_experts_are_computed_in_float64_too(name: str, tmp_path: Path, monkeypa
     assert worst_of(found) <= 1e-10
 
 
+@pytest.mark.slow
 def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path: Path) -> None:
     """Autocast on a CPU stands for a GPU's: the same path, but for the kernels."""
     right = probe(least_recipe(narrow), compute=torch.bfloat16)
@@ -187,6 +190,7 @@ def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path
     assert "packing differs" in refusal(leaking, compute=torch.bfloat16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "in_16_bits", "in_float32", "right"),
     [
@@ -219,6 +223,7 @@ def test_a_spoilt_attention_is_seen_in_16_bits_too(narrow: Path) -> None:
     assert "attention differs" in refusal(least_recipe(narrow, lora=None), compute=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
     for lora in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]},
                  {"lora_dropout": 0.5}, {"target_modules": ["q_proj"], "use_rslora": True}):  # fmt: skip

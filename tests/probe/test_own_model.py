@@ -43,6 +43,7 @@ def test_a_right_one_passes(tmp_path: Path) -> None:
     assert found["small"]["parameters"] < 200_000
 
 
+@pytest.mark.slow
 def test_one_that_reads_the_token_before_across_documents_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path / "own", "previous", lora=None)
     assert message.startswith("data.packing: true: packing differs: OwnForCausalLM")

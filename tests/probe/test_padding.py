@@ -41,6 +41,7 @@ def test_what_is_masked_may(name: str, tmp_path: Path) -> None:
     assert may_share_a_batch({"padding": found})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "attention"), NOT_SHARED.items())
 def test_what_sees_its_padding_may_not(name: str, attention: str, tmp_path: Path) -> None:
     found = padded(name, tmp_path, attention)

@@ -48,6 +48,7 @@ def test_the_second_time_nothing_is_built(tiny_llama: Path, built: list[Any]) ->
     assert first.facts == second.facts
 
 
+@pytest.mark.slow
 def test_a_refusal_is_remembered_too_and_code_that_changes_is_tried_anew(tmp_path: Path, built: list[Any]) -> None:
     folder = save_own_model(tmp_path / "own", "previous", hidden_size=64, num_hidden_layers=3)
     recipe = least_recipe(folder, lora=None, model={"trust_remote_code": True})

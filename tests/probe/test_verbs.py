@@ -76,6 +76,7 @@ def test_a_rehearsal_of_a_refused_model_ends_at_its_first_line(
     assert report["steps"][0]["seen"].endswith("; set data.packing: false")
 
 
+@pytest.mark.slow
 def test_new_tokens_are_probed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rows in loss and gradients, and no answer of the model without them is taken for one."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

@@ -54,7 +54,7 @@ def test_what_the_host_lacks_is_what_recipes_ask_for() -> None:
     assert set(LACKING) == {("training.optim", name) for name in asked if OPTIMIZERS[name].paged}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLAYED]
 )

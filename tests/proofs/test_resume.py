@@ -167,6 +167,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_resume_recipe(tmp_path, steps=20, dropout=0.1)

@@ -69,6 +69,7 @@ def test_every_case_is_seen() -> None:
     assert {case.suffix for case in CASES} == {".yaml"}
 
 
+@pytest.mark.sample(120)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
 def test_is_refused(
     case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

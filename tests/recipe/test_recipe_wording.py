@@ -180,6 +180,7 @@ def test_a_pipe_is_read_and_its_size_is_limited(tmp_path: Path) -> None:
         writer.join()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t\x85"), min_size=1))
 def test_every_text_is_written_so_that_it_is_read_again(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
@@ -222,6 +223,7 @@ SHAPED = st.builds(
 ).map(str.encode)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(content=SHAPED | st.binary(max_size=60), overrides=OVERRIDES)
 def test_nothing_makes_it_fall_over(

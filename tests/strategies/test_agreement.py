@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -65,6 +66,7 @@ def one_more(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.bias"] = torch.ones(64)
 
 
+@pytest.mark.slow
 def test_rank_0_decides(tmp_path: Path) -> None:
     def base(name: str, change: Change = bool) -> Path:
         return changed_base(tmp_path / name, tied=True, change=change)

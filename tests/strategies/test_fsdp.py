@@ -174,6 +174,7 @@ def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_ll
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
 def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copies: int, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)

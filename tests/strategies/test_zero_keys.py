@@ -128,6 +128,7 @@ def test_an_older_checkpoint_has_no_hysteresis() -> None:
     assert scaler.state_dict() == {"scale": 32.0, "iteration": 7, "overflow": 2, "hysteresis": 2}
 
 
+@pytest.mark.slow
 def test_a_run_scales_as_its_strategy_file_says(tiny_llama: Path, tmp_path: Path) -> None:
     """A loss times 2**30 overflows: the first overflow is forgiven, the second halves, and below that it ends."""
     keys = {"initial_scale_power": 30, "hysteresis": 2, "min_loss_scale": 2**29}

@@ -114,6 +114,7 @@ def test_the_best_evaluations_weights_are_exported(strategy: str, tiny_llama: Pa
     assert loss != seen[3][1]
 
 
+@pytest.mark.slow
 def test_the_last_micro_batch_alone_ends_a_step(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """Between ranks ZeRO-1 reduces there all that was added up: a second time if each were marked as a boundary."""
     boundaries: list[bool] = []

@@ -166,6 +166,7 @@ TEMPLATES: dict[str, Family] = {
 NONE_RIGHT = {name for name, family in TEMPLATES.items() if family.stops[0] is None}
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_sample_of_rows_is_right_or_refused(name: str) -> None:
     counts = table(name, TEMPLATES[name], sample_of_rows(name))

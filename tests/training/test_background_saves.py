@@ -125,6 +125,7 @@ def test_a_failure_of_the_last_write_ends_the_run_before_its_export(
     assert not (tmp_path / "run" / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_its_checkpoint(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, write_metrics = tmp_path / "run", RunOutput.write_metrics
 

@@ -88,6 +88,7 @@ class TestNotFinite:
         assert main(words) == 0
         assert (state_of(run), (run / "adapter").is_dir()) == ("finished", True)
 
+    @pytest.mark.slow
     def test_of_the_only_checkpoint_s_step_no_checkpoint_is_left_and_the_run_starts_over(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -162,6 +163,7 @@ class TestNotFinite:
         run = tmp_path / "run"
         assert (state_of(run), (run / "model").exists()) == ("failed", False)
 
+    @pytest.mark.slow
     def test_a_checkpoint_of_an_earlier_release_is_passed_over_and_does_not_displace_a_good_one(
         self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -220,6 +222,7 @@ class TestNothingTrained:
         assert "a warmup of 5 steps is longer than the run of 4" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize(("rate", "pushed"), [(1e-60, []), (1e-2, [2, 4])])
     def test_checkpoints_go_to_the_hub_once_something_has_changed(
         self, rate: float, pushed: list[int], recipe: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +286,7 @@ class TestNothingTrained:
         assert main([str(recipe)]) == 0, "its first two steps trained"
         assert "unchanged" not in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_a_run_of_an_earlier_release_says_that_it_does_not_know(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -77,6 +77,7 @@ def test_the_best_evaluations_weights_are_exported(
     assert facts.exported_eval() == losses[best]
 
 
+@pytest.mark.slow
 def test_answers_after_training_are_those_of_the_exported_weights(
     tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_answers_after_training_are_those_of_the_exported_weights(
     assert document(run, f"exports/end-{STEPS:08d}/export.json") == {"run": "run", "step": best}
 
 
+@pytest.mark.slow
 def test_without_it_the_last_weights_are_exported(
     tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +147,7 @@ def test_under_every_strategy(
     assert two == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_early_stopping_exports_the_best(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:
     """On by default with patience; the run ends after as many evaluations without a better loss."""
     recipe = overfitting(tmp_path, tiny_llama, sets, training={"early_stopping_patience": 2})
@@ -219,6 +222,7 @@ def test_a_lost_best_is_told_and_looked_for_anew(
     check_exported(run, min(losses, key=lambda step: losses[step]))
 
 
+@pytest.mark.slow
 def test_a_damaged_best_is_a_line(
     tmp_path: Path,
     tiny_llama: Path,

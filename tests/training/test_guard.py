@@ -93,6 +93,7 @@ def test_the_run_goes_on_without_what_is_wrong(
         assert facts["own_norms_and_gates"][where] == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_it_takes_less_memory_than_a_step(
     method: str, tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_it_takes_less_memory_than_a_step(
     assert peaks["load"] < peaks["guard"] < max(peaks["forward"], peaks["backward"])
 
 
+@pytest.mark.slow
 def test_where_it_has_to_be_compiled_a_difference_is_one_line(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

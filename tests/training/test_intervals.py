@@ -66,6 +66,7 @@ def test_a_resumed_run_has_the_same_shares(tmp_path: Path, tiny_llama: Path, set
     assert [step for step in evaluations(run) if step] == saved_steps(run) == whole
 
 
+@pytest.mark.slow
 def test_the_default_evaluates_and_saves_ten_times(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:
     content = tiny_lora(tiny_llama, sets["train"], training={"max_steps": 20}, output_dir=str(tmp_path / "run"))
     assert main([str(write_recipe(tmp_path, content))]) == 0

@@ -94,6 +94,7 @@ def test_lines_and_weights_are_those_of_a_run_that_is_read_at_once(
     assert min(seconds) > 0.1 * sorted(seconds)[len(seconds) // 2], "each step has its own time"
 
 
+@pytest.mark.slow
 def test_steps_that_the_host_decides_on_are_read_at_once(
     recipe: Path, tmp_path: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_bad_step_is_named_and_nothing_of_it_is_kept(
     assert_the_same(run_dir, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_signal_is_seen_a_step_later_and_the_run_continues_bitwise(
     recipe: Path, tmp_path: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_with_a_constant_rate_it_is_the_run_planned_so(
     assert "this run is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_short_last_step_without_a_checkpoint_before_it_is_told(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_short_last_step_without_a_checkpoint_before_it_is_told(
     assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_another_schedule_goes_on_with_its_new_length_and_says_so(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +111,7 @@ def test_another_schedule_goes_on_with_its_new_length_and_says_so(
     assert "the curve is not that of a run planned with 6 steps" in error
 
 
+@pytest.mark.slow
 def test_max_steps_too_and_after_a_kill_it_is_still_the_longer_run(tmp_path: Path, tiny_llama: Path) -> None:
     def steps(number: int) -> list[str]:
         return [str(written(tmp_path, tiny_llama, epochs=1, rows=4)), f"training.max_steps={number}"]
@@ -146,6 +149,7 @@ def test_anything_else_is_refused_and_stays_as_it_was(
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_is_not_continued(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

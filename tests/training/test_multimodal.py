@@ -44,6 +44,7 @@ def logits(model: Any) -> Tensor:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
@@ -64,6 +65,7 @@ def test_a_training_ends_in_an_adapter_for_the_whole_model(family: str, tmp_path
     assert all("language_model" in path for path in adapted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", ["of both", "of the whole model", "of the text part"])
 def test_a_training_starts_from_an_adapter_by_either_name(names: str, tmp_path: Path) -> None:
     """peft's own adapter on the whole model, or on the text class, has that one's names alone."""

@@ -128,6 +128,7 @@ def load_notes(trained: Trained) -> list[str]:
     return prepare(recipe, load_tokenizer(recipe)).notes
 
 
+@pytest.mark.sample(1)
 def test_plain_libraries_compute_what_the_run_does(trained: Trained) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained.product)
     assert tokenizer(TEXTS).input_ids == [[token] for token in IDS]
@@ -145,6 +146,7 @@ def test_plain_libraries_compute_what_the_run_does(trained: Trained) -> None:
     assert "logits equal the checkpoint's" in load_back(recipe, trained.run)
 
 
+@pytest.mark.sample(1)
 def test_the_held_out_loss_is_what_the_run_wrote(trained: Trained) -> None:
     """By the fused loss, with the adapter on; the base begins with the pieces' means."""
     figures = held_out_figures(finished_run(trained.run), CPU)

@@ -285,6 +285,7 @@ REFUSED_BY_CHECK: list[tuple[Callable[[Path], object], list[str], str]] = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("spoil", "words", "said"), REFUSED_BY_CHECK)
 def test_check_says_what_does_not_fit(
     spoil: Callable[[Path], object],

@@ -60,6 +60,7 @@ def board(run: Path) -> Any:
     return read
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_once_after_a_resume_too(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert (

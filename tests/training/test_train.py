@@ -203,6 +203,7 @@ def test_phases_are_measured_when_asked(recipe: Path, tmp_path: Path) -> None:
         assert (line["rank"], line["collectives"], line["textbook_bytes"]) == (0, {}, 0)
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
     curves = []
     for number, measured in enumerate(("true", "false")):

@@ -114,6 +114,7 @@ def infinite_loss(model: nn.Module) -> Any:
     return model.register_forward_hook(lambda _, __, loss: loss + math.inf)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient, infinite_loss])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_bad_step_and_those_after_it_change_nothing(

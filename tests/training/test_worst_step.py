@@ -147,6 +147,7 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
     assert left_by(recipes[0]) == left_by(recipes[1])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """With moments, a step count and a loss scale to go back to."""
     begun = []
@@ -207,6 +208,7 @@ def test_it_leaves_nothing_allocated(
     assert 0 <= left[0] < 1024, "bytes; a weight matrix has 16,384"
 
 
+@pytest.mark.slow
 def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +270,7 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
     assert program.with_suffix(".skipped").read_text() == "skipped" * 2 * len(cases)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("per_device", "times", "rows"), [(1, 2, 1), (2, 2, 2), (4, 1, 4)])
 def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
     per_device: int, times: int, rows: int, write: Write, monkeypatch: pytest.MonkeyPatch
@@ -373,6 +376,7 @@ def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.
         main([str(write("run"))])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rows", "of"), [(1, 2), (4, 1)])
 def test_a_terminal_shows_which_part_of_it_runs(
     rows: int, of: int, write: Write, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ def test_patterns_that_cannot_take_long(pattern: str, simple: bool) -> None:
     assert is_simple(pattern) == simple
 
 
+@pytest.mark.slow
 def test_the_line_names_place_and_pattern() -> None:
     with pytest.raises(
         FinetuneError, match=r"^lora: matching the model's names by .*\(a\+\)\+b.* does not end within 1 s"
