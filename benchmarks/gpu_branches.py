@@ -4,8 +4,8 @@ python benchmarks/gpu_branches.py [TEST ...]        (ten minutes: the default te
 
 A question is `device.type == "cuda"` and the like, `torch.cuda.is_available()` or `on_cpu`; a GPU's answer comes from
 stand-ins (tests/support/stand_ins/pretend_cuda.py, the planner's pretended device). What the default tests leave open
-has its reason in REASONS. With tests named, as paths under tests/, these alone are run, and what they hear is added to
-what the record has of questions that still are the same.
+has its reason in REASONS. With tests named, as paths under tests/, only these run, and their answers are added to the
+record's answers for questions that have not changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ probe/test_judge.py probe/test_remembered.py tokens/test_batches.py preflight/te
 preflight/test_gpu_proofs.py preflight/test_compare.py
 finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py
 training/test_train.py training/test_update.py training/test_late_reads.py training/test_compile.py
-architecture/test_compiled.py cli/test_train_verb.py proofs/test_pretended_gpu.py
-proofs/test_recipes_on_gpu.py""".split()
+architecture/test_compiled.py cli/test_train_verb.py proofs/test_pretended_gpu.py""".split()
+SLOW_TESTS = ["proofs/test_recipes_on_gpu.py"]
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
@@ -56,8 +56,9 @@ REASONS: dict[str, str] = {
 def main(tests: Sequence[str]) -> int:
     """Run the tests, and write and print which answers were heard."""
     heard = known() if tests else {name: set() for name in all_questions()}
-    for together in [tests] if tests else (TESTS, ["planner"]):
-        for name, answer in answers_of(together):
+    runs = [(tests, False)] if tests else [(TESTS, False), (["planner"], False), (SLOW_TESTS, True)]
+    for together, slow in runs:
+        for name, answer in answers_of(together, slow):
             heard[name].add(answer)
     only = {name: sorted(answers) for name, answers in heard.items() if len(answers) < 2}
     print(f"{len(heard)} questions, {len(heard) - len(only)} answered both ways; the others, their answers and why:")
@@ -75,14 +76,22 @@ def known() -> dict[str, set[bool]]:
     return {name: both.get(name, set()) for name in all_questions()}
 
 
-def answers_of(tests: Sequence[str]) -> list[tuple[str, bool]]:
-    """What the questions of one pytest were answered, by its own process and by those that it started."""
+def answers_of(tests: Sequence[str], slow: bool) -> list[tuple[str, bool]]:
+    """Each question that one pytest asked, with its answer; the processes that it started count too."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text("import tests.support.stand_ins.gpu_branches\n", "utf-8")
         file = Path(folder, "answers")
         environment = os.environ | {FILE: str(file), "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
         environment |= {"FINETUNE_CACHE": str(Path(folder, "cache"))}  # what is remembered is not asked again
-        words = [sys.executable, "-m", "pytest", "-n0", "-q", *(f"tests/{name}" for name in tests)]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n0",
+            "-q",
+            *(["-m", "slow or not slow"] if slow else []),
+            *(f"tests/{name}" for name in tests),
+        ]
         subprocess.run(words, cwd=ROOT, env=environment)
         return [tuple(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
 

@@ -44,7 +44,8 @@ COLUMNS = ("forward kernels", "kernels", "other GB", "other bytes a token", "pro
 def recipe_of(method: str, *, recomputed: bool, tokens: int = TOKENS) -> Recipe:
     """One process, one row of `tokens` tokens a step."""
     sections = dict(METHODS[method])
-    training = {"pure_bf16": sections.pop("pure_bf16", False), "activation_checkpointing": recomputed}
+    training: dict[str, Any] = {"pure_bf16": sections.pop("pure_bf16", False), "activation_checkpointing": recomputed}
+    training["mixed_precision"] = "bf16"
     return Recipe(
         accelerate_config="single",
         model=ModelSection(name_or_path=MODEL),

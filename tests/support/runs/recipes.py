@@ -24,8 +24,10 @@ def merged(content: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str,
 
 
 def least(base: Path | str = "x", **sections: Any) -> dict[str, Any]:
-    """The keys that a recipe cannot do without, and `sections`."""
-    return merged({"model": {"name_or_path": str(base)}, "data": {"train": [{"path": "json"}]}}, sections)
+    """The keys that a recipe cannot do without, and `sections`. In bf16, because `auto` is another format on a CPU
+    without arithmetic for it."""
+    needed = {"model": {"name_or_path": str(base)}, "data": {"train": [{"path": "json"}]}}
+    return merged(needed, {"training": {"mixed_precision": "bf16"}}, sections)
 
 
 def least_recipe(base: Path | str = "x", **sections: Any) -> Recipe:
