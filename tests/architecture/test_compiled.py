@@ -215,7 +215,7 @@ def kept_for_backward(model: nn.Module, row: dict[str, Any]) -> int:
     return sum(each.untyped_storage().nbytes() for at, each in held.items() if at not in free)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_compiled_layer_keeps_what_it_keeps_as_written(lora: bool) -> None:
     """A graph of torch 2.11 kept the products of adapters, although it computes them again."""

@@ -163,6 +163,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path / "out", monkeypatch)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_minutes_is_not_run_and_says_so(stage: Stage) -> None:
     assert stage.run("--minutes", "5") == gpu.NOT_RUN
     # 30 s a check, 90 a recipe, of which 100 are expected: two recipes fit into 300 s, and a check after them.
@@ -284,7 +285,7 @@ sys.exit(gpu.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["environment", "proofs", "llama3_1b_lora_1x8gb"])
 def test_what_was_seen_before_a_kill_is_on_disk(at: str, tmp_path: Path) -> None:
     """Of the step that was running too: each check that was done, and a recipe's speed."""
@@ -440,6 +441,7 @@ def test_a_model_that_is_there_needs_no_disk_and_no_time(tmp_path: Path, room: C
     assert gpu_recipes.why_not(recipe_of(QLORA), here) is None
 
 
+@pytest.mark.slow
 def test_an_estimate_knows_what_takes_time(tmp_path: Path) -> None:
     here = machine(tmp_path)
     eager = load_recipe(str(gpu.recipes()[LORA]), ["training.compile=false"]).recipe

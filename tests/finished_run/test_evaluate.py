@@ -32,7 +32,7 @@ def recipe(folder: Path, base: Path, chats: Path) -> Path:
     return write_recipe(folder, tiny_lora(base, chats, **held_out, output_dir=str(folder / "run")))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -89,7 +89,7 @@ def test_a_model_without_buffers_is_merged(tmp_path: Path) -> None:
     assert facts["agreement"]["candidates"]["own"]["kl"] < 1e-6
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
@@ -209,7 +209,7 @@ def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_p
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)
 @pytest.mark.parametrize("tied", ["untied", "tied"])
 def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(

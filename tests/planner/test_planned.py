@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models(tmp_path_factory.mktemp("planned"))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_sample_is_planned_to_the_byte(case: Case, folder: Path) -> None:
     assert list(differences(planned(case, folder), tracked(case, folder))) == []

@@ -94,7 +94,7 @@ def test_one_process(
     assert_same_curve(curve_of(recipe), curves[method])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tied: bool, chats: Path, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_an_installed_kernel_computes_steps_alone(tmp_path: Path, monkeypatch: p
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "own"), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_left_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,7 @@ def write(folder: Path, method: str, **top: Any) -> Path:
     return write_recipe(folder, merged(content, short, METHODS[method]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_an_export_and_a_merge(tmp_path: Path, method: str, umask: int) -> None:
     recipe = write(tmp_path, method)

@@ -152,6 +152,7 @@ def test_a_stop_waits_for_its_checkpoint(recipe: Path, tmp_path: Path, monkeypat
     assert marked == [("stopped", [3, 5])]
 
 
+@pytest.mark.slow
 def test_killed_while_writing_it_resumes_from_the_older_one_bitwise(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

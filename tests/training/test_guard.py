@@ -54,7 +54,7 @@ def assert_right_curve(recipe: Path, expected: Path) -> None:
         assert tuple(found) == pytest.approx(tuple(right), rel=TOLERANCE)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("where", ["compiled", "adapters", "norms", "gates"])
 def test_the_run_goes_on_without_what_is_wrong(

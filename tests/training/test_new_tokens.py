@@ -190,6 +190,7 @@ def test_a_resumed_run_is_the_run_bitwise(trained: Trained, tmp_path: Path) -> N
     assert curve_of(recipe) == curve_of(trained.recipe)
 
 
+@pytest.mark.sample(1)
 def test_it_is_talked_to(trained: Trained) -> None:
     answers = answers_to(open_run(trained.run), ["what is <date> of quiet birds?"], "both", GREEDY)
     assert json.dumps(answers)

@@ -75,7 +75,7 @@ def from_adapter(folder: Path, base: Path, first: Path, *changes: dict[str, Any]
     return write(folder, base, {"model": {"adapter": str(first / "run" / "adapter")}}, *changes, **sections)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_it_begins_where_the_earlier_run_ended(
     tmp_path: Path, base: Path, method: str, capsys: pytest.CaptureFixture[str]

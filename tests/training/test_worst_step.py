@@ -343,7 +343,7 @@ def test_a_full_disk_ends_it_in_one_line(
     assert main([str(recipe)]) == 0, "with space the same command continues"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("message", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
 @pytest.mark.parametrize("where", ["a training step", "an evaluation"])
 def test_too_little_memory_ends_it_in_one_line(
