@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import check_output, write_text
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
@@ -39,6 +41,57 @@ def preview(
         if not as_json:
             print_preview(result, rich_console())
         return result.as_json() | ({} if result.ok else {"exit_code": 2})
+
+    run_verb(work, as_json=as_json)
+
+
+def _ask_which(lines: Sequence[str]) -> int:
+    """Ask the user which line is meant. Returns its index."""
+    typer.echo("The columns may be read in several ways:")
+    for number, line in enumerate(lines, 1):
+        typer.echo(f"  {number}  {line}")
+    while True:
+        number = int(typer.prompt("Which one?", type=int, default=1))
+        if 1 <= number <= len(lines):
+            return number - 1
+        typer.echo(f"Write a number from 1 to {len(lines)}.")
+
+
+def init(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE", help="A data file, a folder, or a Hub data set.", show_default=False)
+    ],
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Our columns to yours: 'instruction=frage,output=antwort'.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Hub name or folder; chosen by memory.", show_default=False)
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="1x24GB, 4xL4, cpu; this machine's.", show_default=False)] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", parser=user_path, help="The recipe; FILE's name.yaml.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a recipe for your own data and this machine, and say what was found."""
+
+    def work() -> dict[str, Any]:
+        typer.echo(f"reading {target}", err=True)
+        from finetune.new_recipe import print_proposal, propose
+
+        can_ask = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+        proposal = propose(
+            target, columns=columns, model=model, gpus=gpus, output=output, choose=_ask_which if can_ask else None
+        )
+        if proposal.file.exists():
+            raise FinetuneError(f"{proposal.file}: is there already; name another file with -o, or delete it")
+        check_output(proposal.file, "--output")
+        write_text(proposal.file, proposal.text)
+        if not as_json:
+            print_proposal(proposal, rich_console())
+        return {"ok": True, **proposal.as_json()}
 
     run_verb(work, as_json=as_json)
 

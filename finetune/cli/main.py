@@ -263,6 +263,7 @@ def launch(
 for verb in (data_verbs.preview, run_verbs.chat, run_verbs.report, run_verbs.export, run_verbs.merge, run_verbs.push):
     app.command()(verb)
 app.command("eval")(run_verbs.evaluate)
+app.command()(data_verbs.init)
 app.command("import")(data_verbs.import_recipe)
 app.command()(data_verbs.doctor)
 

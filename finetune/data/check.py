@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from finetune.data.row_reader import RowReader, notes_of
 from finetune.data.sources import resolve
@@ -18,37 +19,69 @@ from finetune.errors import DataError
 from finetune.recipe.schema import Data
 from finetune.wording import counted
 
-SHOWN_MISTAKES = 20
+SHOWN_MISTAKES = 20  # different ones
+SHOWN_PLACES = 3  # of one mistake
 FIRST_NOTE_SECONDS, SECONDS_BETWEEN_NOTES = 2.0, 10.0  # a file of 91 kB may hold 30 million equal rows
 _MORE = re.compile(r"and (\d+) more")
 
 
+@dataclass
+class _Group:
+    """One mistake, and the rows that have it."""
+
+    problem: str
+    places: list[str]  # the first SHOWN_PLACES
+    count: int = 1
+    size: int = 0
+
+    def line(self) -> str:
+        """`faq.csv:7: problem`, or `faq.csv:7, 12, 19 and 4 more rows: problem`."""
+        places = [place for place in self.places if place]
+        if not places:
+            return self.problem
+        file = places[0].rpartition(":")[0]
+        text = places[0]
+        for place in places[1:]:
+            text += f", {place.removeprefix(f'{file}:')}"
+        if self.count > len(places):
+            text += f" and {counted(self.count - len(places), 'more row')}"
+        return f"{text}: {self.problem}"
+
+
 class Mistakes:
-    """The first SHOWN_MISTAKES mistakes, and the number of all."""
+    """The first SHOWN_MISTAKES different mistakes, each with the first rows that have it, and the number of all."""
 
     def __init__(self) -> None:
-        self.shown: list[str] = []
         self.count = 0
+        self._groups: dict[str, _Group] = {}
 
-    def add(self, mistake: str) -> None:
-        """Count a mistake, and keep it if it is to be shown."""
+    def add(self, problem: str, place: str = "", *, kind: str | None = None, size: int = 0) -> None:
+        """Count a mistake. Equal problems are one line.
+
+        Args:
+            place: `file:line`; empty for a mistake of the whole data set.
+            kind: Problems that say different numbers are one line too if they are of one kind.
+            size: Of several problems of one kind, the one with the largest size is shown.
+        """
         self.count += 1
-        if len(self.shown) < SHOWN_MISTAKES:
-            self.shown.append(mistake)
-
-    def add_alike(self, mistakes: list[str]) -> None:
-        """Add one mistake that several rows have: the first row's line, with the number of the other rows."""
-        if len(mistakes) > 1:
-            self.add(f"{mistakes[0]}; the same in {counted(len(mistakes) - 1, 'more row')}")
-        elif mistakes:
-            self.add(mistakes[0])
+        group = self._groups.get(kind or problem)
+        if group is None:
+            if len(self._groups) < SHOWN_MISTAKES:
+                self._groups[kind or problem] = _Group(problem, [place], size=size)
+            return
+        group.count += 1
+        if size > group.size:
+            group.problem, group.size = problem, size
+        if len(group.places) < SHOWN_PLACES:
+            group.places.append(place)
 
     def raise_if_any(self) -> None:
-        """Raises DataError with the mistakes shown, and with how many more there are."""
-        if self.count > SHOWN_MISTAKES:
-            raise DataError([*self.shown, f"and {self.count - SHOWN_MISTAKES} more"])
-        if self.count:
-            raise DataError(self.shown)
+        """Raises DataError with a line for each different mistake, and with how many more there are."""
+        if not self.count:
+            return
+        lines = [group.line() for group in self._groups.values()]
+        hidden = self.count - sum(group.count for group in self._groups.values())
+        raise DataError([*lines, f"and {hidden} more"] if hidden else lines)
 
     def take(self, error: DataError) -> None:
         """Add the mistakes of an error. "and 7 more" in its last line counts as 7."""
@@ -84,7 +117,7 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
                 if row.problem is None:
                     counts[source.name] += 1
                 else:
-                    mistakes.add(f"{row.place}: {row.problem}")
+                    mistakes.add(row.problem, row.place)
             notes += notes_of(source.name, reader.facts())
         except DataError as error:
             mistakes.take(error)

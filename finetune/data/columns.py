@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from finetune.data.messages import nearest
-from finetune.data.readers import BadRow
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS, layouts_with
+from finetune.data.readers import BadRow, json_kind
+from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS, layouts_with, template_fields
 from finetune.recipe.schema import DataSet, KnownFormat
 from finetune.wording import counted
 
@@ -35,24 +35,47 @@ class RowLayout:
     format: KnownFormat
     columns: Mapping[str, str] = field(default_factory=dict)  # ours -> the data set's; others keep their names
     roles: Mapping[str, str] = field(default_factory=dict)  # the data set's -> ours
+    template: Mapping[str, str] = field(default_factory=dict)  # ours -> a text with the data set's columns in braces
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     is_guess: bool = False  # whether `columns` are this program's guess and not the recipe's
 
     def view(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row by our column names."""
-        if not self.columns:
+        if not self.columns and not self.template:
             return dict(row)
         mapped = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
-        replaced = {*self.columns, *self.columns.values()}
+        mapped |= {ours: _filled(ours, text, row) for ours, text in self.template.items()}
+        replaced = {*self.columns, *self.columns.values(), *self.template}
         return mapped | {name: value for name, value in row.items() if name not in replaced}
+
+    def place(self, ours: str) -> str:
+        """The data set's own name for one of our columns, for messages."""
+        if ours in self.columns:
+            return repr(self.columns[ours])
+        if ours in self.template:
+            return f"template: {ours}"
+        return ours
 
     def unused(self, row: Mapping[str, Any]) -> list[str]:
         """The data set's columns that have a value in this row and are not read."""
-        read = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns}
-        read |= {*self.columns.values()}
+        read = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns, *self.template}
+        read |= {*self.columns.values()} | {name for text in self.template.values() for name in template_fields(text)}
         if self.format == "alpaca":
             read |= {*REASONING_COLUMNS}
         return [name for name, value in row.items() if name not in read and value not in (None, "", [], {})]
+
+
+def _filled(ours: str, text: str, row: Mapping[str, Any]) -> str:
+    """A row's template with its cells in it; empty if all of them are. Raises BadRow for a cell that is no text."""
+    cells = {}
+    for name in template_fields(text):
+        value = row.get(name)
+        if isinstance(value, dict | list):
+            raise BadRow(f"template: {ours}: the column {name!r} is {json_kind(value)}; fields take texts and numbers")
+        cells[name] = "" if value is None else str(value)
+    if cells and not any(cell.strip() for cell in cells.values()):
+        return ""
+    return text.format_map(cells)
 
 
 def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
@@ -64,11 +87,26 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
             hint = f"did you mean columns: {in_yaml({ours: near})}?" if near else "name one of them"
             raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {in_quotes(names)}; {hint}")
 
-    guessed: dict[str, str] = {} if entry.columns else _columns_of_known_sets(entry, rows, names)
-    layout = RowLayout("text", guessed or entry.columns, entry.roles, entry.chat_template_kwargs, bool(guessed))
+    for ours, text in entry.template.items():
+        for name in template_fields(text):
+            if name not in names:
+                near = nearest(name, names)
+                hint = f"did you mean {{{near}}}?" if near else "name one of them"
+                raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
+
+    is_told = bool(entry.columns or entry.template)
+    guessed: dict[str, str] = {} if is_told else _columns_of_known_sets(entry, rows, names)
+    layout = RowLayout(
+        "text",
+        columns=guessed or entry.columns,
+        roles=entry.roles,
+        template=entry.template,
+        chat_template_kwargs=entry.chat_template_kwargs,
+        is_guess=bool(guessed),
+    )
     formats: Sequence[str] = [entry.format]
     if entry.format == "auto":
-        formats = layouts_with(layout.columns)
+        formats = layouts_with([*layout.columns, *layout.template])
     for row in rows:
         view = layout.view(row)
         format = _format_with_columns(view, formats)
@@ -77,7 +115,7 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         if entry.chat_template_kwargs and (format == "text" or isinstance(view.get("prompt"), str)):
             raise BadRow("chat_template_kwargs: these rows are texts, which no chat template renders; remove them")
         return replace(layout, format=format)
-    if entry.format != "auto" or entry.columns:
+    if entry.format != "auto" or is_told:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(rows[0], names))
 
@@ -151,8 +189,14 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
         if len(missing) < len(columns):
             present = next(column for column in columns if column != missing[0])
             return f"the field {missing[0]!r} is missing next to {present!r}; add it, or columns: {{{missing[0]}: ...}}"
-    ours = "columns: {text: ...}, or {prompt: ..., completion: ...}, or {messages: ...}"
-    return f"no known layout: the columns are {in_quotes(names) or 'none'}; name those to train on by {ours}"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    question, answer = [*texts, "...", "..."][:2]
+    chat = in_yaml({"instruction": question, "output": answer}).replace('"..."', "...")
+    plain = in_yaml({"prompt": question, "completion": answer}).replace('"..."', "...")
+    return (
+        f"no known layout: the columns are {in_quotes(names) or 'none'}; for a chat model add columns: {chat}; "
+        f"without its chat template: {plain}, or {{text: ...}}"
+    )
 
 
 def _probable_columns(row: Mapping[str, Any]) -> dict[str, str]:

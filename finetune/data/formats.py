@@ -75,7 +75,7 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
             hint = f"{near!r} is there: rename it" if near else "add it, or remove the row"
             raise BadRow(f"the field {theirs!r} is missing; {hint}")
         if view[column] is None:
-            raise BadRow(f"{theirs!r} is null; give it a value, or remove the row")
+            raise BadRow(f"{theirs!r} is null; give it a value, or leave such rows out: drop: [empty]")
     match layout.format:
         case "messages":
             return _chat(view, view["messages"], "messages", layout)
@@ -91,7 +91,7 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
         case "alpaca":
             return _alpaca(view, layout)
         case "text":
-            return Passage("", checked_text(view["text"], "text"))
+            return Passage("", _needed_text(view, "text", layout))
 
 
 def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
@@ -114,18 +114,27 @@ def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Pas
             }
             line = in_yaml(columns)
             raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
-    return Passage(checked_text(prompt, "prompt", may_be_empty=True), checked_text(completion, "completion"))
+    prompt_text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
+    return Passage(prompt_text, _needed_text(view, "completion", layout))
+
+
+def _needed_text(view: Mapping[str, Any], column: str, layout: RowLayout) -> str:
+    """A column's text, which must not be empty. Messages name the data set's column. Raises BadRow."""
+    value, place = view[column], layout.place(column)
+    if isinstance(value, str) and not value.strip():
+        raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
+    return checked_text(value, place)
 
 
 def _alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
-    question = checked_text(view["instruction"], "instruction")
-    context = checked_text(view.get("input") or "", "input", may_be_empty=True)
+    question = _needed_text(view, "instruction", layout)
+    context = checked_text(view.get("input") or "", layout.place("input"), may_be_empty=True)
     if context.strip():
         question = f"{question}\n\n{context}"
-    answer = {"role": "assistant", "content": checked_text(view["output"], "output")}
+    answer = {"role": "assistant", "content": _needed_text(view, "output", layout)}
     for column in REASONING_COLUMNS:
         if view.get(column) and "reasoning_content" not in answer:
-            answer["reasoning_content"] = checked_text(view[column], column)
+            answer["reasoning_content"] = checked_text(view[column], layout.place(column))
 
     # Earlier turns are pairs of question and answer.
     pairs = view.get("history") or []
@@ -180,7 +189,7 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
         checked.append(read_message(message, place))
         supervised.append(is_supervised(message, place))
 
-    system = checked_text(view.get("system") or "", "system", may_be_empty=True)
+    system = checked_text(view.get("system") or "", layout.place("system"), may_be_empty=True)
     if system.strip():
         if checked[0]["role"] not in ("system", "developer"):
             checked, supervised = [{"role": "system", "content": system}, *checked], [False, *supervised]

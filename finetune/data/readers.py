@@ -8,15 +8,16 @@ and line, and memory holds one row (JSON, CSV) or one batch of 1,000 (Parquet).
 from __future__ import annotations
 
 import csv
-import gzip
+import datetime
+import io
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from finetune.data.dialect import BYTE_ORDER_MARK, Dialect, csv_dialect, found_encoding, open_bytes
 from finetune.data.json_array import JsonArray
 from finetune.output_stream import one_line, without_controls
 from finetune.paths import open_regular
@@ -28,8 +29,10 @@ LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
 MOST_REPETITIONS = 1_000_000  # most rows in a file with fewer bytes than rows; read in seconds
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
+HEAD = 64  # bytes that tell a file's kind
+MOST_EXCEL_BYTES = 128 * 2**20
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
@@ -55,12 +58,27 @@ class BadRow(ValueError):
         super().__init__(without_controls(mistake))
 
 
-def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
-    """Every row of a file; `kind` is json, csv or parquet. A file that cannot be read at all is one bad row."""
-    readers = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
+def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str | None = None) -> Iterator[SourceRow]:
+    """Every row of a file; `kind` is json, csv, parquet, excel or text. A file that cannot be read is one bad row.
+
+    Args:
+        delimiter: Of a CSV file; None: found from its first lines.
+        encoding: Of a CSV or text file; None: found from its bytes.
+    """
     count = 0
     try:
-        for row in readers[kind](file):
+        match kind:
+            case "csv":
+                rows = _read_csv(file, delimiter, encoding)
+            case "text":
+                rows = _read_text(file, encoding)
+            case "excel":
+                rows = _read_excel(file)
+            case "parquet":
+                rows = _read_parquet(file)
+            case _:
+                rows = _read_json(file)
+        for row in rows:
             count += 1
             if count == MOST_REPETITIONS and file.stat().st_size < count:
                 yield SourceRow(str(file), count, None, _repetitions(count, file))
@@ -83,18 +101,12 @@ def _repetitions(rows: int, file: Path) -> str:
     return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
 
 
-@contextmanager
-def _open_bytes(file: Path) -> Iterator[IO[bytes]]:
-    with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
-        yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
-
-
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def _read_json(file: Path) -> Iterator[SourceRow]:
     """JSON Lines, or one JSON array of objects, distinguished by the first character."""
-    with _open_bytes(file) as stream:
+    with open_bytes(file) as stream:
         head = stream.read(64)
         if (problem := not_rows(head)) is not None:
             yield SourceRow(str(file), 1, None, problem)
@@ -106,10 +118,21 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
                 break
             head += more
         stream.seek(start)
-        if head[start:].lstrip().startswith(b"["):
+        begins = head[start:].lstrip()
+        if begins.startswith(b"["):
             yield from _read_array(file, stream, start)
+        elif begins and _is_csv_line(begins):
+            yield SourceRow(str(file), 1, None, "this looks like CSV, not JSON; write path: csv")
         else:
             yield from _read_lines(file, stream, start)
+
+
+def _is_csv_line(begins: bytes) -> bool:
+    """Whether a file of JSON Lines begins like a header: a letter, and a delimiter before the first brace."""
+    line = begins.split(b"\n")[0]
+    is_word = begins[:1].isalpha() or begins[0] > 127
+    literal = line.strip() in (b"true", b"false", b"null")
+    return is_word and not literal and b"{" not in line and any(sign in line for sign in (b",", b";", b"\t", b"|"))
 
 
 def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
@@ -153,11 +176,14 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
     yield SourceRow(str(file), array.line, None, problem)
 
 
-def _decode(raw: bytes, offset: int) -> str:
+def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode(encoding)
     except UnicodeDecodeError as error:
-        raise BadRow(_not_utf8(offset + error.start, error)) from None
+        if encoding == "utf-8":
+            raise BadRow(_not_utf8(offset + error.start, error)) from None
+        byte = f"byte {offset + error.start:,} of the file (0x{error.object[error.start]:02x})"
+        raise BadRow(f"{byte} is not {encoding}; name the file's own: encoding: cp1252") from None
 
 
 def _not_utf8(position: int, error: UnicodeDecodeError) -> str:
@@ -242,17 +268,17 @@ def json_kind(value: Any) -> str:
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(file: Path) -> Iterator[SourceRow]:
+def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterator[SourceRow]:
     """Rows of a CSV file with a header line; every value is text."""
-    with _open_bytes(file) as stream:
-        head = stream.read(64)
-        if (problem := not_rows(head)) is not None:
+    with open_bytes(file) as stream:
+        head = stream.read(HEAD)
+        stream.seek(0)
+        if (problem := _not_a_table(head, encoding)) is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
-        offset = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
-        stream.seek(offset)
+        dialect = csv_dialect(file, delimiter, encoding)
         csv.field_size_limit(MAX_ROW_BYTES)
-        reader = csv.reader(_csv_lines(stream, offset), strict=True)
+        reader = csv.reader(_csv_lines(stream, dialect), delimiter=dialect.delimiter, strict=True)
         names: list[str] | None = None
         while True:
             line = reader.line_num + 1
@@ -275,14 +301,38 @@ def _read_csv(file: Path) -> Iterator[SourceRow]:
                 yield SourceRow(str(file), line, dict(zip(names, values, strict=True)), None)
             else:
                 widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
-                yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with commas")
+                delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(dialect.delimiter, dialect.delimiter)
+                yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with {delimiters}")
 
 
-def _csv_lines(stream: IO[bytes], offset: int) -> Iterator[str]:
+def _not_a_table(head: bytes, encoding: str | None) -> str | None:
+    """The fault in a CSV file with this beginning, and the remedy; None if it may be a table."""
+    problem = not_rows(head)
+    if problem is not None and not (head.startswith(UTF16) and encoding in (None, "utf-16")):
+        return problem
+    begins = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    if begins.startswith((b'{"', b"[{")):
+        return "this looks like JSON, not CSV; write path: json"
+    return None
+
+
+def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
+    """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
+    if dialect.encoding.startswith("utf-16"):  # a line's end has two bytes there
+        try:
+            for text in io.TextIOWrapper(stream, encoding="utf-16", newline=""):
+                if len(text) > MAX_ROW_BYTES:
+                    raise BadRow(TOO_LARGE)
+                yield text
+        except UnicodeDecodeError as error:
+            raise BadRow(f"is not UTF-16 at byte {error.start}; save the file as UTF-8") from None
+        return
+    offset = len(BYTE_ORDER_MARK) if stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+    stream.seek(offset)
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         if len(raw) > MAX_ROW_BYTES:
             raise BadRow(TOO_LARGE)
-        yield _decode(raw, offset)
+        yield _decode(raw, offset, dialect.encoding)
         offset += len(raw)
 
 
@@ -290,13 +340,89 @@ def _header_problem(names: list[str]) -> str | None:
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
         return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
-    if len(names) == 1:
-        for separator in ";\t|":
-            if separator in names[0]:
-                return f"the columns are separated by {separator!r}; save the file with commas"
     if not all(name.strip() for name in names):
         return "a column of the header has no name; the first line of a CSV file names the columns"
     return None
+
+
+# -- text and Excel ----------------------------------------------------------------------------------------------------
+
+
+def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
+    """A text file as one row with the column `text`."""
+    with open_bytes(file) as stream:
+        raw = stream.read(MAX_ROW_BYTES + 1)
+    problem = None if raw.startswith(UTF16) else not_rows(raw[:HEAD])
+    if problem is None and len(raw) > MAX_ROW_BYTES:
+        problem = f"the text is larger than {MAX_ROW_BYTES // 2**20} MiB; split it into files"
+    if problem is not None:
+        yield SourceRow(str(file), 1, None, problem)
+        return
+    chosen = encoding or found_encoding(file)
+    offset = len(BYTE_ORDER_MARK) if raw.startswith(BYTE_ORDER_MARK) else 0
+    try:
+        text = _decode(raw[offset:], offset, chosen)
+    except BadRow as error:
+        yield SourceRow(str(file), 1, None, str(error))
+        return
+    if text.strip():
+        yield SourceRow(str(file), 1, {"text": text}, None)
+
+
+def _read_excel(file: Path) -> Iterator[SourceRow]:
+    """Rows of a workbook's first sheet, whose first row names the columns. Every value is text."""
+    try:
+        from openpyxl import load_workbook
+    except ImportError:
+        problem = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
+        yield SourceRow(str(file), 1, None, problem)
+        return
+    if file.stat().st_size > MOST_EXCEL_BYTES:
+        yield SourceRow(str(file), 1, None, f"is larger than {MOST_EXCEL_BYTES // 2**20} MiB; save the sheet as CSV")
+        return
+    number = 0
+    try:
+        with open_regular(file) as stream:
+            sheet = load_workbook(stream, read_only=True, data_only=True).worksheets[0]
+            names: list[str] = []
+            for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
+                values = [_cell_text(cell) for cell in cells]
+                while values and values[-1] is None:
+                    values.pop()
+                if not values:
+                    continue
+                if not names:
+                    names = [name or "" for name in values]
+                    if problem := _header_problem(names):
+                        yield SourceRow(str(file), number, None, problem)
+                        return
+                elif len(values) > len(names):
+                    widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
+                    yield SourceRow(str(file), number, None, f"{widths}; name every column in the first row")
+                else:
+                    padded = [*values, *[None] * (len(names) - len(values))]
+                    row = {name: value or "" for name, value in zip(names, padded, strict=True)}
+                    yield SourceRow(str(file), number, row, None)
+    except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = one_line((str(error).splitlines() or [""])[0], 120) or type(error).__name__
+        yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
+
+
+def _cell_text(value: Any) -> str | None:
+    """A cell as text: 3.0 is `3`, a day is 2026-11-26; None for an empty cell."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
+        return value.date().isoformat()
+    if isinstance(value, datetime.date | datetime.datetime | datetime.time):
+        return value.isoformat()
+    return str(value)
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------

@@ -5,17 +5,20 @@ Checking, tokenising and previewing read rows here, so that all three take a row
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
+from finetune.data.dialect import csv_dialect
 from finetune.data.formats import Chat, Passage, read_row
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
+from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
+from finetune.wording import counted
 
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
 MOST_NAMES = 1000  # columns, and keys of messages, that are noted by name; an identifier may be the key of each row
@@ -54,6 +57,8 @@ class RowReader:
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
+        self._dropped = dict.fromkeys(source.entry.drop, 0)
+        self._digests: set[bytes] = set()  # of rows read, if duplicates are dropped
 
     def rows(self) -> Iterator[ReadRow]:
         """Every row; a data set whose columns are not known ends with that one mistake."""
@@ -78,6 +83,9 @@ class RowReader:
                 continue
             try:
                 self._note_unused(row.values, self._layout)
+                if "empty" in self._dropped and has_empty_cell(row.values, self._layout):
+                    self._dropped["empty"] += 1
+                    continue
                 read = read_row(row.values, self._layout)
             except ReportedOnce as error:
                 if error.about not in self._reported:
@@ -86,6 +94,12 @@ class RowReader:
             except BadRow as error:
                 yield ReadRow(row, None, str(error))
             else:
+                if "duplicate" in self._dropped:
+                    digest = hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest()
+                    if digest in self._digests:
+                        self._dropped["duplicate"] += 1
+                        continue
+                    self._digests.add(digest)
                 self._note(read)
                 yield ReadRow(row, read, None)
 
@@ -135,7 +149,26 @@ class RowReader:
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
+            "dropped": dict(self._dropped),
+            "dialect": self._dialect(),
         }
+
+    def _dialect(self) -> str:
+        """How the first CSV file is written, where it is not UTF-8 with commas."""
+        if self._source.kind != "csv" or not self._source.files:
+            return ""
+        entry = self._source.entry
+        try:
+            return csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
+        except OSError:
+            return ""
+
+
+def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
+    """Whether a column that the layout needs has no value in this row: null, nothing, or white space."""
+    view = layout.view(row)
+    values = [view.get(column) for column in ROW_COLUMNS[layout.format]]
+    return any(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def _written_token(text: str) -> str | None:
@@ -160,6 +193,12 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if facts["read_as"]:
         layout, columns = facts["read_as"]
         yield f"{name}: read as {layout}, columns: {columns}"
+    if facts.get("dialect"):
+        yield f"{name}: read as {facts['dialect']}"
+    dropped = facts.get("dropped") or {}
+    words = {"empty": "with an empty cell", "duplicate": "equal to an earlier one"}
+    if found := [f"{counted(count, 'row')} {words[kind]}" for kind, count in dropped.items() if count]:
+        yield f"{name}: left out: {' and '.join(found)}"
     if facts["unused_columns"]:
         yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
     if facts["unused_message_keys"]:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.dialect import checked_encoding
 from finetune.data.messages import nearest
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.errors import DataError
@@ -24,8 +25,11 @@ from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.library_words import words_of
 
-SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
+SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+            ".xlsx": "excel"}  # fmt: skip
+TEXTS = (".txt", ".md")  # read as rows only where the recipe says `path: text`, or names a folder of nothing else
+BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
+            "xlsx": "excel", "text": "text"}  # fmt: skip
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
 # The words by which the Hub knows the splits of files, in its order.
@@ -41,7 +45,7 @@ class Source:
     """One data entry, resolved: local files of one kind, or a Hub data set."""
 
     entry: DataSet
-    kind: str  # json, csv, parquet, hub
+    kind: str  # json, csv, parquet, excel, text, hub
     files: tuple[Path, ...]
 
     def rows(self) -> Iterator[SourceRow]:
@@ -79,7 +83,7 @@ class Source:
 
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
-            yield from read_rows(file, self.kind)
+            yield from read_rows(file, self.kind, self.entry.delimiter, self.entry.encoding)
 
     @cached_property
     def _hub_data_set(self) -> Any:
@@ -118,6 +122,24 @@ def _why_not_loaded(entry: DataSet, error: Exception) -> str:
 
 def resolve(entry: DataSet) -> Source:
     """The files of a data entry. Raises DataError when a named file, folder or split is not there."""
+    source = _resolve(entry)
+    if entry.delimiter is not None and source.kind != "csv":
+        raise DataError([f"{source.name}: delimiter: is for CSV files, these are {_in_words(source)}; remove it"])
+    if entry.encoding is not None:
+        if source.kind not in ("csv", "text"):
+            raise DataError(
+                [f"{source.name}: encoding: is for CSV and text files, these are {_in_words(source)}; remove it"]
+            )
+        checked_encoding(entry.encoding)
+    return source
+
+
+def _in_words(source: Source) -> str:
+    names = {"hub": "a data set on the Hub", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "texts"}
+    return names.get(source.kind, "CSV")
+
+
+def _resolve(entry: DataSet) -> Source:
     path, builder = Path(entry.path), BUILDERS.get(entry.path)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if any("://" in pattern for pattern in patterns or ()):
@@ -125,13 +147,16 @@ def resolve(entry: DataSet) -> Source:
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
     if builder:
-        files = _expand(patterns or [])
+        files = _expand(patterns or [], texts=builder == "text")
     elif _is_folder(path) and patterns:
         files = _expand([str(path / pattern) for pattern in patterns])
     elif _is_folder(path):
         candidates = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file)]
+        if not candidates and (texts := _texts_in(path)):
+            _check_names(texts)
+            return Source(entry, "text", tuple(texts))
         if not candidates:
-            raise DataError([f"{path}: no data files; put .jsonl, .json, .csv or .parquet files there"])
+            raise DataError([f"{path}: no data files; put .jsonl, .json, .csv, .parquet, .xlsx or .txt files there"])
         files = _files_of_split(read_split(entry.split).name, candidates, path)
         kind = _common_kind(files)
         _check_names(files)
@@ -146,11 +171,18 @@ def resolve(entry: DataSet) -> Source:
     return Source(entry, builder or _common_kind(files), tuple(files))
 
 
-def _expand(patterns: list[str]) -> list[Path]:
-    """The files of data_files, in order. Raises DataError."""
+def _texts_in(folder: Path) -> list[Path]:
+    """The text files in a folder and below it, by name."""
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in TEXTS]
+
+
+def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
+    """The files of data_files, in order; `texts`: a folder stands for its text files. Raises DataError."""
     files: list[Path] = []
     for pattern in patterns:
         names = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
+        if texts and _is_folder(Path(pattern)):
+            names = [str(file) for file in _texts_in(Path(pattern))]
         for file in map(Path, names or [pattern]):
             if not _is_file(file):
                 reason = "is a folder" if _is_folder(file) else "no such file"
@@ -191,7 +223,9 @@ def _kind(file: Path) -> str | None:
 def _common_kind(files: Sequence[Path]) -> str:
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
-        raise DataError([f"{files[0]}: not one known kind of file; name path: json, csv or parquet, and data_files"])
+        raise DataError(
+            [f"{files[0]}: not one known kind of file; name path: json, csv, parquet, excel or text, and data_files"]
+        )
     return kinds.pop()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", "reasoning_content", *OF_CHATS),
     "text": (),
 }
+# Columns of ours that a row's template may make: each is one text.
+TEMPLATED = ("instruction", "input", "output", "prompt", "completion", "text", "system", "reasoning_content")
 # What the chat template is given by the tokenizer's own arguments and by this program.
 TEMPLATE_ARGUMENTS = (
     "messages",
@@ -101,7 +104,7 @@ def check_width(quantization: Quantization) -> None:
 
 def check_data_set(entry: DataSet) -> None:
     """Columns are mapped to names that the layout has, and the template is given nothing that this program gives it."""
-    refuse([*_column_mistakes(entry), *_template_argument_mistakes(entry)])
+    refuse([*_column_mistakes(entry), *_row_template_mistakes(entry), *_template_argument_mistakes(entry)])
 
 
 def layouts_with(columns: Iterable[str]) -> list[str]:
@@ -130,6 +133,38 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     twice = next((ours for index, ours in enumerate(entry.columns) if entry.columns[ours] in theirs[:index]), None)
     if twice:
         yield CrossCheck(f"columns.{twice}", f"{entry.columns[twice]} is mapped twice", "keep one of them")
+
+
+def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    """`template` has plain {column} fields only: no attribute, no index, no format, which would run code or change
+    values."""
+    for ours, text in entry.template.items():
+        key = f"template.{ours}"
+        if ours not in TEMPLATED:
+            yield CrossCheck(key, "is not a text column of any layout", f"choose one of {', '.join(TEMPLATED)}")
+        if ours in entry.columns:
+            yield CrossCheck(key, "is in columns too", "keep one of them")
+        try:
+            template_fields(text)
+        except ValueError as error:
+            yield CrossCheck(key, str(error), "write plain fields like {question}, and {{ for a brace")
+    if entry.template and not layouts_with([*entry.columns, *entry.template]):
+        names = " and ".join([*entry.columns, *entry.template])
+        yield CrossCheck("template", f"{names} belong to no one layout", _layouts_in_words())
+
+
+def template_fields(text: str) -> list[str]:
+    """The columns that a row's template names. Raises ValueError for anything but plain {column} fields."""
+    fields = []
+    for _, name, form, conversion in string.Formatter().parse(text):
+        if name is None:
+            continue
+        if form or conversion:
+            raise ValueError(f"has a format in {{{name}}}")
+        if not name.strip() or any(sign in name for sign in ".[]"):
+            raise ValueError(f"{{{name}}} is not a plain column")
+        fields.append(name)
+    return fields
 
 
 def _layouts_in_words() -> str:

@@ -42,6 +42,7 @@ from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 COMMAND_LINE = "command line"
 SILENT_SECONDS, ABSENT_SECONDS = 30, 2  # that the writer of a recipe may write nothing, or not be there
 MAX_MISTAKES = 50  # shown at once
+DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".gz")
 # Other places and spellings of one key, accepted.
 CHECKPOINTING: Path = ("training", "activation_checkpointing")
 ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient_checkpointing"))
@@ -171,7 +172,11 @@ def _read(file: pathlib.Path) -> str:
     try:
         if file.is_dir():
             raise RecipeError([f"{file}: is a folder; name a recipe in it{_neighbours(file)}"])
+        if file.suffix.lower() in DATA_SUFFIXES and file.is_file():
+            raise RecipeError([_is_data(file)])
         read = _read_pipe(file) if file.is_fifo() else _read_file(file)
+        if file.suffix.lower() == ".json" and read.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            raise RecipeError([_is_data(file)])
         if len(read) > MAX_BYTES:
             raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page, data are named by data.train"])
         return read.decode("utf-8-sig")
@@ -187,6 +192,10 @@ def _read(file: pathlib.Path) -> str:
         raise RecipeError([f"{file}: cannot be read ({error.strerror}); name a readable recipe"]) from None
     except ValueError:
         raise RecipeError([f"{printable(str(file))}: is not a file name; name a recipe file"]) from None
+
+
+def _is_data(file: pathlib.Path) -> str:
+    return f"{file}: is data, not a recipe; run finetune init {file}, which writes a recipe for it"
 
 
 def _read_file(file: pathlib.Path) -> bytes:

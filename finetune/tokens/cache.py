@@ -87,6 +87,8 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     """The address of one tokenised data set."""
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
+    # New keys change the address only where they are used, so that older caches stay valid.
+    reading |= source.entry.model_dump(include={"template", "drop", "delimiter", "encoding"}, exclude_defaults=True)
     parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 
@@ -150,7 +152,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
             documents = encoder.texts.tokenise([script for _, script in chunk])
             for (row, _), document in zip(chunk, documents, strict=True):
                 if isinstance(document, RowError):
-                    mistakes.add(f"{row.place}: {document}")
+                    mistakes.add(str(document), row.place)
                     continue
                 fitted = fit(document, row, data, mistakes, writer.counts)
                 if fitted and not mistakes.count:
@@ -174,34 +176,31 @@ def check_set_variables(source: Source, encoder: Encoder) -> None:
 
 def scripts_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
     """Each row's scripts, all or none of them. A part that the template leaves out of many rows is reported once."""
-    left_out: list[str] = []
     for row, read, problem in rows:
         try:
             if read is None:
                 raise RowError(problem or "")
             scripts = [encoder.script(example) for example in encoder.examples(read)]
         except OmittedFromHistory as error:
-            left_out.append(f"{row.place}: {error}")
+            mistakes.add(str(error), row.place, kind="left out of earlier turns")
         except RowError as error:
-            mistakes.add(f"{row.place}: {error}")
+            mistakes.add(str(error), row.place)
         else:
             yield from ((row, script) for script in scripts)
-    mistakes.add_alike(left_out)
 
 
 def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
     """The document within max_length, as data.truncation says; None if none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
-        mistakes.add(f"{row.place}: nothing in this row is supervised; give it a longer text")
+        mistakes.add("nothing in this row is supervised; give it a longer text", row.place)
         return None
     if length <= limit:
         return document
     if data.truncation == "error":
-        mistakes.add(
-            f"{row.place}: {length} tokens are more than data.max_length {limit}; raise it, shorten the row, or set "
-            "data.truncation: right or drop"
-        )
+        remedy = "raise it, shorten the row, or set data.truncation: right or drop"
+        problem = f"{length} tokens are more than data.max_length {limit}; {remedy}"
+        mistakes.add(problem, row.place, kind=f"longer than {limit}", size=length)
         return None
     truncated = Document(document.input_ids[:limit], document.labels[:limit])
     if data.truncation == "right" and any(label != IGNORE for label in truncated.labels):

@@ -111,7 +111,7 @@ def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes,
         documents = encoder.texts.tokenise([script for _, script in chunk])
         for (row, _), document in zip(chunk, documents, strict=True):
             if isinstance(document, RowError):
-                mistakes.add(f"{row.place}: {document}")
+                mistakes.add(str(document), row.place)
             elif fit(document, row, data, mistakes, counts):
                 progress.kept += row is not last_row  # with train_on: each_turn, a row has several documents
                 last_row = row

@@ -87,29 +87,38 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     message, modules = json.loads(process.stdout)
-    assert message == f"{rows}:1: text is empty; give it a text, or remove the row"
+    assert message == f"{rows}:1: text is empty; give it a text, or leave such rows out: drop: [empty]"
     heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "accelerate", "peft"}
     assert not heavy & set(modules)
 
 
-def test_all_mistakes_up_to_twenty_are_named(tmp_path: Path) -> None:
+def test_equal_mistakes_are_one_line_with_their_places(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text('{"text": ""}\n' * 15)
-    second.write_text('{"text": "good"}\n' + "{\n" * 12)
+    second.write_text('{"text": "good"}\n' + "{\n" * 2)
     entries = [{"path": "json", "data_files": str(file)} for file in (first, second)]
     missing = {"path": "json", "data_files": str(tmp_path / "c.jsonl")}
     data = Data.model_validate({"train": entries, "eval": [missing]})
     with pytest.raises(DataError) as raised:
         check_rows(data)
-    *named, last = raised.value.mistakes
-    assert len(named) == 20
-    assert last == "and 8 more"
-    assert named[14].startswith(f"{first}:15: ")
-    assert named[15].startswith(f"{second}:2: ")
+    one, two, three = raised.value.mistakes
+    assert one.startswith(f"{first}:1, 2, 3 and 12 more rows: text is empty")
+    assert two.startswith(f"{second}:2, 3: not JSON")
+    assert three.startswith(f"{tmp_path / 'c.jsonl'}: no such file")
     recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data.model_dump()})
     with pytest.raises(DataError) as prepared:
         prepare(recipe, tokenizer_of("llama3"))
     assert prepared.value.mistakes == raised.value.mistakes
+
+
+def test_twenty_different_mistakes_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join('{"text": ' + "[" * depth + "\n" for depth in range(1, 29)))
+    with pytest.raises(DataError) as raised:
+        check_rows(Data.model_validate({"train": [{"path": "json", "data_files": str(rows)}]}))
+    *named, last = raised.value.mistakes
+    assert (len(named), last) == (20, "and 8 more")
+    assert named[19].startswith(f"{rows}:20: ")
 
 
 def test_good_rows_are_counted(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "preference chats": ({"prompt": "Why?", "chosen": TURNS, "rejected": TURNS}, {}, "columns: {messages: chosen}"),
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
-    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; name those to train on by columns:"),
+    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; for a chat model add columns:"),
     "a column that is not there": (
         {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},
         "columns: prompt: the data set has no column 'qestion', but 'question', 'answer'; did you mean columns: "

@@ -18,7 +18,7 @@ from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
 from tests.support.models.new_tokens import TEXTS, TOKENS, save_base
 from tests.support.models.tiny import save_tiny
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 
 CASES: dict[str, dict[str, Any]] = {
     "by name": {"rank_pattern": {"q_proj": 3, "mlp.*": 9}},
@@ -37,7 +37,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(base: Path, lora: dict[str, Any]) -> Recipe:
     training = {"activation_checkpointing": False, "mixed_precision": "no", "global_batch_size": 1}
     model, data = {"dtype": "float32"}, {"max_length": 64}
-    return least_recipe(base, model=model, lora={"r": 4, **lora}, training=training, data=data)
+    return half_recipe(base, model=model, lora={"r": 4, **lora}, training=training, data=data)
 
 
 def trained(asked: Recipe) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def test_layers_that_differ_are_all_traced(deep: Path, lora: dict[str, Any]) -> 
 def test_what_the_closed_form_does_not_know_is_left_to_the_trace(deep: Path) -> None:
     config, _ = full_config(str(deep), "main")
     for lora, known in ((CASES["by name"], True), (CASES["by layer"], False), ({"target_parameters": ["x"]}, False)):
-        asked = least_recipe(deep, lora={"r": 4, **lora})
+        asked = half_recipe(deep, lora={"r": 4, **lora})
         assert (unsupported(asked, config, parse_gpus("1x24gb")) is None) == known, lora
 
 
@@ -95,5 +95,5 @@ def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tie
     assert with_rows["parameters"] - without["parameters"] >= kept
     assert with_rows["optimizer state"] - without["optimizer state"] >= 8 * rows
     halves = {"model": {"dtype": "bfloat16", **TOKENS}, "lora": lora}
-    why = unsupported(least_recipe(base, **halves), config, parse_gpus("1x24gb"))
+    why = unsupported(half_recipe(base, **halves), config, parse_gpus("1x24gb"))
     assert why == ("lora: with model.add_tokens" if lora else None)

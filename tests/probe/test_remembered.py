@@ -15,7 +15,7 @@ from finetune.probe import remembered
 from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
 from tests.support.models.own_model import save_own_model
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_second_time_nothing_is_built(tiny_llama: Path, built: list[Any]) -> None:
-    first, second = (probe(least_recipe(tiny_llama, lora=None)) for _ in range(2))
+    first, second = (probe(half_recipe(tiny_llama, lora=None)) for _ in range(2))
     assert len(built) == 1
     assert not first.remembered
     assert second.remembered
@@ -51,7 +51,7 @@ def test_the_second_time_nothing_is_built(tiny_llama: Path, built: list[Any]) ->
 @pytest.mark.slow
 def test_a_refusal_is_remembered_too_and_code_that_changes_is_tried_anew(tmp_path: Path, built: list[Any]) -> None:
     folder = save_own_model(tmp_path / "own", "previous", hidden_size=64, num_hidden_layers=3)
-    recipe = least_recipe(folder, lora=None, model={"trust_remote_code": True})
+    recipe = half_recipe(folder, lora=None, model={"trust_remote_code": True})
     lines = []
     for _ in range(2):
         with pytest.raises(EnvironmentMismatch, match="packing differs") as raised:
@@ -101,7 +101,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(tiny_llama: Path, own_cache
 
 def kept(model: Path, cache: Path) -> tuple[str, Path]:
     """A result that is remembered: its key and its file."""
-    key = remembered.probe_key(least_recipe(model), {}, [], CPU)
+    key = remembered.probe_key(half_recipe(model), {}, [], CPU)
     remembered.remember(key, {"facts": {"architecture": "x"}})
     found = remembered.recall(key)
     assert found is not None
@@ -115,7 +115,7 @@ def test_a_cache_that_cannot_be_written_costs_the_probe_again(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))
     for _ in range(2):
-        assert not probe(least_recipe(tiny_llama, lora=None)).remembered
+        assert not probe(half_recipe(tiny_llama, lora=None)).remembered
     assert len(built) == 2
 
 
@@ -141,17 +141,17 @@ def key_of(recipe: Recipe, config: dict[str, Any] | None = None, device: torch.d
 
 
 def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [key_of(least_recipe()), *(key_of(least_recipe(**change)) for change in CHANGES.values())]
-    keys.append(key_of(least_recipe(), {"hidden_size": 128}))
-    keys.append(key_of(least_recipe(), device=torch.device("meta")))
+    keys = [key_of(half_recipe()), *(key_of(half_recipe(**change)) for change in CHANGES.values())]
+    keys.append(key_of(half_recipe(), {"hidden_size": 128}))
+    keys.append(key_of(half_recipe(), device=torch.device("meta")))
     here = remembered.installed()
     for name in ("torch", "transformers", "peft", "flash-linear-attention"):
         with monkeypatch.context() as patched:
             patched.setattr(remembered, "installed", lambda name=name: here | {name: "9"})
-            keys.append(key_of(least_recipe()))
+            keys.append(key_of(half_recipe()))
     with monkeypatch.context() as patched:
         patched.setattr(remembered, "own_code", lambda: "another")
-        keys.append(key_of(least_recipe()))
+        keys.append(key_of(half_recipe()))
     assert len(set(keys)) == len(keys) == len(CHANGES) + 8
-    assert key_of(least_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
-    assert key_of(least_recipe(model={"attention": "varlen"})) == keys[0]  # which auto is
+    assert key_of(half_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
+    assert key_of(half_recipe(model={"attention": "varlen"})) == keys[0]  # which auto is

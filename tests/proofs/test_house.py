@@ -24,18 +24,18 @@ FLOORS = [
     ["run_folder"],
     ["hub", "report"],
     ["training"],
-    ["planner", "preflight", "finished_run"],
+    ["planner", "preflight", "finished_run", "new_recipe"],
     ["train"],
     ["cli"],
 ]
 # Entered by verbs and by each other; a training needs none of them.
-ANNEXES = ("planner", "preflight", "finished_run", "importers")
+ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
 # The same within the planner; "planner" are the modules next to its two folders.
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
 errors output_stream paths redaction wording files train untrusted
-recipe data importers preflight cli closed_form
+recipe data importers new_recipe preflight cli closed_form
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent
 measure.units

@@ -29,7 +29,7 @@ from finetune.run_folder.folder import (
     mark_step,
     read_state,
 )
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 
 IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "data": "abc"}
 
@@ -257,7 +257,7 @@ def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    return least_recipe("m", **{"output_dir": "runs/a", **changes})
+    return half_recipe("m", **{"output_dir": "runs/a", **changes})
 
 
 def test_the_identity_is_what_the_curve_depends_on() -> None:

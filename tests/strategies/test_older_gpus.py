@@ -16,7 +16,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.strategies.accelerator import check_launch
 from finetune.strategies.gpu_needs import check_gpus
 from tests.support.runs import launching
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 
 LENGTHS = (5, 20, 1, 13)
 ALONE = replace(launching.ALONE, words=("python",))
@@ -68,7 +68,7 @@ def test_bfloat16_is_refused_where_it_would_be_emulated(
 ) -> None:
     gpus.append((7, 5))
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_launch(least_recipe(**changes), ALONE)
+        check_launch(half_recipe(**changes), ALONE)
     text = str(caught.value)
     assert caught.value.exit_code == 4
     assert "Card 0" in text
@@ -76,7 +76,7 @@ def test_bfloat16_is_refused_where_it_would_be_emulated(
     assert text.partition("; set ")[2].split() == remedies
     assert "\n" not in text
     gpus[0] = (8, 0)
-    assert check_launch(least_recipe(**changes), ALONE).kind == "single"
+    assert check_launch(half_recipe(**changes), ALONE).kind == "single"
 
 
 def test_the_gpus_of_this_machines_ranks_are_asked(gpus: list[tuple[int, int]]) -> None:
@@ -85,15 +85,15 @@ def test_the_gpus_of_this_machines_ranks_are_asked(gpus: list[tuple[int, int]]) 
     two = replace(ALONE, world_size=2, local_world_size=2)
     for rank in (0, 1):
         with pytest.raises(EnvironmentMismatch, match=r"Card 1.*7\.5"):
-            check_launch(least_recipe(accelerate_config="ddp"), replace(two, rank=rank, local_rank=rank))
-    assert check_launch(least_recipe(), ALONE).kind == "single"  # on the first alone
+            check_launch(half_recipe(accelerate_config="ddp"), replace(two, rank=rank, local_rank=rank))
+    assert check_launch(half_recipe(), ALONE).kind == "single"  # on the first alone
     gpus[:] = [(8, 0)]  # each rank sees its own, as under srun
-    assert check_launch(least_recipe(accelerate_config="ddp"), replace(two, rank=1, local_rank=1)).kind == "ddp"
+    assert check_launch(half_recipe(accelerate_config="ddp"), replace(two, rank=1, local_rank=1)).kind == "ddp"
 
 
 def test_a_cpu_is_not_asked_for_its_compute_capability(gpus: list[tuple[int, int]]) -> None:
     gpus.append((7, 5))
-    assert check_launch(least_recipe(), replace(ALONE, on_cpu=True)).kind == "single"
+    assert check_launch(half_recipe(), replace(ALONE, on_cpu=True)).kind == "single"
 
 
 @pytest.mark.parametrize("name", ["llama3_3b_lora_1x16gb", "llama3_8b_qlora_1x16gb"])
@@ -153,7 +153,7 @@ def test_more_ranks_than_gpus_are_refused_where_all_see_the_same(
     words: tuple[str, ...], seen: int, ranks: int, nodes: int, remedy: str, gpus: list[tuple[int, int]]
 ) -> None:
     gpus[:] = [(8, 0)] * seen
-    recipe = least_recipe(accelerate_config="ddp")
+    recipe = half_recipe(accelerate_config="ddp")
     launch = replace(
         ALONE, words=words, nodes=nodes, world_size=ranks * nodes, local_world_size=ranks, shares_gpus=True
     )
@@ -168,6 +168,6 @@ def test_more_ranks_than_gpus_are_refused_where_all_see_the_same(
     if seen * nodes > 1:  # the remedy
         assert check_launch(recipe, fewer).kind == "ddp"
     else:
-        assert check_launch(least_recipe(accelerate_config="single"), fewer).kind == "single"
+        assert check_launch(half_recipe(accelerate_config="single"), fewer).kind == "single"
     # srun --gpus-per-task=1, or two sockets with half of the GPUs each: not known to be the same.
     assert check_launch(recipe, replace(launch, words=("srun", "python"), shares_gpus=False)).kind == "ddp"

@@ -25,7 +25,7 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.receipt import add_optimizer_state, receipt_checks, write_receipt
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -35,7 +35,7 @@ class Built:
     """A run as it is after assembling, every part of it as the recipe asks; to be spoilt."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
-        self.recipe = least_recipe(folder, **{"lora": LORA} | changes)
+        self.recipe = half_recipe(folder, **{"lora": LORA} | changes)
         self.strategy: Strategy = read_strategy("single")
         self.unwrapped_model: nn.Module = build_model(self.recipe, CPU)
         self.scaler: object | None = None

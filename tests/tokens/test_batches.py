@@ -287,7 +287,7 @@ def test_truncation(cache: Path, tmp_path: Path) -> None:
     entry = {"path": "json", "data_files": str(file)}
     with pytest.raises(DataError) as raised:
         prepared(entry)
-    assert [mistake.split(": ")[0] for mistake in raised.value.mistakes] == [f"{file}:2", f"{file}:3"]
+    assert [mistake.split(": ")[0] for mistake in raised.value.mistakes] == [f"{file}:2, 3"]
     right = prepared(entry, truncation="right")
     assert {key: right.facts[key] for key in ("documents", "truncated", "dropped")} == {
         "documents": 2, "truncated": 1, "dropped": 1,

@@ -152,9 +152,8 @@ def test_reasoning_that_is_left_out_is_told_once_with_a_count(tmp_path: Path) ->
     with pytest.raises(DataError) as raised:
         stored_documents(resolve(data.train[0]), data, encoder)
     assert raised.value.mistakes == (
-        f"{file}:2: the chat template leaves out the reasoning of turn 2, which is supervised; set data.train_on: "
-        "each_turn (every answer an example of its own) or completion, or weight 0 on that turn; "
-        "the same in 2 more rows",
+        f"{file}:2, 3, 4: the chat template leaves out the reasoning of turn 2, which is supervised; set "
+        "data.train_on: each_turn (every answer an example of its own) or completion, or weight 0 on that turn",
     )
     assert raised.value.exit_code == 2
     assert prepared(recipe_of(file, train_on="completion")).facts["documents"] == 4

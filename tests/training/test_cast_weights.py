@@ -24,7 +24,7 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
 from finetune.training.step import optimizer_step
 from tests.support.models.tiny import Documents, flat_batch, tiny_model
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe
 from tests.support.runs.stepping import step_parts
 
 BATCHES = [flat_batch([9, 8], seed=seed) for seed in range(3)]
@@ -168,7 +168,7 @@ def test_an_evaluation_computes_with_copies_too() -> None:
     ],
 )
 def test_where_there_are_copies(tmp_path: Path, changes: dict[str, Any], strategy: str, copied: bool) -> None:
-    recipe: Recipe = least_recipe(tmp_path, **({"lora": None} | changes))
+    recipe: Recipe = half_recipe(tmp_path, **({"lora": None} | changes))
     model = nn.Linear(2, 2)
     half = torch.float16 if recipe.training.mixed_precision == "fp16" else torch.bfloat16
     with cast_weights(recipe, read_strategy(strategy), model).cast():

@@ -17,12 +17,15 @@ RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
 TrainOn = Literal["assistant", "completion", "each_turn", "all"]
 Truncation = Literal["error", "right", "drop"]
+Drop = Literal["empty", "duplicate"]
 
 
 class DataSet(Section):
     """One data set: load_dataset's arguments, plus how to read a row and how often."""
 
-    path: Local = Field(min_length=1, description="json, csv, parquet, a local folder, or a Hub data set.")
+    path: Local = Field(
+        min_length=1, description="json, csv, parquet, excel, text, a local file or folder, or a Hub data set."
+    )
     name: str | None = Field(None, description="Configuration of a Hub data set.")
     data_files: Local | list[Local] | None = Field(None, description="Local files, relative to the working folder.")
     split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
@@ -30,6 +33,22 @@ class DataSet(Section):
     format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
     columns: dict[str, str] = Field(
         {}, description="Our column to the data set's: {prompt: question, completion: answer}; others keep their names."
+    )
+    template: dict[str, str] = Field(
+        {},
+        description="Our column to a text with the data set's in braces: {instruction: 'Question: {question}', "
+        "output: '{answer}'}; {{ is a brace.",
+    )
+    drop: list[Drop] = Field(
+        [],
+        description="Rows to leave out, counted: empty (no value in a column that is trained on or asked), duplicate "
+        "(read as an earlier row of this data set).",
+    )
+    delimiter: str | None = Field(
+        None, min_length=1, max_length=1, description="Between the columns of a CSV file; null: found."
+    )
+    encoding: str | None = Field(
+        None, min_length=1, description="Of a CSV or text file: utf-8, cp1252, cp949; null: found."
     )
     roles: dict[str, Role] = Field(
         {},

@@ -24,15 +24,18 @@ def merged(content: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str,
 
 
 def least(base: Path | str = "x", **sections: Any) -> dict[str, Any]:
-    """The keys that a recipe cannot do without, and `sections`. In bf16, because `auto` is another format on a CPU
-    without arithmetic for it."""
-    needed = {"model": {"name_or_path": str(base)}, "data": {"train": [{"path": "json"}]}}
-    return merged(needed, {"training": {"mixed_precision": "bf16"}}, sections)
+    """The keys that a recipe cannot do without, and `sections`."""
+    return merged({"model": {"name_or_path": str(base)}, "data": {"train": [{"path": "json"}]}}, sections)
 
 
 def least_recipe(base: Path | str = "x", **sections: Any) -> Recipe:
     """The same, checked; what it does not say is the schema's default."""
     return Recipe.model_validate(least(base, **sections))
+
+
+def half_recipe(base: Path | str = "x", **sections: Any) -> Recipe:
+    """`least_recipe` that computes in bf16 on every processor: `auto` is float32 on CPUs without arithmetic for it."""
+    return least_recipe(base, **merged({"training": {"mixed_precision": "bf16"}}, sections))
 
 
 def tiny(base: Path, chats: Path, **sections: Any) -> dict[str, Any]:

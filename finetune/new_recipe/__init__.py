@@ -1,0 +1,54 @@
+"""A recipe for somebody's own data and machine: `finetune init FILE`.
+
+    propose(target, ...)             reads a sample, finds the columns, chooses model and settings
+    print_proposal(proposal, console)  what was found, some rows, and the next three commands
+
+Other packages import from here alone. This module imports nothing heavy: its functions do, when they are called.
+
+May import: training and what is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from finetune.new_recipe.proposal import Proposal as Proposal
+
+
+def propose(
+    target: str,
+    *,
+    columns: str | None = None,
+    model: str | None = None,
+    gpus: str | None = None,
+    output: Path | None = None,
+    choose: Callable[[Sequence[str]], int] | None = None,
+) -> Proposal:
+    """Read a sample of a data file, a folder or a Hub data set, and propose a recipe for it. Nothing is written.
+
+    Args:
+        columns: `instruction=frage,output=antwort`, or the same in YAML. None: found by content.
+        model: A Hub name or a folder. None: an ungated model that fits.
+        gpus: As in every `--gpus`. None: this machine's.
+        output: The recipe's file. None: the data's name, in the working folder.
+        choose: Asks the user which of several lines is meant, and returns its index. None: nobody can be asked.
+
+    Raises FinetuneError: the file cannot be read or holds no rows, its columns are not clear and nobody can be asked,
+    or no model is known to fit.
+    """
+    from finetune.new_recipe import proposal as module
+
+    options = module.Options(module.read_columns(columns), model, gpus, output)
+    return module.propose(target, options, choose)
+
+
+def print_proposal(proposal: Proposal, console: Console) -> None:
+    """Print what was found, some rows as the model will see them, and the next commands."""
+    from finetune.new_recipe.view import print_proposal as print_it
+
+    print_it(proposal, console)

@@ -1,0 +1,256 @@
+"""Which column is the question and which the answer, by content: lengths, question marks, how many values differ.
+
+Names count too, in several languages, but a table with the columns `a` and `b` is read as well.
+
+    nr      distinct whole numbers                -> not text
+    thema   12 texts in 300 rows, short           -> a category
+    frage   distinct, 80 % end with "?"           -> the question
+    antwort distinct, longer, after the question  -> the answer
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from statistics import median
+from typing import Any
+
+from finetune.data.columns import in_quotes, in_yaml, layout_of
+from finetune.data.readers import BadRow
+from finetune.errors import DataError
+from finetune.recipe.schema import DataSet
+
+# Parts of column names, in the languages that data sets are most often written in. Lower case.
+QUESTION_WORDS = (
+    "question instruction prompt query problem request task user human input frage anfrage aufgabe eingabe pregunta "
+    "consulta instruccion instrucción demande consigne domanda richiesta istruzione pergunta vraag spørsmål fråga "
+    "pytanie polecenie otázka kérdés soru вопрос запрос запитання ερώτηση سؤال שאלה प्रश्न 질문 문제 지시 "
+    "質問 問題 指示 问题 指令 提问 問 câu_hỏi pertanyaan คำถาม swali 입력 入力"
+).split()
+ANSWER_WORDS = (
+    "answer response output reply completion solution target assistant summary antwort lösung loesung ausgabe "
+    "respuesta salida solucion réponse reponse sortie risposta uscita resposta saída antwoord svar odpowiedź odpowiedz "
+    "odpověď válasz cevap yanıt ответ відповідь απάντηση جواب إجابة תשובה उत्तर 답변 대답 응답 정답 "
+    "출력 回答 答え 解答 答案 输出 trả_lời jawaban คำตอบ jibu sql"
+).split()
+LABEL_WORDS = (
+    "label category class sentiment intent topic kategorie klasse categoria catégorie 라벨 분류 标签 类别".split()
+)
+CONTEXT_WORDS = (
+    "context passage kontext contexto contexte contesto контекст 문맥 맥락 文脈 上下文 background document".split()
+)
+QUESTION_MARKS = ("?", "？", "؟", ";")  # the last one is Greek's
+IDENTIFIER = re.compile(r"[0-9a-fA-F-]{8,40}|[A-Za-z]{1,6}[-_]?\d+")
+NUMBER = re.compile(r"[-+]?\d[\d.,' ]*%?")
+DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?|\d{1,2}:\d{2}(:\d{2})?")
+ADDRESS = re.compile(r"(https?://|www\.)\S+|\S+@\S+\.\w+|/\S+\.\w{2,4}")
+CLEAR = 3.5  # points between the best reading and the next: more than order and length give together
+FEW = 30  # texts from which the share of different ones says something
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a sample of rows shows about one column."""
+
+    name: str
+    position: int
+    filled: float  # share of rows with a value
+    texts: float  # share of values that are text, and not numbers, dates or addresses
+    distinct: float  # different values, as a share of all
+    length: float  # median characters
+    questions: float  # share of texts that end with a question mark
+
+    @property
+    def is_text(self) -> bool:
+        return self.filled >= 0.3 and self.texts >= 0.6
+
+    @property
+    def repeats(self) -> bool:
+        """Whether few values fill the column: a category, a label, an author."""
+        return self.distinct < 0.2
+
+    def has_word(self, words: Iterable[str]) -> bool:
+        """Whether the column's name is or contains one of these words."""
+        name = self.name.lower().strip()
+        parts = set(re.split(r"[\W_\d]+", name))
+        return any(word == name or word in parts or (not word.isascii() and word in name) for word in words)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows are read: our columns to the data set's, or the layout that the core finds by itself."""
+
+    format: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    score: float = 0.0
+
+    def in_words(self) -> str:
+        if self.columns:
+            return in_yaml(self.columns)
+        return self.format
+
+
+def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Every column of the rows, in their order."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    result = []
+    for position, name in enumerate(names):
+        values = [row[name] for row in rows if row.get(name) not in (None, "", [], {})]
+        texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
+        plain = [text for text in texts if not _is_datum(text)]
+        result.append(
+            Column(
+                name,
+                position,
+                filled=len(values) / max(1, len(rows)),
+                texts=len(plain) / max(1, len(values)),
+                distinct=len({str(value) for value in values}) / max(1, len(values)),
+                length=median(map(len, texts)) if texts else 0.0,
+                questions=sum(text.endswith(QUESTION_MARKS) for text in plain) / max(1, len(plain)),
+            )
+        )
+    return result
+
+
+def _is_datum(text: str) -> bool:
+    """Whether a text is a number, a date, an address or an identifier."""
+    return any(pattern.fullmatch(text) for pattern in (NUMBER, DATE, ADDRESS, IDENTIFIER))
+
+
+def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]:
+    """Plausible readings of these rows, the best first; one alone if it is clear. Raises DataError if there is none."""
+    columns = profiles(rows)
+    names = [column.name for column in columns]
+    if "chosen" in names and "rejected" in names:
+        raise DataError(
+            [
+                f"{entry.data_files or entry.path}: preference rows (chosen, rejected) need preference tuning, which "
+                "this kit does not have yet; to train on the chosen answers alone: --columns '{output: chosen, ...}'"
+            ]
+        )
+    if listed := _of_lists(entry, rows):
+        return [listed]
+    candidates = [column for column in columns if column.is_text]
+    answers = [*candidates, *(column for column in columns if _is_numeric_answer(column, columns))]
+    if not answers or not candidates:
+        raise DataError([_no_texts(entry, rows, names)])
+    if len({*candidates, *answers}) == 1:
+        only = candidates[0]
+        return [Reading("text", {} if only.name == "text" else {"text": only.name})]
+    if {"instruction", "output"} <= {*names}:
+        return [Reading("alpaca")]
+    labels_may_answer = len(candidates) <= 2
+    pairs = [
+        (_pair_score(one, two, labels_may_answer), one, two)
+        for one, two in permutations(dict.fromkeys([*candidates, *answers]), 2)
+        if one in candidates and not one.repeats
+    ]
+    if not pairs:  # every text column repeats: the longest is read as text
+        longest = max(candidates, key=lambda column: column.length)
+        return [Reading("text", {"text": longest.name})]
+    pairs.sort(key=lambda pair: -pair[0])
+    best = pairs[0][0]
+    plausible = [pair for pair in pairs if best - pair[0] < CLEAR]
+    # The reverse of a pair is another reading; a third column in place of the second one is one too.
+    return [_with_context(score, one, two, candidates) for score, one, two in plausible[:4]]
+
+
+def _of_lists(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """Chats as lists of turns, under any name: the core knows these layouts."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        value = next((row[name] for row in rows if row.get(name)), None)
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            continue
+        if {"role", "content"} <= {*value[0]}:
+            ours = "messages"
+        elif {"from", "value"} <= {*value[0]}:
+            ours = "conversations"
+        else:
+            continue
+        if name in ("prompt", "completion") and {"prompt", "completion"} <= {*rows[0]}:
+            return Reading("prompt_completion")
+        try:
+            return Reading(layout_of(entry, rows).format)
+        except BadRow:
+            return Reading("messages" if ours == "messages" else "sharegpt", {ours: name})
+    return None
+
+
+def _is_numeric_answer(column: Column, columns: Sequence[Column]) -> bool:
+    """Whether a column of numbers may be the answer: named so, or the last one and not an identifier."""
+    if column.is_text or column.filled < 0.3:
+        return False
+    return column.has_word(ANSWER_WORDS)
+
+
+def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> float:
+    """Points for reading two columns as question and answer.
+
+    A name that says so: 4 points, and 4 less for a name that says the opposite. Question marks: up to 3. Order: 1. An
+    answer is longer than its question more often than not: 1. A column with few values is an answer if its name says
+    so, or if it is a label and there is no other text.
+    """
+    score = 4.0 * (question.has_word(QUESTION_WORDS) - question.has_word(ANSWER_WORDS))
+    score += 4.0 * (answer.has_word(ANSWER_WORDS) - answer.has_word(QUESTION_WORDS))
+    score -= 3.0 * (question.has_word(CONTEXT_WORDS) + answer.has_word(CONTEXT_WORDS))
+    score += 3.0 * (question.questions - answer.questions)
+    score += 1.0 if question.position < answer.position else -1.0
+    score += 0.5 if answer.length > question.length else -0.5
+    is_label = answer.has_word(LABEL_WORDS)
+    score += 1.0 * is_label
+    if answer.repeats and not answer.has_word(ANSWER_WORDS) and not (is_label and labels_may_answer):
+        score -= 3.0
+    score += 0.5 * (question.filled + answer.filled)
+    return score
+
+
+def _with_context(score: float, question: Column, answer: Column, candidates: Sequence[Column]) -> Reading:
+    """The pair, with a column of context between them if one is named so or is called `input` beside an instruction."""
+    columns = {"instruction": question.name}
+    for column in candidates:
+        if column in (question, answer):
+            continue
+        if column.has_word(CONTEXT_WORDS) or (column.name == "input" and question.name == "instruction"):
+            columns["input"] = column.name
+            break
+    columns["output"] = answer.name
+    if all(ours == theirs for ours, theirs in columns.items()):
+        return Reading("alpaca", {}, score)
+    return Reading("alpaca", columns, score)
+
+
+def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """The message where no column holds text; for texts nested in a column, the line that flattens them."""
+    place = entry.data_files or entry.path
+    for name in names:
+        value = next((row[name] for row in rows if isinstance(row.get(name), dict)), None)
+        inner = [key for key, text in (value or {}).items() if isinstance(text, str)]
+        if inner:
+            fields = ", ".join(f"{key}: .{name}.{key}" for key in inner[:4])
+            return (
+                f"{place}: the texts are nested in the column {name!r} ({in_quotes(inner)}); flatten them: "
+                f"jq -c '{{{fields}}}' {place} > flat.jsonl"
+            )
+    return f"{place}: no column holds texts to train on; the columns are {in_quotes(names) or 'none'}"
+
+
+def looks_like_data(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the first line of a table is a row and not a header.
+
+    A number or a date among the names says so. Else each text column must have a name like one of its values: as long,
+    several words, and a question where the values are questions.
+    """
+    if any(NUMBER.fullmatch(name.strip()) or DATE.fullmatch(name.strip()) for name in names if name.strip()):
+        return True
+    texts = [column for column in profiles(rows[:FEW]) if column.is_text and not column.repeats]
+    return bool(texts) and all(_is_like_a_value(column) for column in texts)
+
+
+def _is_like_a_value(column: Column) -> bool:
+    """Whether a column's name could be one of its values."""
+    is_question = column.name.strip().endswith(QUESTION_MARKS)
+    has_words = len(column.name.split()) >= 4 or (is_question and not column.name.isascii())
+    agrees = is_question if column.questions > 0.7 else not is_question
+    return has_words and agrees and len(column.name) > 0.3 * column.length

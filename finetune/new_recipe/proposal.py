@@ -1,0 +1,321 @@
+"""From a data set to a recipe: sample, columns, counts, machine, settings, text. Each step is one function here.
+
+The settings are the ones that work for this many rows: small sets get three epochs and small batches, so that at least
+some thirty steps are made; large ones get one epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.data.columns import in_quotes, in_yaml
+from finetune.data.formats import Chat, Passage
+from finetune.data.readers import csv_dialect
+from finetune.data.row_reader import RowReader
+from finetune.data.sources import Source, resolve
+from finetune.errors import DataError, FinetuneError
+from finetune.new_recipe.columns import Reading, looks_like_data, readings
+from finetune.new_recipe.hardware import EMBEDDED, SMALL, Choice, choose, gpus_here
+from finetune.new_recipe.page import Counts, Settings, recipe_text
+from finetune.new_recipe.sample import LARGE, Sample, read_sample
+from finetune.new_recipe.target import entry_of
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.tokens.estimate import estimated_rows, text_of
+
+SHOWN = 5  # rows
+COUNTING_SECONDS = 20.0
+BYTES_A_TOKEN = 3.0  # where no tokenizer is at hand: English has 4, German 3
+FEW_ROWS = 10
+CPU_TOKENS = 45_000  # of SmolLM2-135M, trained in four to six minutes on two cores
+LENGTHS = (256, 512, 1024, 2048, 4096)
+MOST_ON_CPU = 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said on the command line."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    model: str | None = None
+    gpus: str | None = None  # None: this machine's
+    output: Path | None = None  # None: the data's name
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The recipe, and what was found on the way."""
+
+    entry: DataSet
+    reading: Reading
+    counts: Counts
+    choice: Choice
+    settings: Settings
+    examples: tuple[Chat | Passage, ...]
+    lines: tuple[str, ...]  # what was found, in words
+    file: Path
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "file": str(self.file),
+            "data": self.entry.model_dump(mode="json", exclude_defaults=True),
+            "format": self.reading.format,
+            "rows": self.counts.rows,
+            "empty": self.counts.empty,
+            "duplicate": self.counts.duplicate,
+            "refused": self.counts.refused,
+            "longest_tokens": self.counts.longest,
+            "model": self.choice.model,
+            "method": self.choice.method,
+            "steps": self.settings.steps,
+            "recipe": self.text,
+        }
+
+
+def read_columns(text: str | None) -> dict[str, str]:
+    """The mapping of `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
+    if text is None:
+        return {}
+    form = "write --columns instruction=frage,output=antwort"
+    if text.lstrip().startswith("{"):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}") from None
+        pairs = [(str(key), str(name)) for key, name in value.items()] if isinstance(value, dict) else []
+    else:
+        pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
+    ours = {"instruction", "input", "output", "system", "reasoning_content", "text"}
+    if not pairs or not all(name for _, name in pairs):
+        raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}")
+    for key, _ in pairs:
+        if key not in ours:
+            raise FinetuneError(f"--columns: {key!r} is none of our columns; {form}, or text=NAME")
+    columns = dict(pairs)
+    if ("text" in columns and len(columns) > 1) or (
+        "text" not in columns and not {"instruction", "output"} <= {*columns}
+    ):
+        raise FinetuneError(f"--columns: needs instruction and output, or text alone; {form}")
+    return columns
+
+
+def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
+    """See `finetune.new_recipe.propose`."""
+    entry = entry_of(target)
+    source = resolve(entry)
+    sample = read_sample(source)
+    if source.kind == "csv" and not options.columns:
+        _refuse_missing_header(source, sample)
+    reading = _reading(target, entry, sample, options, choose_one)
+    entry = _completed(entry, source, reading)
+    counts, examples = _counted(entry, sample)
+    gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
+    length = _row_length(counts.longest_bytes, most=MOST_ON_CPU if gpus is None else LENGTHS[-1])
+    choice = choose(gpus, options.model, length)
+    if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
+        entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    settings, counts = _settings(entry, counts, choice, length)
+    file = options.output or Path(f"{_stem(target)}.yaml")
+    text = recipe_text(entry, counts, choice, settings, file)
+    Recipe.model_validate(yaml.safe_load(text))  # our own page must be a right recipe
+    return Proposal(
+        entry, reading, counts, choice, settings, examples, tuple(_found(source, sample, reading, counts)), file, text
+    )
+
+
+def _stem(target: str) -> str:
+    """A file name for the recipe: the data's name without its endings, or a Hub data set's last part."""
+    name = Path(target).name
+    while Path(name).suffix.lower() in (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md"):
+        name = Path(name).stem
+    return DataSet(path=name or "data").short_name
+
+
+def _refuse_missing_header(source: Source, sample: Sample) -> None:
+    """Raises DataError if the first line of a table is a row and not a header."""
+    names = [str(name) for name in sample.rows[0]]
+    if looks_like_data(names, sample.rows):
+        delimiter = csv_dialect(source.files[0]).delimiter
+        header = delimiter.join(["question", "answer", *(f"column{n}" for n in range(3, len(names) + 1))][: len(names)])
+        raise DataError(
+            [
+                f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
+                f"put a line with names before it: {header}"
+            ]
+        )
+
+
+def _reading(
+    target: str,
+    entry: DataSet,
+    sample: Sample,
+    options: Options,
+    choose_one: Callable[[Sequence[str]], int] | None,
+) -> Reading:
+    """How the rows are read. Raises DataError where it is not clear and nobody can be asked."""
+    if options.columns:
+        names = {name for row in sample.rows for name in row}
+        missing = [theirs for theirs in options.columns.values() if theirs not in names]
+        if missing:
+            raise DataError([f"--columns: {target} has no column {missing[0]!r}, but {in_quotes(sorted(names))}"])
+        is_text = set(options.columns) == {"text"}
+        return Reading("text" if is_text else "alpaca", options.columns)
+    plausible = readings(entry, sample.rows)
+    if len(plausible) == 1:
+        return plausible[0]
+    lines = [each.in_words() for each in plausible]
+    if choose_one is not None:
+        return plausible[choose_one(lines)]
+    alternatives = " or ".join(lines)
+    raise DataError(
+        [f"{target}: the columns may be read in {len(lines)} ways: {alternatives}; say which: --columns '{lines[0]}'"]
+    )
+
+
+def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
+    """The entry with its columns, and with what is dropped: empty cells and duplicates."""
+    changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
+    if reading.format in ("messages", "sharegpt", "prompt_completion"):
+        changes["drop"] = ["duplicate"]
+    return DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
+
+
+def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passage, ...]]:
+    """Every row of a small data set, or the head of a large one, read as training reads it."""
+    source = resolve(entry)
+    reader = RowReader(source)
+    examples: list[Chat | Passage] = []
+    problems: list[str] = []
+    good, nbytes, longest = 0, 0, 0
+    end = time.monotonic() + (COUNTING_SECONDS if sample.nbytes <= LARGE else 3.0)
+    is_whole = True
+    for row in reader.rows():
+        if row.read is None:
+            problems.append(f"{row.place}: {row.problem}")
+        else:
+            good += 1
+            size = len(text_of(row.read).encode(errors="replace"))
+            nbytes, longest = nbytes + size, max(longest, size)
+            if len(examples) < SHOWN:
+                examples.append(row.read)
+        if time.monotonic() > end:
+            is_whole = False
+            break
+    if not good:
+        raise DataError(problems[:3])
+    dropped = reader.facts()["dropped"]
+    empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
+    rows = good
+    if not is_whole and sample.total:
+        read = good + len(problems) + empty + duplicate
+        rows = round(sample.total * good / read)
+    counts = Counts(
+        rows=rows,
+        empty=empty,
+        duplicate=duplicate,
+        refused=len(problems),
+        problems=tuple(problems[:3]),
+        mean_bytes=nbytes / good,
+        longest_bytes=longest,
+        is_whole=is_whole,
+    )
+    return counts, tuple(examples)
+
+
+def _row_length(longest_bytes: int, most: int) -> int:
+    """max_length: the next size that holds the longest row, by its bytes."""
+    tokens = longest_bytes / BYTES_A_TOKEN * 1.2 + 32
+    return min(most, next((length for length in LENGTHS if length >= tokens), most))
+
+
+def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tuple[Settings, Counts]:
+    """Batch, epochs, rate and held-out share for this many rows, and the counts with tokens."""
+    held_out = _held_out(counts.rows)
+    probe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": choice.model},
+            "data": {
+                "train": [entry.model_dump(exclude_defaults=True)],
+                "eval": {"fraction": held_out} if held_out else None,
+                "max_length": length,
+                "truncation": "right",
+            },
+            "training": {},
+        }
+    )
+    measured = estimated_rows(probe) if counts.is_whole else None
+    if measured is not None:
+        tokens, too_long = measured.tokens, measured.too_long[0] if measured.too_long else 0
+        packed = measured.rows
+        bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, tokens)
+        longest = measured.too_long[2] if measured.too_long else round(counts.longest_bytes / bytes_a_token)
+    else:
+        tokens = round(counts.rows * (counts.mean_bytes / BYTES_A_TOKEN + 12))
+        too_long, longest = 0, round(counts.longest_bytes / BYTES_A_TOKEN + 12)
+        packed = math.ceil(tokens / length)
+    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long)
+
+    epochs = 3
+    if counts.rows >= 2000:
+        epochs = 2 if counts.rows < 20_000 else 1
+    if choice.gpus is None:
+        batch = 1
+        most = CPU_TOKENS // length if choice.model in (EMBEDDED, SMALL) else None
+        steps = epochs * packed
+        cut = most is not None and steps > most
+        return Settings(length, held_out, batch, 1, epochs, 2e-3, most if cut else None, most if cut else steps), counts
+    at_once = choice.rows * choice.ranks
+    # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
+    micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
+    batch = at_once * micro_batches
+    steps = max(1, math.ceil(epochs * packed / batch))
+    return Settings(length, held_out, batch, choice.rows, epochs, 2e-4, None, steps), counts
+
+
+def _held_out(rows: int) -> float:
+    """The share held out: a tenth of a small set, some 500 rows of a large one; none of ten rows or fewer."""
+    if rows <= FEW_ROWS:
+        return 0.0
+    if rows <= 5000:
+        return 0.1
+    return max(float(f"{500 / rows:.1g}"), 1e-4)
+
+
+def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
+    """What was found, a line each."""
+    kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
+    name = kind.get(source.kind, source.kind)
+    if source.kind == "csv":
+        dialect = csv_dialect(source.files[0])
+        name += f", separated by {'tabs' if dialect.delimiter == chr(9) else dialect.delimiter}, {dialect.encoding}"
+    if sample.total is None:
+        rows = f"{len(sample.rows):,} rows read"
+    else:
+        rows = f"{sample.total:,} rows" if sample.is_whole else f"about {sample.total:,} rows (sampled)"
+    names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
+    lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
+    if reading.columns:
+        unused = [name for name in names if name not in reading.columns.values()]
+        lines.append(f"read as {in_yaml(reading.columns)}" + (f"; not used: {in_quotes(unused)}" if unused else ""))
+    else:
+        lines.append(f"read as {reading.format}")
+    dropped = [f"{counts.empty:,} with an empty cell"] * (counts.empty > 0)
+    dropped += [f"{counts.duplicate:,} that are there already"] * (counts.duplicate > 0)
+    if dropped:
+        lines.append(f"left out: {' and '.join(dropped)}; {counts.rows:,} rows remain")
+    if counts.refused:
+        lines.append(f"wrong rows: {counts.refused:,}; training will refuse them: {counts.problems[0]}")
+    if counts.rows <= FEW_ROWS:
+        lines.append(f"{counts.rows} rows teach a model little, and none are held out; a hundred are a beginning")
+    if counts.too_long:
+        lines.append(f"longer than max_length: {counts.too_long:,} rows; they are cut, and counted")
+    return lines

@@ -1,0 +1,90 @@
+"""What a user names: a file, a folder or a Hub data set, as an entry for `data.train`.
+
+A file's first bytes decide its kind where its name does not.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from finetune.data.readers import csv_dialect, read_rows
+from finetune.data.sources import SUFFIXES
+from finetune.errors import DataError
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.recipe.schema import DataSet
+
+HEAD_BYTES = 64 * 1024
+DOCUMENTS = (".txt", ".md")
+
+
+def entry_of(target: str) -> DataSet:
+    """The `data.train` entry for a path or a Hub name. Raises DataError."""
+    path = Path(target).expanduser()
+    if path.is_dir():
+        return DataSet(path=str(path))
+    if path.exists():
+        return DataSet(path=_kind_of(path), data_files=str(path))
+    looks_local = path.suffix in (*SUFFIXES, *DOCUMENTS, ".tsv", ".xlsx") or target.startswith((".", "/", "~"))
+    if looks_local or target.count("/") > 1:
+        raise DataError([f"{one_line(target)}: no such file; paths are relative to the working folder ({Path.cwd()})"])
+    return DataSet(path=target)
+
+
+def _kind_of(file: Path) -> str:
+    """json, csv, parquet, excel or text. Raises DataError for a file that holds no rows of text."""
+    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix.lower()
+    known = {".tsv": "csv", ".tab": "csv", ".xlsx": "excel"} | dict.fromkeys(DOCUMENTS, "text") | SUFFIXES
+    try:
+        with open_regular(file) as stream:
+            head = stream.read(HEAD_BYTES)
+    except OSError as error:
+        raise DataError([f"{file}: cannot be read: {error.strerror or error}; check the file"]) from None
+    if not head.strip():
+        raise DataError([f"{file}: no rows: the file is empty; give it at least one row"])
+    if suffix in (".xls", ".ods", ".numbers"):
+        raise DataError([f"{file}: {suffix} is not read; save the sheet as .xlsx or as CSV"])
+    if suffix in (".pdf", ".docx", ".doc"):
+        raise DataError([f"{file}: {suffix} is not read; save it as plain text (.txt)"])
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"PK\x03\x04") and suffix == ".xlsx":
+        return "excel"
+    if file.suffix == ".gz":
+        return known.get(suffix, "json")
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if suffix in known and known[suffix] != "text":
+        # A file called .csv that holds JSON is read for what it is, and the other way round.
+        if known[suffix] == "csv" and start in (b"{", b"[") and _is_json(head):
+            return "json"
+        if known[suffix] == "json" and start not in (b"{", b"["):
+            return "csv"
+        return known[suffix]
+    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError([f"{file}: is a binary file, not rows of text; name a CSV, JSON, Parquet or text file"])
+    if start in (b"{", b"[") and _is_json(head):
+        return "json"
+    if suffix in known:
+        return known[suffix]
+    return "csv" if len(_first_csv_row(file)) > 1 else "text"
+
+
+def _is_json(head: bytes) -> bool:
+    """Whether a file's head is JSON Lines or the start of an array or object of JSON."""
+    text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    if text.startswith("["):
+        return text[1:].lstrip()[:1] in ("{", "[", '"', "]")
+    try:
+        json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError:
+        return text[1:].lstrip()[:1] == '"'  # an object longer than the head
+    return True
+
+
+def _first_csv_row(file: Path) -> dict[str, Any]:
+    dialect = csv_dialect(file)
+    rows = islice(read_rows(file, "csv", dialect.delimiter, dialect.encoding), 1)
+    return next((row.values for row in rows if row.values), {})

@@ -1,0 +1,64 @@
+"""What `finetune init` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from finetune.data.formats import Chat, Passage
+from finetune.new_recipe.hardware import EMBEDDED, SMALL
+from finetune.new_recipe.proposal import Proposal
+from finetune.output_stream import without_controls
+
+SHOWN_CHARACTERS = 300  # of one text
+COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
+
+
+def print_proposal(proposal: Proposal, console: Console) -> None:
+    """Print what was found, some rows as the model will see them, and the next commands."""
+    for line in proposal.lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{len(proposal.examples)} rows as the model will see them (green: learned)", style="bold")
+    for example in proposal.examples:
+        _print_example(example, console)
+        console.print()
+    choice, settings = proposal.choice, proposal.settings
+    where = "this CPU" if choice.gpus is None else f"{choice.ranks} x {choice.gpus.name}"
+    needs = f", {choice.needed / 1e9:.0f} GB needed at most" if choice.needed else ""
+    method = "QLoRA" if choice.method == "qlora" else "LoRA"
+    console.print(
+        f"{choice.model} by {method} on {where}{needs}; about {settings.steps:,} steps, "
+        f"{round(settings.held_out * proposal.counts.rows):,} rows held out",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if choice.gpus is None and choice.model in (EMBEDDED, SMALL):
+        note = "this model is small and mostly English: a first look. With --gpus 1x24GB, init chooses Qwen3-8B"
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+    run = f"runs/{proposal.file.stem}"
+    console.print(f"\nwrote {proposal.file}; next:", style="bold", highlight=False, soft_wrap=True)
+    for command, why in (
+        (f"finetune preview {proposal.file}", "every supervised token in colour"),
+        (f"finetune train {proposal.file}", "curves and answers come with it"),
+        (f"finetune chat {run}", "base and tuned, side by side"),
+    ):
+        console.print(f"  {command:<44} # {why}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_example(example: Chat | Passage, console: Console) -> None:
+    if isinstance(example, Passage):
+        turns = [("prompt", example.prompt, False)] if example.prompt else []
+        turns.append(("text", example.completion, True))
+    else:
+        turns = [
+            (message["role"], str(message["content"]), supervised)
+            for message, supervised in zip(example.messages, example.supervised, strict=True)
+        ]
+    for role, content, supervised in turns:
+        text = without_controls(content)
+        if len(text) > SHOWN_CHARACTERS:
+            text = text[:SHOWN_CHARACTERS] + " ..."
+        line = Text(f"  {role:<10} ", style="dim")
+        line.append(text.replace("\n", "\n" + " " * 13), style="green" if supervised else COLOURS.get(role, ""))
+        console.print(line, soft_wrap=False)

@@ -1,0 +1,152 @@
+"""The columns of other people's tables: found by content, in any language, or one clear question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import DataError
+from finetune.new_recipe.columns import looks_like_data, readings
+from finetune.recipe.schema import DataSet
+
+ENTRY = DataSet(path="json", data_files="rows.jsonl")
+
+
+def rows(count: int = 40, **columns: Any) -> list[dict[str, Any]]:
+    """Rows from one function of the row's number for each column."""
+    return [{name: make(number) for name, make in columns.items()} for number in range(count)]
+
+
+def question(number: int) -> str:
+    return f"Wie viel kostet Gerät {number} am Tag?"
+
+
+def answer(number: int) -> str:
+    return f"Gerät {number} kostet {number + 5} Euro am Tag, und das Pfand beträgt {number * 10} Euro."
+
+
+def statement(number: int) -> str:
+    return f"Describe the machine called M{number} in a sentence or two, please"
+
+
+def day(number: int) -> str:
+    return f"{1 + number % 28:02}.11.2026"
+
+
+CLEAR = {
+    "German": (rows(frage=question, antwort=answer), {"instruction": "frage", "output": "antwort"}),
+    "answer first": (rows(antwort=answer, frage=question), {"instruction": "frage", "output": "antwort"}),
+    "Korean": (
+        rows(번호=str, 질문=lambda n: f"{n}번 장비는 얼마입니까?", 답변=lambda n: f"하루에 {n}유로입니다."),
+        {"instruction": "질문", "output": "답변"},
+    ),
+    "Spanish": (
+        rows(pregunta=lambda n: f"¿Cuánto cuesta {n}?", respuesta=lambda n: f"Cuesta {n} euros al día."),
+        {"instruction": "pregunta", "output": "respuesta"},
+    ),
+    "Japanese without spaces": (
+        rows(質問=lambda n: f"機械{n}はいくらですか？", 回答=lambda n: f"一日{n}ユーロです。"),
+        {"instruction": "質問", "output": "回答"},
+    ),
+    "Russian": (
+        rows(Вопрос=lambda n: f"Сколько стоит {n}?", Ответ=lambda n: f"{n} евро в день."),
+        {"instruction": "Вопрос", "output": "Ответ"},
+    ),
+    "names say nothing, question marks do": (rows(a=question, b=answer), {"instruction": "a", "output": "b"}),
+    "a table with numbers, dates and authors": (
+        rows(id=str, datum=day, thema=lambda n: ["Preise", "Technik"][n % 2], frage=question, antwort=answer,
+             autor=lambda n: "Meier"),
+        {"instruction": "frage", "output": "antwort"},
+    ),
+    "a category after the answer": (
+        rows(frage=question, antwort=answer, kategorie=lambda n: ["Preise", "Technik"][n % 2]),
+        {"instruction": "frage", "output": "antwort"},
+    ),
+    "prompt and completion, for a chat model": (
+        rows(prompt=statement, completion=answer), {"instruction": "prompt", "output": "completion"}
+    ),
+    "text and label": (
+        rows(text=statement, label=lambda n: ["good", "bad"][n % 2]), {"instruction": "text", "output": "label"}
+    ),
+    "a passage to read": (
+        rows(context=lambda n: statement(n) * 9, question=question, answer=answer),
+        {"instruction": "question", "input": "context", "output": "answer"},
+    ),
+    "numbers as answers": (
+        rows(problem=lambda n: f"What is {n} plus {n}?", answer=lambda n: str(2 * n)),
+        {"instruction": "problem", "output": "answer"},
+    ),
+    "text to SQL": (
+        rows(query=lambda n: f"all orders of customer number {n}", sql=lambda n: f"SELECT * FROM o WHERE c = {n}"),
+        {"instruction": "query", "output": "sql"},
+    ),
+    "cells are empty": (
+        [*rows(frage=question, antwort=answer), {"frage": "", "antwort": ""}],
+        {"instruction": "frage", "output": "antwort"},
+    ),
+    "one column": (rows(inhalt=lambda n: answer(n) * 5), {"text": "inhalt"}),
+    "Alpaca": (rows(instruction=statement, input=lambda n: "", output=answer), {}),
+    "OpenAI": (
+        rows(messages=lambda n: [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]), {}
+    ),
+    "OpenAI's under another name": (
+        rows(dialog=lambda n: [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        {"messages": "dialog"},
+    ),
+    "ShareGPT": (
+        rows(id=str, conversations=lambda n: [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]), {}
+    ),
+    "plain texts": (rows(text=answer), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_clear_columns_have_one_reading(name: str) -> None:
+    table, columns = CLEAR[name]
+    found = readings(ENTRY, table)
+    assert [dict(reading.columns) for reading in found] == [columns]
+
+
+@pytest.mark.parametrize(
+    ("table", "first"),
+    [
+        (rows(en=lambda n: f"The machine number {n} is new.", de=lambda n: f"Die Maschine Nummer {n} ist neu."), "en"),
+        (rows(title=lambda n: f"Machine {n} in use", body=answer), "title"),
+        (rows(a=question, b=answer, c=lambda n: answer(n + 50)), "a"),
+    ],
+    ids=["two languages", "two texts", "two possible answers"],
+)
+def test_where_two_readings_are_plausible_all_are_offered(table: list[dict[str, Any]], first: str) -> None:
+    found = readings(ENTRY, table)
+    assert len(found) > 1
+    assert found[0].columns["instruction"] == first
+
+
+def test_preference_rows_say_what_they_need() -> None:
+    with pytest.raises(DataError, match="need preference tuning"):
+        readings(ENTRY, rows(prompt=question, chosen=answer, rejected=statement))
+
+
+def test_nested_texts_come_with_the_line_that_flattens_them() -> None:
+    with pytest.raises(DataError, match=r"jq -c '\{question: \.qa\.question, answer: \.qa\.answer\}'"):
+        readings(ENTRY, rows(id=int, qa=lambda n: {"question": question(n), "answer": answer(n)}))
+
+
+def test_a_table_of_numbers_has_no_texts() -> None:
+    with pytest.raises(DataError, match="no column holds texts"):
+        readings(ENTRY, rows(a=str, b=lambda n: str(n * 2), c=day))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_data"),
+    [
+        (["frage", "antwort"], False),
+        (["What is the question?", "The answer text"], False),
+        (["Wie viel kostet Gerät 5 am Tag?", answer(5)], True),
+        (["1", "2026-01-01", "Preise"], True),
+    ],
+)
+def test_a_first_line_that_is_a_row_is_seen(names: list[str], is_data: bool) -> None:
+    table = [dict(zip(names, [question(n), answer(n), "x"], strict=False)) for n in range(10)]
+    assert looks_like_data(names, table) is is_data
