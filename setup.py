@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("recipes/*.yaml", "accelerate_configs/*.yaml", "data/*.jsonl", "data/README.md")  # which says whose they are
+SHIPPED = ("recipes/*.yaml", "accelerate_configs/*.yaml", "data/*.jsonl", "data/*.csv", "data/README.md")  # which says whose they are
 
 
 class BuildWithShipped(build_py):  # type: ignore[misc]  # setuptools has no types

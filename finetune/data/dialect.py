@@ -26,7 +26,7 @@ from finetune.paths import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 DELIMITERS = (",", ";", "\t", "|")
-HEAD_BYTES = 256 * 1024  # from which the delimiter is found
+HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
 SAMPLE_BYTES = 64 * 1024  # of lines with bytes above 127
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
@@ -119,10 +119,13 @@ def _is_mostly_utf8(sample: bytes) -> bool:
 
 
 def _single_byte_encoding(sample: bytes) -> str:
-    above = {character for character in sample.decode("cp1252", errors="replace") if not character.isascii()}
+    text = sample.decode("cp1252", errors="replace")
+    above = [character for character in text if not character.isascii()]
+    # In Western languages most letters are ASCII. Russian in cp1251 looks like Western letters too, and nothing else.
+    is_western = {*above} <= _WESTERN and len(above) < 0.4 * sum(character.isalpha() for character in text)
     if any(byte < 32 and byte not in COMMON_CONTROLS for byte in sample):
         return "utf-8"  # not a text: the reader will name the byte
-    if above <= _WESTERN:
+    if is_western:
         return "cp1252"
     from charset_normalizer import from_bytes
 
@@ -132,8 +135,8 @@ def _single_byte_encoding(sample: bytes) -> str:
 
 def _found_delimiter(file: Path, encoding: str) -> str:
     with open_bytes(file) as stream:
-        head = stream.read(HEAD_BYTES)
-    whole = len(head) < HEAD_BYTES
+        head = stream.read(HEAD_OF_TABLE)
+    whole = len(head) < HEAD_OF_TABLE
     text = head.removeprefix(BYTE_ORDER_MARK).decode(encoding, errors="replace")
     best: tuple[float, int] = (0.0, 0)
     chosen = ","

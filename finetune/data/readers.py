@@ -30,7 +30,7 @@ MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely 
 MAX_ROW_DEPTH = 64
 MOST_REPETITIONS = 1_000_000  # most rows in a file with fewer bytes than rows; read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
-HEAD = 64  # bytes that tell a file's kind
+HEAD_BYTES = 64  # bytes that tell a file's kind
 MOST_EXCEL_BYTES = 128 * 2**20
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
@@ -271,7 +271,7 @@ def json_kind(value: Any) -> str:
 def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterator[SourceRow]:
     """Rows of a CSV file with a header line; every value is text."""
     with open_bytes(file) as stream:
-        head = stream.read(HEAD)
+        head = stream.read(HEAD_BYTES)
         stream.seek(0)
         if (problem := _not_a_table(head, encoding)) is not None:
             yield SourceRow(str(file), 1, None, problem)
@@ -310,6 +310,8 @@ def _not_a_table(head: bytes, encoding: str | None) -> str | None:
     problem = not_rows(head)
     if problem is not None and not (head.startswith(UTF16) and encoding in (None, "utf-16")):
         return problem
+    if problem is None and b"\0" in head:
+        return "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
     begins = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if begins.startswith((b'{"', b"[{")):
         return "this looks like JSON, not CSV; write path: json"
@@ -319,13 +321,16 @@ def _not_a_table(head: bytes, encoding: str | None) -> str | None:
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
     if dialect.encoding.startswith("utf-16"):  # a line's end has two bytes there
+        texts = io.TextIOWrapper(stream, encoding="utf-16", newline="")
         try:
-            for text in io.TextIOWrapper(stream, encoding="utf-16", newline=""):
+            for text in texts:
                 if len(text) > MAX_ROW_BYTES:
                     raise BadRow(TOO_LARGE)
                 yield text
         except UnicodeDecodeError as error:
             raise BadRow(f"is not UTF-16 at byte {error.start}; save the file as UTF-8") from None
+        finally:
+            texts.detach()  # the caller closes the stream
         return
     offset = len(BYTE_ORDER_MARK) if stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
     stream.seek(offset)
@@ -352,7 +357,7 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     """A text file as one row with the column `text`."""
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
-    problem = None if raw.startswith(UTF16) else not_rows(raw[:HEAD])
+    problem = None if raw.startswith(UTF16) else not_rows(raw[:HEAD_BYTES])
     if problem is None and len(raw) > MAX_ROW_BYTES:
         problem = f"the text is larger than {MAX_ROW_BYTES // 2**20} MiB; split it into files"
     if problem is not None:
@@ -387,12 +392,12 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
             names: list[str] = []
             for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
                 values = [_cell_text(cell) for cell in cells]
-                while values and values[-1] is None:
+                while values and not values[-1]:
                     values.pop()
                 if not values:
                     continue
                 if not names:
-                    names = [name or "" for name in values]
+                    names = values
                     if problem := _header_problem(names):
                         yield SourceRow(str(file), number, None, problem)
                         return
@@ -400,9 +405,9 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
                     widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
                     yield SourceRow(str(file), number, None, f"{widths}; name every column in the first row")
                 else:
-                    padded = [*values, *[None] * (len(names) - len(values))]
-                    row = {name: value or "" for name, value in zip(names, padded, strict=True)}
-                    yield SourceRow(str(file), number, row, None)
+                    padded = [*values, *[""] * (len(names) - len(values))]
+                    cells_by_name = dict(zip(names, padded, strict=True))
+                    yield SourceRow(str(file), number, cells_by_name, None)
     except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -410,10 +415,10 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
         yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
 
 
-def _cell_text(value: Any) -> str | None:
-    """A cell as text: 3.0 is `3`, a day is 2026-11-26; None for an empty cell."""
-    if value is None or value == "":
-        return None
+def _cell_text(value: Any) -> str:
+    """A cell as text: 3.0 is `3`, a day is 2026-11-26, nothing is empty."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():

@@ -60,9 +60,9 @@ class RowReader:
         self._dropped = dict.fromkeys(source.entry.drop, 0)
         self._digests: set[bytes] = set()  # of rows read, if duplicates are dropped
 
-    def rows(self) -> Iterator[ReadRow]:
-        """Every row; a data set whose columns are not known ends with that one mistake."""
-        rows = self._source.rows()
+    def rows(self, some: Iterator[SourceRow] | None = None) -> Iterator[ReadRow]:
+        """Every row, or `some` of them; a data set whose columns are not known ends with that one mistake."""
+        rows = self._source.rows() if some is None else some
         head: list[SourceRow] = []
         while self._layout is None:
             head = list(islice(rows, HEAD))

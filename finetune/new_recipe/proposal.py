@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from finetune.data.columns import in_quotes, in_yaml
+from finetune.data.dialect import csv_dialect
 from finetune.data.formats import Chat, Passage
-from finetune.data.readers import csv_dialect
+from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
@@ -31,10 +32,10 @@ from finetune.recipe.schema import DataSet, Recipe
 from finetune.tokens.estimate import estimated_rows, text_of
 
 SHOWN = 5  # rows
-COUNTING_SECONDS = 20.0
+COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 BYTES_A_TOKEN = 3.0  # where no tokenizer is at hand: English has 4, German 3
 FEW_ROWS = 10
-CPU_TOKENS = 45_000  # of SmolLM2-135M, trained in four to six minutes on two cores
+CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
 LENGTHS = (256, 512, 1024, 2048, 4096)
 MOST_ON_CPU = 1024
 
@@ -189,6 +190,24 @@ def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
     return DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
 
 
+class _Limited:
+    """A source's rows for some seconds, whatever the reader does with them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.is_whole = True
+        self.read = 0
+        self._end = time.monotonic() + seconds
+
+    def rows(self, source: Source) -> Iterator[SourceRow]:
+        """The rows that come in time; `is_whole` then says whether these are all."""
+        for row in source.rows():
+            self.read += 1
+            yield row
+            if time.monotonic() > self._end:
+                self.is_whole = False
+                return
+
+
 def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passage, ...]]:
     """Every row of a small data set, or the head of a large one, read as training reads it."""
     source = resolve(entry)
@@ -196,9 +215,8 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
     examples: list[Chat | Passage] = []
     problems: list[str] = []
     good, nbytes, longest = 0, 0, 0
-    end = time.monotonic() + (COUNTING_SECONDS if sample.nbytes <= LARGE else 3.0)
-    is_whole = True
-    for row in reader.rows():
+    limited = _Limited(COUNTING_SECONDS if sample.nbytes <= LARGE else COUNTING_SECONDS_IF_LARGE)
+    for row in reader.rows(limited.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
         else:
@@ -207,17 +225,13 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
             nbytes, longest = nbytes + size, max(longest, size)
             if len(examples) < SHOWN:
                 examples.append(row.read)
-        if time.monotonic() > end:
-            is_whole = False
-            break
     if not good:
         raise DataError(problems[:3])
     dropped = reader.facts()["dropped"]
     empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
     rows = good
-    if not is_whole and sample.total:
-        read = good + len(problems) + empty + duplicate
-        rows = round(sample.total * good / read)
+    if not limited.is_whole and sample.total:
+        rows = max(good, round(sample.total * good / limited.read))
     counts = Counts(
         rows=rows,
         empty=empty,
@@ -226,7 +240,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
         problems=tuple(problems[:3]),
         mean_bytes=nbytes / good,
         longest_bytes=longest,
-        is_whole=is_whole,
+        is_whole=limited.is_whole,
     )
     return counts, tuple(examples)
 
@@ -271,8 +285,8 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         batch = 1
         most = CPU_TOKENS // length if choice.model in (EMBEDDED, SMALL) else None
         steps = epochs * packed
-        cut = most is not None and steps > most
-        return Settings(length, held_out, batch, 1, epochs, 2e-3, most if cut else None, most if cut else steps), counts
+        max_steps = most if most is not None and steps > most else None
+        return Settings(length, held_out, batch, 1, epochs, 2e-3, max_steps, max_steps or steps), counts
     at_once = choice.rows * choice.ranks
     # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
     micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))

@@ -10,14 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.readers import csv_dialect, read_rows
+from finetune.data.dialect import csv_dialect
+from finetune.data.readers import read_rows
 from finetune.data.sources import SUFFIXES
 from finetune.errors import DataError
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
 
-HEAD_BYTES = 64 * 1024
+LOOKED_AT = 64 * 1024
 DOCUMENTS = (".txt", ".md")
 
 
@@ -40,7 +41,7 @@ def _kind_of(file: Path) -> str:
     known = {".tsv": "csv", ".tab": "csv", ".xlsx": "excel"} | dict.fromkeys(DOCUMENTS, "text") | SUFFIXES
     try:
         with open_regular(file) as stream:
-            head = stream.read(HEAD_BYTES)
+            head = stream.read(LOOKED_AT)
     except OSError as error:
         raise DataError([f"{file}: cannot be read: {error.strerror or error}; check the file"]) from None
     if not head.strip():
@@ -55,6 +56,8 @@ def _kind_of(file: Path) -> str:
         return "excel"
     if file.suffix == ".gz":
         return known.get(suffix, "json")
+    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError([f"{file}: is a binary file, not rows of text; name a CSV, JSON, Parquet or text file"])
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if suffix in known and known[suffix] != "text":
         # A file called .csv that holds JSON is read for what it is, and the other way round.
@@ -63,8 +66,6 @@ def _kind_of(file: Path) -> str:
         if known[suffix] == "json" and start not in (b"{", b"["):
             return "csv"
         return known[suffix]
-    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError([f"{file}: is a binary file, not rows of text; name a CSV, JSON, Parquet or text file"])
     if start in (b"{", b"[") and _is_json(head):
         return "json"
     if suffix in known:

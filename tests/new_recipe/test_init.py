@@ -1,0 +1,277 @@
+"""`finetune init` on files as people have them: the right mapping, or one clear line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli.main import main
+from finetune.data.check import check_rows
+from finetune.errors import FinetuneError
+from finetune.new_recipe import propose
+from finetune.recipe.loader import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 40
+
+
+def german(number: int) -> tuple[str, str]:
+    return (
+        f"Was kostet Gerät {number} am Tag?",
+        f"Gerät {number} kostet {number + 5} Euro am Tag; für Stammkunden weniger.",
+    )
+
+
+def french(number: int) -> tuple[str, str]:
+    return f"Combien coûte l’appareil {number} par jour ?", f"L’appareil {number} coûte {number + 5} euros par jour."
+
+
+def korean(number: int) -> tuple[str, str]:
+    return f"{number}번 장비는 하루에 얼마입니까?", f"{number}번 장비는 하루에 {number + 5}유로입니다."
+
+
+def japanese(number: int) -> tuple[str, str]:
+    return f"機械{number}は一日いくらですか？", f"機械{number}は一日{number + 5}ユーロです。"
+
+
+def russian(number: int) -> tuple[str, str]:
+    return f"Сколько стоит прибор {number} в день?", f"Прибор {number} стоит {number + 5} евро в день."
+
+
+def table(
+    names: list[str] | None, pair: Callable[[int], tuple[str, str]], delimiter: str = ",", encoding: str = "utf-8"
+) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter)
+    if names:
+        writer.writerow(names)
+    writer.writerows(pair(number) for number in range(COUNT))
+    return text.getvalue().encode(encoding)
+
+
+def lines(make: Callable[[int], Any]) -> bytes:
+    return "".join(json.dumps(make(number), ensure_ascii=False) + "\n" for number in range(COUNT)).encode()
+
+
+def pairs(one: str, two: str, pair: Callable[[int], tuple[str, str]] = german) -> list[dict[str, str]]:
+    return [dict(zip((one, two), pair(number), strict=True)) for number in range(COUNT)]
+
+
+def parquet() -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(pairs("question", "answer")), sink := io.BytesIO())
+    return sink.getvalue()
+
+
+def excel() -> bytes:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in [["Frage", "Antwort"], *map(german, range(COUNT))]:
+        book.active.append(row)
+    book.save(sink := io.BytesIO())
+    return sink.getvalue()
+
+
+CHAT = [{"role": "user", "content": "Hello {}"}, {"role": "assistant", "content": "Hello to you, {}."}]
+SHAREGPT = [{"from": "human", "value": "Hello {}"}, {"from": "gpt", "value": "Hello to you, {}."}]
+
+
+def filled(turns: list[dict[str, str]], number: int) -> list[dict[str, str]]:
+    return [{key: value.format(number) for key, value in turn.items()} for turn in turns]
+
+
+QA = {"instruction": "question", "output": "answer"}
+FA = {"instruction": "frage", "output": "antwort"}
+READ: dict[str, tuple[str, Callable[[], bytes], dict[str, str]]] = {
+    "comma": ("a.csv", lambda: table(["question", "answer"], german), QA),
+    "semicolon, cp1252": ("a.csv", lambda: table(["frage", "antwort"], german, ";", "cp1252"), FA),
+    "UTF-8 with a mark": ("a.csv", lambda: table(["frage", "antwort"], german, ";", "utf-8-sig"), FA),
+    "UTF-16": ("a.csv", lambda: table(["frage", "antwort"], german, "\t", "utf-16"), FA),
+    "tabs": ("a.tsv", lambda: table(["frage", "antwort"], german, "\t"), FA),
+    "pipes": ("a.csv", lambda: table(["frage", "antwort"], german, "|"), FA),
+    "no suffix": ("export", lambda: table(["frage", "antwort"], german, ";"), FA),
+    "French": ("a.csv", lambda: table(["question", "réponse"], french, ";", "cp1252"),
+               {"instruction": "question", "output": "réponse"}),
+    "Korean, cp949": ("a.csv", lambda: table(["질문", "답변"], korean, ",", "cp949"),
+                      {"instruction": "질문", "output": "답변"}),
+    "Japanese, Shift JIS": ("a.csv", lambda: table(["質問", "回答"], japanese, ",", "shift_jis"),
+                            {"instruction": "質問", "output": "回答"}),
+    "Russian, cp1251": ("a.csv", lambda: table(["вопрос", "ответ"], russian, ";", "cp1251"),
+                        {"instruction": "вопрос", "output": "ответ"}),
+    "names that say nothing": ("a.csv", lambda: table(["x", "y"], german), {"instruction": "x", "output": "y"}),
+    "JSON Lines": ("a.jsonl", lambda: lines(lambda n: pairs("question", "answer")[n]), QA),
+    "a JSON array": ("a.json", lambda: json.dumps(pairs("question", "answer")).encode(), QA),
+    "JSON called CSV": ("a.csv", lambda: lines(lambda n: pairs("question", "answer")[n]), QA),
+    "CSV called JSON": ("a.json", lambda: table(["frage", "antwort"], german, ";"), FA),
+    "compressed": ("a.jsonl.gz", lambda: gzip.compress(lines(lambda n: pairs("frage", "antwort")[n])), FA),
+    "Parquet": ("a.parquet", parquet, QA),
+    "Excel": ("a.xlsx", excel, {"instruction": "Frage", "output": "Antwort"}),
+    "OpenAI": ("a.jsonl", lambda: lines(lambda n: {"messages": filled(CHAT, n)}), {}),
+    "ShareGPT": ("a.json", lambda: json.dumps([{"id": n, "conversations": filled(SHAREGPT, n)} for n in range(COUNT)])
+                 .encode(), {}),
+    "Alpaca": ("a.jsonl", lambda: lines(lambda n: pairs("instruction", "output")[n] | {"input": ""}), {}),
+    "one column": ("a.csv", lambda: table(["inhalt"], lambda n: (" ".join(german(n)),)), {"text": "inhalt"}),  # type: ignore[arg-type,return-value]
+    "a text": ("a.txt", lambda: b"A text about a machine.\n" * 50, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, content, columns = READ[name]
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_bytes(content())
+    proposal = propose(file, gpus="cpu", output=Path("mine.yaml"))
+    assert proposal.entry.columns == columns
+    assert proposal.counts.rows == (1 if name == "a text" else COUNT)
+    assert len(proposal.text.splitlines()) <= 25
+    Path("mine.yaml").write_text(proposal.text)
+    recipe = load_recipe("mine.yaml", here=True).recipe
+    assert recipe.data.train[0] == proposal.entry
+    assert sum(check_rows(recipe.data).values()) == proposal.counts.rows
+
+
+REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
+    "preferences": (
+        "a.jsonl", lambda: lines(lambda n: {"prompt": "a", "chosen": "b", "rejected": "c"}), "need preference tuning"
+    ),
+    "rows inside of an object": (
+        "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
+    ),
+    "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "jq -c"),
+    "empty": ("a.csv", lambda: b"", "the file is empty"),
+    "only a header": ("a.csv", lambda: b"frage;antwort\r\n", "no rows"),
+    "binary": ("a.bin", lambda: bytes(range(256)) * 8, "binary file"),
+    "an image called CSV": ("a.csv", lambda: b"\x89PNG\r\n\x1a\n" + bytes(64), "binary file"),
+    "a PDF": ("a.pdf", lambda: b"%PDF-1.7 ...", "save it as plain text"),
+    "numbers": ("a.csv", lambda: b"a,b\n" + b"1,2\n" * 40, "no column holds texts"),
+    "two languages": (
+        "a.csv", lambda: table(["en", "de"], lambda n: (f"The machine {n} is new.", f"Die Maschine {n} ist neu.")),
+        "say which: --columns '{instruction: en, output: de}'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_are_answered_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content, problem = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_bytes(content())
+    assert main(["init", file, "--gpus", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"reading {file}"
+    assert len(said) == 2, said
+    assert problem in said[1]
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_a_question_is_asked_where_it_can_be(tmp_path: Path) -> None:
+    (file := tmp_path / "a.csv").write_bytes(REFUSED["two languages"][1]())
+    asked: list[str] = []
+
+    def choose(choices: Any) -> int:
+        asked.extend(choices)
+        return 1
+
+    proposal = propose(str(file), gpus="cpu", choose=choose)
+    assert asked == ["{instruction: en, output: de}", "{instruction: de, output: en}"]
+    assert proposal.entry.columns == {"instruction": "de", "output": "en"}
+    told = propose(str(file), gpus="cpu", columns="instruction=en,output=de")
+    assert told.entry.columns == {"instruction": "en", "output": "de"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ("frage", "is not a mapping"),
+        ("question=frage,output=antwort", "'question' is none of our columns"),
+        ("instruction=frage", "needs instruction and output"),
+        ("instruction=frag,output=antwort", "has no column 'frag'"),
+        ("{instruction: [", "is not a mapping"),
+    ],
+)
+def test_wrong_columns_are_one_line(columns: str, problem: str) -> None:
+    with pytest.raises(FinetuneError, match=problem):
+        propose(str(ROOT / "data" / "faq_de.csv"), gpus="cpu", columns=columns)
+
+
+def test_the_shipped_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", str(ROOT / "data" / "faq_de.csv"), "--gpus", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "separated by ;, cp1252; 300 rows" in said
+    assert "read as {instruction: frage, output: antwort}; not used: 'nr', 'kategorie', 'geändert'" in said
+    assert "left out: 9 with an empty cell and 11 that are there already; 280 rows remain" in said
+    for command in ("finetune preview faq_de.yaml", "finetune train faq_de.yaml", "finetune chat runs/faq_de"):
+        assert command in said
+    assert main(["init", str(ROOT / "data" / "faq_de.csv"), "--gpus", "cpu"]) == 2
+    assert "faq_de.yaml: is there already; name another file with -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "quantised", "strategy"),
+    [
+        ("8GB", "Qwen/Qwen3-4B", True, "single"),
+        ("24GB", "Qwen/Qwen3-8B", False, "single"),
+        ("4x24GB", "Qwen/Qwen3-8B", False, "ddp"),
+        ("T4", "Qwen/Qwen3-8B", True, "single"),
+    ],
+)
+def test_the_model_and_method_fit_the_gpus(gpus: str, model: str, quantised: bool, strategy: str) -> None:
+    proposal = propose(str(ROOT / "data" / "faq_de.csv"), gpus=gpus)
+    recipe = yaml.safe_load(proposal.text)
+    assert recipe["model"]["name_or_path"] == model
+    assert ("quantization" in recipe) == quantised
+    assert recipe["accelerate_config"] == strategy
+    assert recipe["data"]["train"][0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert len(proposal.text.splitlines()) <= 25
+
+
+def test_more_rows_are_seen_less_often(tmp_path: Path) -> None:
+    epochs, shares = [], []
+    for count in (40, 2500, 22_000):
+        (file := tmp_path / f"{count}.jsonl").write_text(
+            "".join(json.dumps(dict(zip(("q", "a"), german(n), strict=True))) + "\n" for n in range(count))
+        )
+        settings = propose(str(file), gpus="24GB").settings
+        epochs.append(settings.epochs)
+        shares.append(settings.held_out)
+    assert epochs == [3, 2, 1]
+    assert shares == [0.1, 0.1, 0.02]
+
+
+@pytest.mark.parametrize("verb", ["check", "preview", "train", "plan"])
+@pytest.mark.parametrize("file", ["a.csv", "a.jsonl", "a.json", "a.parquet"])
+def test_other_verbs_name_init_for_a_data_file(
+    verb: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text("[{}]" if file == "a.json" else "PAR1" if file == "a.parquet" else "a;b\n1;2\n")
+    assert main([verb, file]) == 2
+    said = f"{file}: is data, not a recipe; run finetune init {file}, which writes a recipe for it"
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
+def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows follows from the size of some, within a twentieth; most rows are equal."""
+    monkeypatch.setattr("finetune.new_recipe.sample.LARGE", 100_000)
+    monkeypatch.setattr("finetune.new_recipe.proposal.LARGE", 100_000)
+    monkeypatch.setattr("finetune.new_recipe.proposal.COUNTING_SECONDS_IF_LARGE", 0.2)
+    rows = [json.dumps(dict(zip(("frage", "antwort"), german(n % 500), strict=True))) + "\n" for n in range(20_000)]
+    (file := tmp_path / "large.jsonl").write_text("".join(rows))
+    proposal = propose(str(file), gpus="24GB")
+    (line,) = [line for line in proposal.lines if "sampled" in line]
+    assert float(line.split("about ")[1].split()[0].replace(",", "")) == pytest.approx(20_000, rel=0.05)
+    assert not proposal.counts.is_whole
