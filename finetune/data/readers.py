@@ -379,8 +379,8 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
     try:
         from openpyxl import load_workbook
     except ImportError:
-        problem = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
-        yield SourceRow(str(file), 1, None, problem)
+        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
+        yield SourceRow(str(file), 1, None, missing)
         return
     if file.stat().st_size > MOST_EXCEL_BYTES:
         yield SourceRow(str(file), 1, None, f"is larger than {MOST_EXCEL_BYTES // 2**20} MiB; save the sheet as CSV")

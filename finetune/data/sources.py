@@ -27,7 +27,10 @@ from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
             ".xlsx": "excel"}  # fmt: skip
-TEXTS = (".txt", ".md")  # read as rows only where the recipe says `path: text`, or names a folder of nothing else
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+)  # read as rows only where the recipe says `path: text`, or names a folder of nothing else
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
             "xlsx": "excel", "text": "text"}  # fmt: skip
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
@@ -173,7 +176,7 @@ def _resolve(entry: DataSet) -> Source:
 
 def _texts_in(folder: Path) -> list[Path]:
     """The text files in a folder and below it, by name."""
-    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in TEXTS]
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
 
 
 def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
