@@ -10,7 +10,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError, HubUnreachable, RecipeError
 from finetune.hub.base_model import check_repository
 from finetune.hub.client import check_permission, check_visibility, retry
-from finetune.hub.push import RECORD, Destination, destination_of, push, refuse_offline
+from finetune.hub.push import RECORD, destination_of, push, refuse_offline
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets, secret_key
 from finetune.untrusted.json_files import read_object
@@ -20,35 +20,33 @@ ATTEMPTS_BEFORE = 2
 
 
 def refuse_secrets(recipe: Recipe) -> None:
-    """Raises RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it.
-
-    Without a push, a value that merely equals a secret environment variable's is accepted: it may be a plain word.
-    """
-    secret = secret_key(
-        recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
-    )
+    """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
+    # Without a push, a value may equal a secret environment variable's: it may be a plain word.
+    known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
+    secret = secret_key(recipe.model_dump(mode="json"), known)
     if secret is not None:
         key, kind = secret
         raise RecipeError([f"{key}: holds {kind}; remove it, and revoke it if it was ever shown"])
 
 
 def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = time.sleep) -> tuple[str, ...]:
-    """Check that the push at the end can work; returns a note where the Hub cannot be reached now.
+    """Check that the push at the end can work. Returns a note if the Hub cannot be reached now.
 
-    Raises FinetuneError where it cannot: no token, no right to write, a public repository, or HF_HUB_OFFLINE set.
+    Raises FinetuneError if it cannot work: no token, no right to write, a public repository, or HF_HUB_OFFLINE set.
     """
     from huggingface_hub import HfApi
 
-    to = destination_of(recipe)
-    if not (recipe.hub.push or recipe.hub.checkpoints) or to is None:
+    destination = destination_of(recipe)
+    if not (recipe.hub.push or recipe.hub.checkpoints) or destination is None:
         return ()
     refuse_offline()
-    name, api = check_repository(to.repo_id, "hub.repo_id"), HfApi()
+    repo_id, api = check_repository(destination.repo_id, "hub.repo_id"), HfApi()
 
     def check() -> None:
-        check_permission(api, name)
-        check_visibility(api, name, public=to.public)
+        check_permission(api, repo_id)
+        check_visibility(api, repo_id, public=destination.public)
 
+    # Two attempts only: the user waits for the training to start, and the push itself tries again at its end.
     try:
         retry(check, attempts=ATTEMPTS_BEFORE, pause=pause, log=lambda _: None)
     except HubUnreachable as error:
@@ -60,25 +58,29 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
 
 def push_after_training(recipe: Recipe) -> None:
     """Push a finished run that is not on the Hub yet. A failed push is printed and does not fail the training."""
-    to, run_dir = destination_of(recipe), Path(recipe.run_dir)
-    if not recipe.hub.push or to is None or _is_pushed(run_dir, to):
+    destination, run_dir = destination_of(recipe), Path(recipe.run_dir)
+    if not recipe.hub.push or destination is None:
         return
     try:
-        record = push(run_dir, to)
+        last_push = read_object(run_dir / RECORD)
+    except FinetuneError:  # no push was recorded, or its record is damaged: push
+        last_push = {}
+    expected = {
+        "state": "pushed",
+        "repo_id": destination.repo_id,
+        "revision": destination.revision,
+        "merged": destination.merged,
+    }
+    # Records of earlier releases have no `merged`: they could only push the adapter or the model.
+    if expected.items() <= ({"merged": False} | last_push).items():
+        return
+    try:
+        record = push(run_dir, destination)
     except FinetuneError as error:
         print(f"the training is finished and saved; the push failed:\n{error}", file=sys.stderr)
     else:
-        files = counted(len(record["files"]), "file")
-        print(f"pushed: {record['url']} ({'private' if record['private'] else 'public'}, {files})")
-
-
-def _is_pushed(run_dir: Path, to: Destination) -> bool:
-    try:
-        record = read_object(run_dir / RECORD)
-    except FinetuneError:
-        return False
-    expected = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
-    return bool(expected.items() <= ({"merged": False} | record).items())
+        visibility = "private" if record["private"] else "public"
+        print(f"pushed: {record['url']} ({visibility}, {counted(len(record['files']), 'file')})")
 
 
 def _hidden(error: FinetuneError) -> str:

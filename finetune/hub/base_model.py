@@ -1,4 +1,4 @@
-"""Facts about the base model for others: its name on the Hub and its licence, from its own metadata."""
+"""The base model's name on the Hub and its licence, from the model's own metadata."""
 
 from __future__ import annotations
 
@@ -30,48 +30,59 @@ class BaseFacts:
     """The base model as a card names it."""
 
     name: str  # never a path
-    repository: str | None  # on the Hub; None where it is not known
+    repository: str | None  # on the Hub; None if unknown
     revision: str
-    licence: Mapping[str, str]  # of LICENCE_KEYS; empty where it is not known
+    licence: Mapping[str, str]  # keys: LICENCE_KEYS; empty if unknown
 
 
 def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFacts:
-    """The facts as far as this machine knows them; sends nothing to the Hub.
+    """The facts that this machine knows. Sends nothing to the Hub.
 
-    A name on the Hub is its own answer; a folder is recognised by its place in the Hub's cache or by its config.json,
-    a `package:` model by the package. `repository` overrides all of them.
+    The model's repository on the Hub is, in this order:
+
+    - `repository`, if given;
+    - the recipe's name, if it names a repository;
+    - the package's record, for a `package:` model;
+    - for a folder, its place in the Hub's cache, else its config.json.
     """
-    name = section.name_or_path
+    name, revision = section.name_or_path, section.revision
+    on_hub: str | None = None
+    licence: dict[str, str] = {}
+    display_name = name.removeprefix(PREFIX)
     folder = Path(resolve_model_path(name)) if name.startswith(PREFIX) else Path(name)
     if folder.is_dir():
-        on_hub, licence = _name_of_folder(folder), _licence_in(folder / "README.md")
-        origin = read_origin(folder) or {}
-        if origin:
+        # A folder has no revision, and a branch of the Hub's repository may differ from the folder.
+        revision = "main"
+        if not name.startswith(PREFIX):
+            display_name = folder.name
+        if origin := read_origin(folder):
             on_hub = origin.get("repository")
-            licence = {"license": str(origin["licence"]).lower()} if origin.get("licence") != "unknown" else {}
-        display_name = folder.name if not name.startswith(PREFIX) else name.removeprefix(PREFIX)
+            if origin.get("licence") != "unknown":
+                licence = {"license": str(origin["licence"]).lower()}
+        else:
+            on_hub, licence = _repository_of_folder(folder), _licence_in(folder / "README.md")
     else:
-        on_hub, display_name = name if REPOSITORY.fullmatch(name) else None, name
-        card = in_hub_cache(name, "README.md", section.revision)
-        licence = _licence_in(card) if card else {}
-    best = repository or on_hub
-    # A folder has no revision; a branch of the Hub's repository may differ from it.
-    revision = "main" if folder.is_dir() else section.revision
-    return BaseFacts(best or display_name, best, revision, licence)
+        if REPOSITORY.fullmatch(name):
+            on_hub = name
+        if card := in_hub_cache(name, "README.md", revision):
+            licence = _licence_in(card)
+    best_name = repository or on_hub
+    return BaseFacts(best_name or display_name, best_name, revision, licence)
 
 
 def ask_licence(base: BaseFacts, api: HfApi) -> BaseFacts:
-    """The same facts, with the licence that the Hub states where this machine knows none."""
+    """Ask the Hub for the licence if this machine does not know it."""
     if base.licence or base.repository is None:
         return base
     try:
         card: Any = api.model_info(base.repository).card_data
     except Exception:  # the card then says that the licence is not known
         return base
-    return replace(base, licence=_licence_of(card.to_dict() if card else {}))
+    return replace(base, licence=_licence_fields(card.to_dict())) if card else base
 
 
-def _name_of_folder(folder: Path) -> str | None:
+def _repository_of_folder(folder: Path) -> str | None:
+    # The Hub's cache names its folders models--OWNER--NAME/snapshots/COMMIT.
     cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{folder.resolve()}/")
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -80,7 +91,10 @@ def _name_of_folder(folder: Path) -> str | None:
     except FinetuneError:
         return None
     name = str(config.get("_name_or_path", ""))
-    return name if REPOSITORY.fullmatch(name) and not Path(name).exists() else None
+    # A relative path also has the form owner/name. One that exists here is a folder.
+    if REPOSITORY.fullmatch(name) and not Path(name).exists():
+        return name
+    return None
 
 
 def _licence_in(card: Path) -> dict[str, str]:
@@ -88,23 +102,28 @@ def _licence_in(card: Path) -> dict[str, str]:
         text = read_bounded(card, MOST_CARD).decode("utf-8", "replace")
     except FinetuneError:
         return {}
-    head = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    front_matter = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    if front_matter is None:
+        return {}
     try:
-        values = yaml_value(head[1]) if head else None
+        values = yaml_value(front_matter[1])
     except yaml.YAMLError:
-        values = None
-    return _licence_of(values if isinstance(values, dict) else {})
+        return {}
+    return _licence_fields(values) if isinstance(values, dict) else {}
 
 
-def _licence_of(values: Mapping[str, Any]) -> dict[str, str]:
+def _licence_fields(values: Mapping[str, Any]) -> dict[str, str]:
+    # A link or a name without `license` is no licence: the Hub reads them only beside `license: other`.
     facts = {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str)}
     return facts if "license" in facts else {}
 
 
 def check_repository(name: str, place: str) -> str:
-    """The name, if the Hub would accept it. Raises FinetuneError otherwise."""
-    owner, _, own = name.partition("/")
-    valid = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
+    """Return the name if the Hub would accept it. Raises FinetuneError otherwise."""
+    owner, _, repository = name.partition("/")
+    # Letters, digits, - _ . inside, no - or . at either end, and neither -- nor .. anywhere.
+    part = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?")
+    valid = part.fullmatch(owner) and part.fullmatch(repository)
     if not valid or len(name) > MAX_NAME or name.endswith(".git"):
         rules = "letters, digits, - _ . and not -- .. or .git at the end"
         raise FinetuneError(f"{place}: {name!r} is not a valid name on the Hub; write owner/name ({rules})")

@@ -26,7 +26,7 @@ CHECKPOINT_ATTEMPTS = 3  # the next checkpoint is another chance
 
 
 class CheckpointPusher:
-    """Used by the main process; does nothing where the recipe names no branch."""
+    """Push checkpoints from the main process. Does nothing if the recipe names no branch."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class CheckpointPusher:
         if self._hub.checkpoints is None:
             return
         with self._lock:
-            self._drop_waiting()
+            if self._next is not None:
+                # The newer checkpoint replaces the one that still waits.
+                self._log(f"hub.checkpoints: step {self._next} is replaced by the next one and is not pushed")
+                remove_folder(self._staged(self._next))
             self._stage(step)
             self._next = step
             if self._thread is None:
@@ -56,7 +59,7 @@ class CheckpointPusher:
                 self._thread.start()
 
     def close(self, *, wait: bool) -> None:
-        """No more checkpoints follow; `wait` for those that are not on the Hub yet."""
+        """End the pushes. `wait` until the checkpoints of earlier steps are on the Hub."""
         thread = self._thread
         if thread is not None and wait:
             self._log(f"waiting for the last checkpoint to reach {self._hub.repo_id}, branch {self._hub.checkpoints}")
@@ -69,12 +72,14 @@ class CheckpointPusher:
                 if step is None:
                     self._thread = None
                     return
+            # The lock is free while the network is slow, so that push() never makes the training wait.
             try:
                 retry(lambda: self._send(step), attempts=CHECKPOINT_ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
             except Exception as error:  # a failed upload must not end a training
-                text = hide_secrets(str(error), known_secrets())
-                kind = "" if isinstance(error, FinetuneError) else f"{type(error).__name__}: "
-                self._log(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training continues")
+                reason = hide_secrets(str(error), known_secrets())
+                if not isinstance(error, FinetuneError):
+                    reason = f"{type(error).__name__}: {reason}"
+                self._log(f"hub.checkpoints: step {step} was not pushed: {reason}; the training continues")
             finally:
                 remove_folder(self._staged(step))
 
@@ -88,6 +93,7 @@ class CheckpointPusher:
         changes: list[Any] = [
             CommitOperationAdd(f"{name}/{file.name}", str(file)) for file in sorted(self._staged(step).iterdir())
         ]
+        # One commit adds the new checkpoint and deletes the old one, so the branch always holds a complete one.
         changes += [CommitOperationDelete(f"{old}/", is_folder=True) for old in self._sent if old != name]
         api.create_commit(repo, changes, commit_message=f"checkpoint of step {step}", revision=branch)
         self._sent = [name]
@@ -96,7 +102,7 @@ class CheckpointPusher:
         return self._run_dir / f"{TEMPORARY_PREFIX}push-{step}"
 
     def _stage(self, step: int) -> None:
-        """Keep the files while they are sent, even if the checkpoint is pruned: hard links take no space."""
+        """Keep the files while they are sent, even if the checkpoint is pruned. Hard links take no space."""
         staged = self._staged(step)
         staged.mkdir(exist_ok=True)
         for file in step_folder(self._run_dir, step).iterdir():
@@ -104,9 +110,3 @@ class CheckpointPusher:
                 os.link(file, staged / file.name)
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, staged / file.name)
-
-    def _drop_waiting(self) -> None:
-        """Discard the checkpoint that waits: a newer one replaces it."""
-        if self._next is not None:
-            self._log(f"hub.checkpoints: step {self._next} is replaced by the next one and is not pushed")
-            remove_folder(self._staged(self._next))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable
 
@@ -36,14 +36,31 @@ class HubError:
 
 
 def classify_error(error: BaseException) -> HubError | None:
-    """The meaning of a client's failed call; None for an error from elsewhere."""
-    chain = list(_chain(error))
+    """Say what a client's failed call means; None for an error from elsewhere."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+
+    # An answer anywhere in the chain says more than the exception around it, so answers come first.
     for link in chain:
         response = getattr(link, "response", None)
         if response is not None and hasattr(response, "status_code"):
             # 400 for a large file means that it arrived damaged; the client wraps it in a RuntimeError.
             damaged = response.status_code == 400 and isinstance(error, RuntimeError)
-            return _answered(response, transient=damaged or response.status_code in TRANSIENT)
+            message = response.headers.get("X-Error-Message")
+            if not message:
+                try:
+                    message = str(json.loads(response.content)["error"])
+                except Exception:  # the answer was not read, or is not JSON: only the status is known
+                    message = "no further message"
+            wait, retry_after = None, response.headers.get("Retry-After", "")
+            if re.fullmatch(r"\d+", retry_after):
+                wait = min(float(retry_after), LONGEST_WAIT_SECONDS)
+            reason = f"the Hub answered {response.status_code} ({message})"
+            transient = damaged or response.status_code in TRANSIENT
+            return HubError(reason, transient, response.status_code, wait)
         # The Xet client is written in Rust: its errors carry the status only in their text.
         if (match := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
             status = int(match[1])
@@ -55,37 +72,22 @@ def classify_error(error: BaseException) -> HubError | None:
             return HubError(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
     if isinstance(error, (RuntimeError, OSError)):  # the Xet client raises Python's own exceptions
         return HubError(_first_line(error), True)
-    return HubError(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
-
-
-def _answered(response: Any, *, transient: bool) -> HubError:
-    message = response.headers.get("X-Error-Message") or _message_in(response)
-    after = re.fullmatch(r"\d+", response.headers.get("Retry-After", ""))
-    wait = min(float(after[0]), LONGEST_WAIT_SECONDS) if after else None
-    return HubError(f"the Hub answered {response.status_code} ({message})", transient, response.status_code, wait)
-
-
-def _message_in(response: Any) -> str:
-    try:
-        return str(json.loads(response.content)["error"])
-    except Exception:  # an answer that was not read or is not JSON: only the status is known
-        return "no further message"
+    # The client raises ValueError for input that it refuses; a retry cannot mend it.
+    if isinstance(error, ValueError):
+        return HubError(" ".join(str(error).split()), False)
+    return None
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no further message"])[0]
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def retry(
     work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], log: Callable[[str], None]
 ) -> Result:
-    """The result of `work`, retried with doubled waits while its failures are transient.
+    """Call `work` until it succeeds, with doubled waits, while its failures are transient.
+
+    Waits of 2, 4, 8 and 16 seconds lie between five attempts, unless the Hub asks for another wait.
 
     Raises EnvironmentMismatch for a failure that a retry cannot mend, HubUnreachable after the last attempt.
     """
@@ -103,7 +105,8 @@ def retry(
             if attempt == attempts:
                 raise HubUnreachable(f"{hub_error.reason}, {attempts} times; try again later") from error
             wait = hub_error.wait_seconds
-            wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wait is None else wait
+            if wait is None:
+                wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
             log(f"{hub_error.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
             pause(wait)
     raise AssertionError("attempts is at least 1")
@@ -118,7 +121,7 @@ def _remedy(hub_error: HubError) -> str:
 
 
 def check_permission(api: HfApi, repo_id: str) -> None:
-    """Raises EnvironmentMismatch when the token here is known to be unable to write to `repo_id`."""
+    """Raise EnvironmentMismatch when the token here is known to be unable to write to `repo_id`."""
     from huggingface_hub.errors import LocalTokenNotFoundError
 
     try:
@@ -128,28 +131,30 @@ def check_permission(api: HfApi, repo_id: str) -> None:
         raise EnvironmentMismatch(text) from None
     owner = repo_id.split("/")[0]
     token = user.get("auth", {}).get("accessToken", {})
+    # Organisation -> this user's role there; None if the Hub does not tell the role.
     orgs = {org["name"]: org.get("roleInOrg") for org in user.get("orgs", [])}
     if owner != user["name"] and owner not in orgs:
         known = ", ".join([user["name"], *orgs])
         raise EnvironmentMismatch(f"{repo_id}: this token may write for {known}, not for {owner}; choose one of those")
     if owner in orgs and orgs[owner] not in (None, *WRITING_ROLES):
         raise EnvironmentMismatch(f"{repo_id}: your role in {owner} is {orgs[owner]}; ask there for the right to write")
-    if token.get("role") == "read" or (token.get("role") == "fineGrained" and not _scoped(token, repo_id)):
+    may_write = token.get("role") != "read"
+    if token.get("role") == "fineGrained":
+        # Such a token lists its rights by entity. The repository's own entry or its owner's must allow writing.
+        scopes = token.get("fineGrained", {}).get("scoped", [])
+        may_write = any(
+            scope.get("entity", {}).get("name") in (repo_id, owner) and "repo.write" in scope.get("permissions", [])
+            for scope in scopes
+        )
+    if not may_write:
         remedy = f"create one with write access at {TOKENS_PAGE}, then: hf auth login"
         raise EnvironmentMismatch(f"{repo_id}: this token may not write there; {remedy}")
-
-
-def _scoped(token: Mapping[str, Any], repo_id: str) -> bool:
-    """Whether a fine-grained token names the repository, or its owner, with the right to write."""
-    scopes = token.get("fineGrained", {}).get("scoped", [])
-    named = [scope for scope in scopes if scope.get("entity", {}).get("name") in (repo_id, repo_id.split("/")[0])]
-    return any("repo.write" in scope.get("permissions", []) for scope in named)
 
 
 def check_visibility(api: HfApi, repo_id: str, *, public: bool) -> bool | None:
     """True: the repository is private; False: public, as requested; None: it does not exist.
 
-    Raises FinetuneError for a public repository where a private one was requested.
+    Raises FinetuneError for a public repository if a private one was requested.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -166,9 +171,9 @@ def check_visibility(api: HfApi, repo_id: str, *, public: bool) -> bool | None:
 
 
 def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
-    """Create the repository if it does not exist; returns whether it is private.
+    """Create the repository if it does not exist. Returns whether it is private.
 
-    Checks before anything is sent, also a repository just created: an organisation's rule may have made it public.
+    Checks before anything is sent, even a repository just created: an organisation's rule may have made it public.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -187,5 +192,7 @@ def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
         return private
     if conflict is not None:
         raise conflict
-    text = f"{repo_id}: was created, and the Hub does not show it to this token"
-    raise EnvironmentMismatch(f"{text}; create one that may read and write at {TOKENS_PAGE}, then: hf auth login")
+    raise EnvironmentMismatch(
+        f"{repo_id}: was created, and the Hub does not show it to this token; create one that may read and write at "
+        f"{TOKENS_PAGE}, then: hf auth login"
+    )

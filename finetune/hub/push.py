@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import write_json
-from finetune.hub.base_model import BaseFacts, ask_licence, check_repository, read_base
+from finetune.hub.base_model import ask_licence, check_repository, read_base
 from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
@@ -35,16 +35,20 @@ class Destination:
     repo_id: str
     public: bool = False
     revision: str = "main"
-    base: str | None = None  # the base model's name on the Hub, where the run folder does not have it
+    base: str | None = None  # the base model's name on the Hub, if the run folder does not have it
     merged: bool = False  # push the merged model instead of the adapter
 
     def command(self, run_dir: Path) -> str:
         """The command that pushes again."""
         words = ["finetune", "push", str(run_dir), self.repo_id]
-        words += ["--public"] if self.public else []
-        words += ["--revision", self.revision] if self.revision != "main" else []
-        words += ["--base", self.base] if self.base else []
-        words += ["--merged"] if self.merged else []
+        if self.public:
+            words.append("--public")
+        if self.revision != "main":
+            words += ["--revision", self.revision]
+        if self.base:
+            words += ["--base", self.base]
+        if self.merged:
+            words.append("--merged")
         return shlex.join(words)
 
 
@@ -64,9 +68,11 @@ class Upload:
 
 
 def destination_of(recipe: Recipe) -> Destination | None:
-    """The recipe's own destination; None where it names no repository."""
+    """The recipe's own destination; None if it names no repository."""
     hub = recipe.hub
-    return Destination(hub.repo_id, not hub.private, hub.revision) if hub.repo_id else None
+    if not hub.repo_id:
+        return None
+    return Destination(hub.repo_id, not hub.private, hub.revision)
 
 
 def chosen_destination(
@@ -83,50 +89,49 @@ def chosen_destination(
     return Destination(name, is_public, revision or hub.revision, base, merged)
 
 
-def describe_upload(upload: Upload, to: Destination) -> str:
+def describe_upload(upload: Upload, destination: Destination) -> str:
     """A dry run's page: the files with their bytes, files that stay here, notes, and the card."""
-    where = f"{to.repo_id}, branch {to.revision}, {'public' if to.public else 'private'}"
-    lines = [f"would be pushed to {where}; nothing was sent:"]
+    visibility = "public" if destination.public else "private"
+    place = f"{destination.repo_id}, branch {destination.revision}, {visibility}"
+    lines = [f"would be pushed to {place}; nothing was sent:"]
     lines += [f"  {file.size:>14,} bytes  {file.path}" for file in upload.files]
     lines += [f"  stays here: {name}" for name in upload.left_out]
     lines += [f"note: {note}" for note in upload.notes]
     return "\n".join([*lines, "", "README.md:", upload.card])
 
 
-def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
-    """Everything that would be sent, with local paths removed and searched for secrets; sends nothing.
+def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None = None) -> Upload:
+    """Collect the upload, remove local paths, and search it for secrets. Sends nothing.
 
     Raises FinetuneError when the run is not finished, the name is not valid, or a file holds a secret or a local path.
     """
-    check_repository(to.repo_id, "the repository")
-    product_folder(run_dir, merged=to.merged)
+    check_repository(destination.repo_id, "the repository")
+    product_folder(run_dir, merged=destination.merged)
     recipe = recipe_from_resolved(run_dir / "recipe.yaml")
-    base = read_base(recipe.model, repository=to.base and check_repository(to.base, "--base"))
-    base = ask_licence(base, api) if api is not None else base
-    facts = read_run(run_dir, recipe, merged=to.merged)
+    base = read_base(recipe.model, repository=destination.base and check_repository(destination.base, "--base"))
+    if api is not None:
+        base = ask_licence(base, api)
+    facts = read_run(run_dir, recipe, merged=destination.merged)
     with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
-        text = card_text(to.repo_id, facts, base)
-    files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=to.merged)
+        text = card_text(destination.repo_id, facts, base)
+    files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=destination.merged)
     check_no_secrets(files, known_secrets())
+    # The card as it is sent: local paths in it are shortened.
     card = next(file for file in files if file.path == "README.md").read().decode()
-    return Upload(run_dir, files, left_out, card, tuple(_notes(to, base)))
-
-
-def _notes(to: Destination, base: BaseFacts) -> list[str]:
     notes = []
     if base.repository is None:
         notes.append(f"the base model {base.name} has no name on the Hub; if it has one: --base owner/name")
     elif not base.licence:
         notes.append(f"the licence of {base.repository} is not known; the card says so")
     licence = str(base.licence.get("license", "")).lower()
-    if licence.startswith("llama") and not to.repo_id.split("/")[1].lower().startswith("llama"):
+    if licence.startswith("llama") and not destination.repo_id.split("/")[1].lower().startswith("llama"):
         notes.append(f"the licence of {base.repository} asks that the name begins with Llama")
-    return notes
+    return Upload(run_dir, files, left_out, card, tuple(notes))
 
 
 def push(
     run_dir: Path,
-    to: Destination,
+    destination: Destination,
     *,
     message: str | None = None,
     endpoint: str | None = None,
@@ -134,7 +139,7 @@ def push(
     pause: Callable[[float], None] = time.sleep,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Push a finished run; returns the record hub.json and the uploaded files.
+    """Push a finished run. Returns the record hub.json and the uploaded files.
 
     Every attempt starts over and sends only files that are not on the Hub yet. In the run folder only the record
     changes.
@@ -151,31 +156,29 @@ def push(
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint)
+
+    def log_retry(text: str) -> None:
+        log(hide_secrets(text, known_secrets()))
+
     try:
         refuse_offline()
-        upload = prepare_upload(run_dir, to, api=api)
+        upload = prepare_upload(run_dir, destination, api=api)
         for note in upload.notes:
             log(f"note: {note}")
-        title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=to.merged).name}"
-        sent = retry(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, log=_redacted(log))
+        title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=destination.merged).name}"
+        sent = retry(lambda: _attempt(api, upload, destination, title), attempts=attempts, pause=pause, log=log_retry)
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
-        _record(run_dir, to, {"state": "failed", "error": text})
-        remedy = f"nothing on this machine has changed; to push again:\n  {to.command(run_dir)}"
-        raise type(error)(*_with_remedy(error, text, remedy)) from error.__cause__
+        _record(run_dir, destination, {"state": "failed", "error": text})
+        remedy = f"nothing on this machine has changed; to push again:\n  {destination.command(run_dir)}"
+        if isinstance(error, RecipeError):  # takes its mistakes as a list, one entry each
+            raise RecipeError([*text.split("\n"), remedy]) from error.__cause__
+        raise type(error)(f"{text}\n{remedy}") from error.__cause__
     except KeyboardInterrupt:
-        log(f"stopped; to push again:\n  {to.command(run_dir)}")
+        log(f"stopped; to push again:\n  {destination.command(run_dir)}")
         raise
-    record = _record(run_dir, to, {"state": "pushed", **sent})
+    record = _record(run_dir, destination, {"state": "pushed", **sent})
     return {**record, **upload.as_json()}
-
-
-def _with_remedy(error: FinetuneError, text: str, remedy: str) -> tuple[Any]:
-    return ([*text.split("\n"), remedy],) if isinstance(error, RecipeError) else (f"{text}\n{remedy}",)
-
-
-def _redacted(log: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: log(hide_secrets(text, known_secrets()))
 
 
 def refuse_offline() -> None:
@@ -185,22 +188,22 @@ def refuse_offline() -> None:
         raise EnvironmentMismatch("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
 
 
-def _attempt(api: HfApi, upload: Upload, to: Destination, title: str) -> dict[str, Any]:
+def _attempt(api: HfApi, upload: Upload, destination: Destination, title: str) -> dict[str, Any]:
+    """Send everything once: check the rights, create the repository and branch, commit, and compare hashes."""
     from huggingface_hub import CommitOperationAdd
 
-    check_permission(api, to.repo_id)
-    private = ensure_repository(api, to.repo_id, public=to.public)
-    if to.revision != "main":
-        api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
-    adds = [CommitOperationAdd(file.path, _payload(file.content)) for file in upload.files]
-    commit = api.create_commit(to.repo_id, list(adds), commit_message=title, revision=to.revision)
-    _verify(api, to.repo_id, commit.oid, adds)
-    url = f"{api.endpoint}/{to.repo_id}" + (f"/tree/{to.revision}" if to.revision != "main" else "")
+    check_permission(api, destination.repo_id)
+    private = ensure_repository(api, destination.repo_id, public=destination.public)
+    if destination.revision != "main":
+        api.create_branch(destination.repo_id, branch=destination.revision, exist_ok=True)
+    # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
+    adds = [CommitOperationAdd(file.path, file.content) for file in upload.files]
+    commit = api.create_commit(destination.repo_id, list(adds), commit_message=title, revision=destination.revision)
+    _verify(api, destination.repo_id, commit.oid, adds)
+    url = f"{api.endpoint}/{destination.repo_id}"
+    if destination.revision != "main":
+        url += f"/tree/{destination.revision}"
     return {"commit": commit.oid, "url": url, "private": private}
-
-
-def _payload(content: Path | bytes) -> str | bytes:
-    return content if isinstance(content, bytes) else str(content)
 
 
 def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperationAdd]) -> None:
@@ -211,6 +214,7 @@ def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperatio
         entry: Any = entries.get(add.path_in_repo)
         if entry is None:
             raise ConnectionError(f"{add.path_in_repo} did not arrive")
+        # Large files are stored by their SHA-256. Small ones are git blobs: SHA-1 of "blob SIZE\0" and the content.
         if entry.lfs is not None:
             same = entry.lfs.sha256 == add.upload_info.sha256.hex()
         else:
@@ -221,13 +225,13 @@ def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperatio
             raise ConnectionError(f"{add.path_in_repo} arrived with another hash")
 
 
-def _record(run_dir: Path, to: Destination, facts: dict[str, Any]) -> dict[str, Any]:
+def _record(run_dir: Path, destination: Destination, facts: dict[str, Any]) -> dict[str, Any]:
     record = {
-        "repo_id": to.repo_id,
-        "revision": to.revision,
-        "merged": to.merged,
+        "repo_id": destination.repo_id,
+        "revision": destination.revision,
+        "merged": destination.merged,
         **facts,
-        "command": to.command(run_dir),
+        "command": destination.command(run_dir),
     }
     if (run_dir / "recipe.yaml").is_file():
         write_json(run_dir / RECORD, record)

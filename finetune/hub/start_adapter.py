@@ -19,7 +19,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import silenced_peft
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.packaged import published_name, resolve_model_path
-from finetune.model.text_part import PEFT_PREFIX, WholeNames, names_in_whole
+from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,
     PICKLED,
@@ -54,7 +54,7 @@ class StartAdapter:
         return {"name": self.name, "revision": self.revision, "sha256": self.sha256, "base": self.base}
 
     def note(self, recipe: Recipe) -> str:
-        """A line for the user; it also tells where the adapter was made for another base."""
+        """A line for the user. It also tells if the adapter was made for another base."""
         line = f"model.adapter: training starts from {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
         model = recipe.model.name_or_path
         if self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
@@ -63,9 +63,9 @@ class StartAdapter:
 
 
 def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
-    """The adapter, fetched where need be and compared with the model that the recipe builds; None: it names none.
+    """Find the recipe's adapter, fetch it if necessary, and compare it with the model; None: the recipe names none.
 
-    Its weights stay on disk. Raises FinetuneError where it does not fit, EnvironmentMismatch where the Hub lacks it.
+    Its weights stay on disk. Raises FinetuneError if it does not fit, EnvironmentMismatch if it cannot be fetched.
     """
     name = recipe.model.adapter
     if name is None:
@@ -91,15 +91,17 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
 
 
 def _fetched(name: str, file: str, revision: str) -> Path:
-    """A file of a Hub repository on this machine; ranks that ask at once wait for the one that downloads."""
-    from huggingface_hub import hf_hub_download
+    """A Hub file's path on this machine. Ranks that ask at the same time wait for the one that downloads."""
+    from huggingface_hub import file_exists, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, file, revision=revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        # LocalEntryNotFoundError is also an EntryNotFoundError, but says that the Hub could not be asked.
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError) and file == WEIGHTS:
-            raise FinetuneError(f"model.adapter: {lacks_weights(name, pickled=_has(name, revision))}") from error
+            pickled = file_exists(name, PICKLED, revision=revision)
+            raise FinetuneError(f"model.adapter: {lacks_weights(name, pickled=pickled)}") from error
         reason = " ".join(str(error).split())[:300]
         raise EnvironmentMismatch(
             f"model.adapter: {file} of {name} could not be loaded: {reason}; name a local folder, or log in with "
@@ -107,23 +109,21 @@ def _fetched(name: str, file: str, revision: str) -> Path:
         ) from error
 
 
-def _has(name: str, revision: str) -> bool:
-    from huggingface_hub import file_exists
-
-    return file_exists(name, PICKLED, revision=revision)
-
-
 def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
-    """Compare names and shapes with the model's, built without weights. Raises FinetuneError."""
+    """Compare names and shapes with the model's, built without weights. Returns {the model's parameter: file's tensor}.
+
+    Raises FinetuneError.
+    """
     from peft import get_peft_model_state_dict
 
     with silenced_peft():
         model = build_model(recipe, torch.device("meta"))
-        every = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-        saved = get_peft_model_state_dict(model, state_dict=dict(every), save_embedding_layers=False)
+        trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+        saved = get_peft_model_state_dict(model, state_dict=dict(trained), save_embedding_layers=False)
+    # peft saves under names of its own. Its state dict holds the same tensor objects, so `id` finds the parameter.
     parameters = model_tensors(model)  # tied ones once
-    own = {id(every[parameter]): parameter for parameter in parameters}
-    names = {key: own[id(tensor)] for key, tensor in saved.items()}
+    parameter_of_tensor = {id(trained[parameter]): parameter for parameter in parameters}
+    expected = {key: parameter_of_tensor[id(tensor)] for key, tensor in saved.items()}
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
@@ -131,44 +131,48 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
         raise FinetuneError(
             f"model.adapter: {name}: {WEIGHTS} is damaged ({error}); fetch or export it again"
         ) from None
-    if whole := names_in_whole(decoder_parts(model)):
-        names, shapes = _by_either_name(names, shapes, whole)
-    missing, unexpected = sorted(names.keys() - shapes.keys()), sorted(shapes.keys() - names.keys())
+    if whole_names := names_in_whole(decoder_parts(model)):
+        # The model is a multimodal model's text part. The file may use the part's names, the whole model's, or both:
+        #   own:   base_model.model.model.layers.0...
+        #   whole: base_model.model.model.language_model.layers.0...
+        # A tensor under both names counts once, under its own name.
+        own_names = {PEFT_PREFIX + whole_names.of(key.removeprefix(PEFT_PREFIX)): key for key in expected}
+        for whole_name, own_name in own_names.items():
+            if whole_name == own_name or whole_name not in shapes:
+                continue
+            if own_name in shapes:
+                del shapes[whole_name]
+            else:
+                expected[whole_name] = expected.pop(own_name)
+    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     wrong = [
-        f"{key} is {shapes[key]} there and {tuple(parameters[names[key]].shape)} in the model"
-        for key in sorted(names.keys() & shapes.keys())
-        if shapes[key] != tuple(parameters[names[key]].shape)
+        f"{key} is {shapes[key]} there and {tuple(parameters[expected[key]].shape)} in the model"
+        for key in sorted(expected.keys() & shapes.keys())
+        if shapes[key] != tuple(parameters[expected[key]].shape)
     ]
-    lines = [f"has no {key}" for key in missing] + [f"has {key}, which is not trained" for key in unexpected] + wrong
-    if lines:
+    mistakes = [f"has no {key}" for key in missing]
+    mistakes += [f"has {key}, which is not trained" for key in unexpected]
+    mistakes += wrong
+    if mistakes:
         raise FinetuneError(
-            f"model.adapter: {name}: {lines[0]} ({len(lines)} of its tensors do not fit); give lora.target_modules and "
-            "lora.modules_to_save as the adapter was trained with, and its own base as model.name_or_path"
+            f"model.adapter: {name}: {mistakes[0]} ({len(mistakes)} of its tensors do not fit); give "
+            "lora.target_modules and lora.modules_to_save as the adapter was trained with, and its own base as "
+            "model.name_or_path"
         )
-    return {parameter: key for key, parameter in names.items()}
-
-
-def _by_either_name(
-    names: dict[str, str], shapes: dict[str, tuple[int, ...]], whole: WholeNames
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Match a text part's adapter, which may have its names, the whole model's, or both: the file's names, each
-    once."""
-    theirs = {PEFT_PREFIX + whole.of(key.removeprefix(PEFT_PREFIX)): key for key in names}
-    once = {key: shape for key, shape in shapes.items() if theirs.get(key, key) == key or theirs[key] not in shapes}
-    return {other if other in once else key: names[key] for other, key in theirs.items()}, once
+    return {parameter: key for key, parameter in expected.items()}
 
 
 def start_from(parts: Assembled, adapter: StartAdapter) -> None:
-    """Fill the trained weights, in place on every rank. Raises FinetuneError where they are not finite."""
+    """Fill the trained weights, in place on every rank. Raises FinetuneError if they are not finite."""
     with safe_open(adapter.file, framework="pt") as opened:
         tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
     if bad := not_finite(tensors, 0):
         raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
+    # ZeRO's engine trains float32 masters and copies them into the model's parameters.
     if parts.engine is not None:
         load_masters(parts.engine, {name: tensor.float() for name, tensor in tensors.items()})
         return
     reshard(parts.unwrapped_model)
-    formats = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
-    load_model(
-        parts.unwrapped_model, {name: value.to(formats[name]) for name, value in parts.of_this_stage(tensors).items()}
-    )
+    dtypes = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
+    own_tensors = {name: tensor.to(dtypes[name]) for name, tensor in parts.of_this_stage(tensors).items()}
+    load_model(parts.unwrapped_model, own_tensors)

@@ -1,4 +1,4 @@
-"""Files of a run folder that may leave this machine: an allowlist, local paths removed, searched for secrets."""
+"""The run folder's files that may leave this machine: an allowlist, without local paths, searched for secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from finetune.errors import FinetuneError
 from finetune.paths import leaves_folder
-from finetune.recipe.schema import Data, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.redaction import find_secret, hide_secrets
 from finetune.run_folder.facts import require_run_folder
 from finetune.untrusted.json_files import read_object
@@ -54,23 +54,36 @@ QUOTING = ("README.md", "report.html")
 SOMEBODYS_HOME = re.compile(r"(?<![\w.~])(?:/home/|/Users/|/root/|[A-Za-z]:\\{1,2}Users\\)[\w.-]*")
 SHARD_HEADER = 8  # bytes at the start of a safetensors file: the length of its JSON header
 
+_ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
+_LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # inside a text over several lines, quoted or not
+_PNG_HEAD = 8  # bytes
+_MOST_TEXT = 2**24  # bytes of a picture's compressed text
+_WINDOW = 2**24  # bytes of tensors searched at once
+_CONTEXT = 4096  # bytes read before and after a run of letters
+_PRINTABLE = bytes(code if 32 <= code < 127 else 32 for code in range(256))
+_LETTER = np.isin(np.arange(256), list(b"+-./=_" + string.ascii_letters.encode() + string.digits.encode()))
+
 
 @dataclass(frozen=True)
 class Outgoing:
-    """One file of the upload; its content is a file on disk, or bytes where local paths were removed."""
+    """One file of the upload. Its content is a file on disk, or bytes if local paths were removed."""
 
     path: str  # in the repository
     content: Path | bytes
 
     @property
     def size(self) -> int:
-        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        return self.content.stat().st_size
 
     def read(self) -> bytes:
-        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+        if isinstance(self.content, bytes):
+            return self.content
+        return self.content.read_bytes()
 
     def text(self) -> str:
-        """The text to search: all of it, or a safetensors file's header, or a picture without its pixels."""
+        """The text to search: the whole file, a safetensors file's header, or a picture without its pixels."""
         if self.path.endswith(".png"):
             return "\n".join(_png_texts(self.read()))
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
@@ -80,74 +93,73 @@ class Outgoing:
         return self.read().decode("utf-8", errors="replace")
 
     def readings(self) -> Iterator[str]:
-        """Other readings of the text: UTF-16, unescaped JSON, HTML and addresses, and joined lines. For tensors, the
-        letters among their bytes."""
+        """Other readings of the text: UTF-16, unescaped JSON, HTML and addresses, and joined lines.
+
+        For tensors: the letters among their bytes.
+        """
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
             yield from _long_words(self.content)
             return
         text = self.text()
-        if "\0" in text:
+        if "\0" in text:  # UTF-16 puts a NUL beside each ASCII letter
             yield text.replace("\0", "")
         plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
         if plain != text:
             yield plain
         if self.path not in VOCABULARIES:  # there each line is a separate word
-            yield _LINE_END.sub("", plain)
-
-
-_ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
-_LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # inside a text over several lines, quoted or not
-_PNG_HEAD = 8  # bytes
-_MOST_TEXT = 2**24  # bytes of a picture's compressed text
-_WINDOW = 2**24  # bytes of tensors searched at once
-_WORD = 16  # letters: no secret that a pattern knows is shorter
-_AROUND = 4096  # bytes read before and after such a word
-_PRINTABLE = bytes(code if 32 <= code < 127 else 32 for code in range(256))
-_LETTER = np.isin(np.arange(256), list(b"+-./=_" + string.ascii_letters.encode() + string.digits.encode()))
+            yield _LINE_END.sub("", plain)  # a secret split over two lines
 
 
 def _png_texts(content: bytes) -> Iterator[str]:
-    """Every chunk of a PNG except its pixels, and the bytes behind its end. Compressed texts are unpacked."""
-    at = _PNG_HEAD
-    while at + 8 <= len(content):
-        size, kind = int.from_bytes(content[at : at + 4], "big"), content[at + 4 : at + 8]
-        chunk = content[at + 8 : at + 8 + size]
+    """Every chunk of a PNG except its pixels, and the bytes behind its end. Compressed texts are unpacked.
+
+    A chunk is: 4 bytes of size, 4 of kind, `size` of content, 4 of checksum.
+    """
+    start = _PNG_HEAD
+    while start + 8 <= len(content):
+        size, kind = int.from_bytes(content[start : start + 4], "big"), content[start + 4 : start + 8]
+        chunk = content[start + 8 : start + 8 + size]
         if kind != b"IDAT":
             yield chunk.decode("latin-1")
         if kind in (b"zTXt", b"iTXt"):
-            for start in (match.end() for match in re.finditer(rb"\0", chunk)):
+            # The compressed text follows one of the chunk's NULs. Try each: unpacking fails at the wrong ones.
+            for separator in re.finditer(rb"\0", chunk):
                 with suppress(zlib.error):
-                    packed = chunk[start + (kind == b"zTXt") :]  # zTXt names its compression method first
+                    packed = chunk[separator.end() + (kind == b"zTXt") :]  # zTXt names its compression method first
                     yield zlib.decompressobj().decompress(packed, _MOST_TEXT).decode("latin-1")
-        at += size + 12
+        start += size + 12
         if kind == b"IEND":
             break
-    yield content[at:].decode("latin-1")
+    yield content[start:].decode("latin-1")
 
 
 def _long_words(file: Path) -> Iterator[str]:
     """The text around each long run of letters in a file with numbers. Numbers practically never form such a run."""
     with file.open("rb") as stream:
-        before = b""
+        overlap = b""  # the end of the previous window, so that no word is cut in two
         while window := stream.read(_WINDOW):
-            content = before + window
-            runs = _LETTER[np.frombuffer(content, np.uint8)]
-            for shift in (1, 2, 4, 8):  # true where a run of _WORD letters begins
-                runs = runs[:-shift] & runs[shift:]
-            last = -_AROUND
-            for place in np.flatnonzero(runs).tolist():
-                if place >= last:
-                    yield content[max(0, place - _AROUND) : place + _AROUND].translate(_PRINTABLE).decode("ascii")
-                    last = place + _AROUND // 2
-            before = content[-_AROUND:]
+            content = overlap + window
+            # starts[i] is true if 16 letters begin at byte i. Each `and` with a shifted copy doubles the run's length:
+            # 1 + 1 = 2, 2 + 2 = 4, 4 + 4 = 8, 8 + 8 = 16. No secret that a pattern knows has fewer letters.
+            starts = _LETTER[np.frombuffer(content, np.uint8)]
+            for shift in (1, 2, 4, 8):
+                starts = starts[:-shift] & starts[shift:]
+            next_place = 0
+            for place in np.flatnonzero(starts).tolist():
+                if place >= next_place:
+                    yield content[max(0, place - _CONTEXT) : place + _CONTEXT].translate(_PRINTABLE).decode("ascii")
+                    # Skip half of what was just read; the other half is the context of the next word.
+                    next_place = place + _CONTEXT // 2
+            overlap = content[-_CONTEXT:]
 
 
 def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
     """run_dir/adapter, run_dir/model of a fully trained run, or with `merged` run_dir/merged.
 
-    Raises FinetuneError where it does not exist.
+    Raises FinetuneError if it does not exist.
     """
-    for name in ("merged",) if merged else ("adapter", "model"):
+    names = ("merged",) if merged else ("adapter", "model")
+    for name in names:
         if (run_dir / name).is_dir():
             return run_dir / name
     if merged and (run_dir / "adapter").is_dir():
@@ -162,30 +174,39 @@ def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
 def collect(
     run_dir: Path, recipe: Recipe, *, base: str, card: str, merged: bool = False
 ) -> tuple[list[Outgoing], list[str]]:
-    """The upload's files, by their paths, and the names of result files that are not uploaded.
+    """The upload's files, sorted by path, and the names of result files that are not uploaded.
 
     Args:
         base: The base model's name for adapter_config.json.
         card: The README.md.
-        merged: The merged model instead of the adapter.
+        merged: Upload the merged model instead of the adapter.
     """
-    product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
+    product, replacements = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
     refuse_links(run_dir, product)
     product_files = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
-    files = [Outgoing("README.md", _shortened(card, short).encode())]
+    files = [Outgoing("README.md", _without_local_paths(card, replacements).encode())]
     for folder, names in ((product, product_files), (run_dir, _matching(run_dir, RUN))):
-        files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
+        for name in names:
+            path = folder / name
+            # Tensors, pictures and vocabularies are sent as they are: a replaced text would change what they mean.
+            if path.suffix in (".safetensors", ".png") or name in VOCABULARIES:
+                files.append(Outgoing(name, path))
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if name == "adapter_config.json":
+                text = json.dumps(read_object(path) | {"base_model_name_or_path": base}, indent=2) + "\n"
+            files.append(Outgoing(name, _without_local_paths(text, replacements).encode()))
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
     return sorted(files, key=lambda file: file.path), sorted(present - set(product_files) - {"README.md"})
 
 
 def refuse_links(run_dir: Path, product: Path) -> None:
-    """Raise FinetuneError where a file to be sent, or its folder, is a link that leads out of the run's folder."""
+    """Raise FinetuneError if a file to be sent, or its folder, is a link that leads out of the run's folder."""
     names = [*RUN, *(f"{product.name}/{name}" for name in (*WEIGHT_FILES[product.name], *TOKENIZER))]
     paths = [product, *(path for name in names for path in sorted(run_dir.glob(name)))]
-    out = [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]
-    if out:
-        lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in map(str, out)]
+    outside = [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]
+    if outside:
+        lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in outside]
         raise FinetuneError("\n".join([f"nothing was pushed of {run_dir}:", *lines]))
 
 
@@ -194,59 +215,55 @@ def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def _cleaned(name: str, path: Path, short: Mapping[str, str], base: str) -> Path | bytes:
-    if path.suffix in (".safetensors", ".png") or name in VOCABULARIES:
-        return path
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if name == "adapter_config.json":
-        text = json.dumps(read_object(path) | {"base_model_name_or_path": base}, indent=2) + "\n"
-    return _shortened(text, short).encode()
-
-
-def _shortened(text: str, short: Mapping[str, str]) -> str:
-    for long, brief in short.items():
-        text = text.replace(long, brief)
+def _without_local_paths(text: str, replacements: Mapping[str, str]) -> str:
+    for path, replacement in replacements.items():
+        text = text.replace(path, replacement)
     return text
 
 
 def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
-    """This machine's absolute paths -> the text that others read instead; the longest first."""
+    """This machine's absolute paths -> the text that others read instead.
+
+    The longest path comes first: /home/me/runs/devils becomes devils before /home/me/ becomes ~/.
+    """
     values = recipe.model_dump(mode="json")
     paths = [
         values["output_dir"],
         values["model"]["name_or_path"],
         values["model"]["adapter"],
         values["accelerate_config"],
+        values["data"]["chat_template"],
     ]
-    paths += [values["data"]["chat_template"] or "", *_data_paths(recipe.data)]
+    for entry in recipe.data.sets:
+        files = entry.data_files or []
+        paths += [entry.path, *([files] if isinstance(files, str) else files)]
     names = {path: Path(path).name for path in paths if path and os.path.isabs(path) and "\n" not in path}
     names |= {str(run_dir.resolve()): run_dir.name}
     folders = {str(Path.cwd()): ".", str(Path.home()): "~"}
+    # "/" alone, as a working directory or a home, would replace every slash.
     names |= {f"{path}/": f"{brief}/" for path, brief in folders.items() if len(path) > 1}
     return dict(sorted(names.items(), key=lambda entry: -len(entry[0])))
 
 
-def _data_paths(data: Data) -> Iterator[str]:
-    for entry in data.sets:
-        files = entry.data_files or []
-        yield from [entry.path, *([files] if isinstance(files, str) else files)]
-
-
 def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:
-    """Raises FinetuneError that names each file and line with a secret or a path of somebody's home in it."""
+    """Raise FinetuneError with each file and line that holds a secret or a path of somebody's home."""
     mistakes = []
     for file in files:
-        if (named := find_secret(file.path, known)) is not None:
+        if (secret := find_secret(file.path, known)) is not None:
+            # The message must not print the secret in the file's name.
             name = hide_secrets(file.path, known)
-            mistakes.append(f"{name}: its name holds {named[1]}; rename the file, and revoke it if it was ever shown")
+            mistakes.append(f"{name}: its name holds {secret[1]}; rename the file, and revoke it if it was ever shown")
             continue
         text = file.text()
         if (secret := find_secret(text, known)) is not None:
             line, kind = secret
             mistakes.append(f"{file.path}:{line}: holds {kind}; remove it, and revoke it if it was ever shown")
         elif hidden := next(filter(None, (find_secret(reading, known) for reading in file.readings())), None):
-            how = "among the bytes of its tensors" if file.path.endswith(".safetensors") else "in escapes or pieces"
-            mistakes.append(f"{file.path}: holds {hidden[1]}, {how}; remove it, and revoke it if it was ever shown")
+            # No line here: places in such a reading are not those in the file.
+            place = "in escapes or pieces"
+            if file.path.endswith(".safetensors"):
+                place = "among the bytes of its tensors"
+            mistakes.append(f"{file.path}: holds {hidden[1]}, {place}; remove it, and revoke it if it was ever shown")
         elif file.path not in (*VOCABULARIES, *QUOTING) and (home := SOMEBODYS_HOME.search(text)) is not None:
             line = text.count("\n", 0, home.start()) + 1
             mistakes.append(

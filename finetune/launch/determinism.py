@@ -26,12 +26,10 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
     if not wanted or device.type != "cuda":
         yield
         return
-    enabled, warning = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    memory: Any = torch.utils.deterministic  # whose one setting torch's types leave out
-    filling = memory.fill_uninitialized_memory
+    were_enabled = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # torch's types leave out its one setting
+    filled_memory = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False  # else each torch.empty is filled with NaN, for nothing
     try:
@@ -46,5 +44,5 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
             "and its kernels sum in any order"
         ) from error
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warning)
-        memory.fill_uninitialized_memory = filling
+        torch.use_deterministic_algorithms(were_enabled, warn_only=only_warned)
+        memory.fill_uninitialized_memory = filled_memory

@@ -22,23 +22,21 @@ def can_fork() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    names = (_name_of(thread) for thread in Path("/proc/self/task").iterdir())
-    return not any(name.startswith(ENGINE) for name in names)
-
-
-def _name_of(thread: Path) -> str:
-    with suppress(OSError):  # it has ended
-        return (thread / "comm").read_text("utf-8")
-    return ""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            if (thread / "comm").read_text("utf-8").startswith(ENGINE):
+                return False
+    return True
 
 
 def start_forked(send_result: Callable[[Any, Connection], None], asked: Any) -> tuple[BaseProcess, Connection]:
-    """Start `send_result(asked, pipe)` in a forked child; the child, and the end of the pipe to receive from."""
+    """Start `send_result(asked, pipe)` in a forked child. Returns the child and the pipe's receiving end."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=send_result, args=(asked, theirs), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=send_result, args=(asked, sender), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, of any second thread
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, with any second thread
         child.start()
-    theirs.close()
-    return child, ours
+    # Only the child may hold the sending end: then its death ends our recv() with EOFError.
+    sender.close()
+    return child, receiver

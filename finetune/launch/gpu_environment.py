@@ -1,5 +1,4 @@
-"""Environment variables that torch and cuBLAS read once on a GPU. Each rank sets them itself, however it was
-started."""
+"""Environment variables that torch and cuBLAS read once on a GPU. Each rank sets its own under every launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-# torch reads one of these; which of several that are set, differs between its releases.
+# torch reads one of these. If several are set, its releases differ in the one that they read.
 # The first is the name since torch 2.11; newer versions warn about the others.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

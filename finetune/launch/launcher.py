@@ -1,4 +1,4 @@
-"""Finds out what started this process, and with which settings, from the process table and the environment.
+"""Find out how this process was started, and with which settings, from the process table and the environment.
 
 Launchers pass on less than they were given. `accelerate launch --cpu --num_processes 2` silently starts one process. A
 bare `accelerate launch` follows a default config in the user's cache. No environment variable shows either, but the
@@ -47,7 +47,8 @@ class Launch:
 
     @property
     def by_accelerate(self) -> bool:
-        return _is_accelerate(self.words)
+        names = ("accelerate", "accelerate-launch")
+        return any(word in names or word.startswith("accelerate.c") for word in self.words[:4])
 
     @property
     def by_torchrun(self) -> bool:
@@ -64,17 +65,20 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the environment and the parent process. To be called early, while the launcher lives."""
+    """Read the environment and the parent process. Call it early, while the launcher lives."""
     words, inherited = _find_launcher(environment)
     refuse_left_over(environment, by_launcher=bool(words))
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
-    by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
-    own_words = launcher_words(sys.orig_argv) or ["python", *sys.orig_argv[1:]]
+    typed = words
+    if not typed:
+        typed = launcher_words(sys.orig_argv) or ["python", *sys.orig_argv[1:]]
+        if "SLURM_PROCID" in environment and "RANK" in environment:
+            typed = ["srun", *typed]
     world_size = int(environment.get("WORLD_SIZE", "1"))
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
-        words=tuple(words or [*(["srun"] if by_srun else []), *own_words]),
+        words=tuple(typed),
         asked_processes=_asked_processes(options, inherited),
         config_file=Path(config) if config else None,
         threads_chosen="OMP_NUM_THREADS" in inherited,
@@ -93,20 +97,20 @@ _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
 
 
 def refuse_left_over(environment: Mapping[str, str], *, by_launcher: bool) -> None:
-    """Raise EnvironmentMismatch for rank variables that make no rank: another launcher's, left in a shell."""
+    """Raise EnvironmentMismatch for contradictory rank variables: another launcher left them in a shell."""
     counts = {name: environment[name] for name in _COUNTS if name in environment}
     for name, text in counts.items():
         if not (text.isascii() and text.isdigit() and len(text) < 7):
             raise _left_over(name, text, "is not a count")
     rank, world = int(counts.get("RANK", "0")), int(counts.get("WORLD_SIZE", "1"))
-    local, here = int(counts.get("LOCAL_RANK", "0")), int(counts.get("LOCAL_WORLD_SIZE", max(world, 1)))
-    for name, count in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
+    local_rank, local_world = int(counts.get("LOCAL_RANK", "0")), int(counts.get("LOCAL_WORLD_SIZE", max(world, 1)))
+    for name, count in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local_world)):
         if count < 1:
             raise _left_over(name, str(count), "is no number of ranks")
     if rank >= world:
         raise _left_over("RANK", str(rank), f"is not one of {world} ranks (WORLD_SIZE)")
-    if local >= here:
-        raise _left_over("LOCAL_RANK", str(local), f"is not one of {here} ranks of a machine")
+    if local_rank >= local_world:
+        raise _left_over("LOCAL_RANK", str(local_rank), f"is not one of {local_world} ranks of a machine")
     if world > 1 and not by_launcher and "MASTER_ADDR" not in environment:
         raise _left_over("WORLD_SIZE", str(world), "names other ranks, and MASTER_ADDR does not say where they are")
 
@@ -125,7 +129,10 @@ def speaks_for_ranks(name: str = "RANK", environment: Mapping[str, str] = os.env
 
 
 def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
-    """Whether the CPU was asked for. Accelerate 1.15 does not pass on `use_cpu` of a config for several processes."""
+    """Whether the launcher was asked to use the CPU.
+
+    Accelerate 1.15 does not pass on a config's `use_cpu` to several processes, so read the config as well.
+    """
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
         return True
     return _settings_of(config).get("use_cpu") is True
@@ -137,7 +144,7 @@ _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 def _shares_gpus(
     options: Sequence[str], config: str | None, environment: Mapping[str, str], inherited: Mapping[str, str]
 ) -> bool:
-    """Whether all of a launcher's ranks see the GPUs that this rank sees.
+    """Whether all ranks on this machine see the same GPUs as this rank.
 
     torchrun and `finetune train` pass on their own environment, `accelerate launch` passes one list (`--gpu_ids`). A
     script between launcher and trainer, or torchrun's `--virtual-local-rank`, may show each rank a different GPU.
@@ -150,8 +157,10 @@ def _shares_gpus(
 
 def _settings_of(config: str | None) -> dict[str, Any]:
     """The launcher's config file; empty without one, or if its path is relative to another folder."""
+    if not config:
+        return {}
     try:
-        settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8")) if config else None
+        settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     if isinstance(settings, dict):
@@ -159,7 +168,8 @@ def _settings_of(config: str | None) -> dict[str, Any]:
     return {}
 
 
-# What launchers leave in the environment of a rank: `finetune train` (local_ranks.py), torchrun, `accelerate launch`.
+# Each launcher leaves one of these in a rank's environment: `finetune train` (local_ranks.py), torchrun,
+# `accelerate launch`.
 BY_TRAIN_VERB, BY_TORCHRUN, BY_ACCELERATE = "FINETUNE_RANKS", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"
 
 
@@ -178,8 +188,8 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
         by_verb = name == "finetune" and arguments[index + 1 : index + 2] == ["train"]
         if name in ("accelerate", "accelerate-launch", "torchrun") or by_verb:
             return [name, *arguments[index + 1 :]]
-    known = ("accelerate.", "torch.distributed.", _CLI_MODULE)
-    if "-m" in arguments[:4] and any(word.startswith(known) for word in arguments[:5]):
+    modules = ("accelerate.", "torch.distributed.", _CLI_MODULE)
+    if "-m" in arguments[:4] and any(word.startswith(modules) for word in arguments[:5]):
         return ["python", *arguments[1:]]
     return []
 
@@ -187,16 +197,12 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
 _CLI_MODULE = "finetune.cli.main"  # python -m finetune.cli.main train RECIPE
 
 
-def _is_accelerate(words: Sequence[str]) -> bool:
-    return any(word in ("accelerate", "accelerate-launch") or word.startswith("accelerate.c") for word in words[:4])
-
-
 def _is_torchrun(words: Sequence[str]) -> bool:
     return any(word == "torchrun" or word.startswith("torch.distributed.") for word in words[:4])
 
 
 def arguments_of(process: int) -> list[str]:
-    """A process's command line; empty where the process has ended or may not be read."""
+    """A process's command line; empty if the process has ended or may not be read."""
     try:
         return list(psutil.Process(process).cmdline())
     except psutil.Error:
@@ -208,7 +214,9 @@ def continue_command(launch: Launch, *, resume: str) -> str:
 
     `resume` is the recipe's training.resume: `never` would start over, so the command overrides it.
     """
-    words = [*(launch.settings if launch.by_torchrun else ()), *launch.words]
+    words = list(launch.words)
+    if launch.by_torchrun:
+        words = [*launch.settings, *words]
     if resume == "never":
         words = [word for word in words if not word.startswith("training.resume=")] + ["training.resume=auto"]
     return shlex.join(words)
@@ -216,8 +224,10 @@ def continue_command(launch: Launch, *, resume: str) -> str:
 
 def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
     """The launcher's command line and environment; without a launcher no words and our own environment."""
-    words = launcher_words(arguments_of(os.getppid())) if under_launcher(environment) else []
-    if not words:
+    if not under_launcher(environment):
+        return [], environment
+    words = launcher_words(arguments_of(os.getppid()))
+    if not words:  # the variables were left in the shell, or the launcher has ended
         return [], environment
     try:
         return words, psutil.Process(os.getppid()).environ()
@@ -226,12 +236,17 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
 
 
 def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
-    """Processes on all machines. accelerate's --num_processes is this number; torchrun counts those on one machine."""
+    """Requested processes on all machines.
+
+    accelerate's --num_processes is this number. torchrun counts one machine's processes: 8 on each of 2 nodes are 16.
+    """
     total = _option(options, "--num_processes", "--num-processes")
     if total is None and _is_torchrun(options):
-        each = _option(options, "--nproc_per_node", "--nproc-per-node") or inherited.get("PET_NPROC_PER_NODE", "")
-        nodes = _option(options, "--nnodes") or inherited.get("PET_NNODES", "1")  # 1:4 is elastic
-        total = str(int(each) * int(nodes)) if each.isdigit() and nodes.isdigit() else None
+        per_node = _option(options, "--nproc_per_node", "--nproc-per-node") or inherited.get("PET_NPROC_PER_NODE", "")
+        nodes = _option(options, "--nnodes") or inherited.get("PET_NNODES", "1")
+        # `--nnodes 1:4` is elastic and `--nproc-per-node gpu` counts the GPUs: neither states a number.
+        if per_node.isdigit() and nodes.isdigit():
+            return int(per_node) * int(nodes)
     if total and total.isdigit():
         return int(total)
     return None
@@ -256,14 +271,16 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
     return None
 
 
-# Of launchers, schedulers and engines: what a child inherits of these would make it a rank of this run.
-_OF_RANKS = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split())
+# Prefixes of variables from launchers, schedulers and engines. A child that inherits them becomes a rank of this run.
+_RANK_VARIABLES = tuple(
+    "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split()
+)
 
 
 def environment_for_child(**variables: str) -> dict[str, str]:
-    """The environment for a process that is not a rank of this run: without a rank's variables, with these."""
-    ours = (*_OF_RANKS, BY_TRAIN_VERB)
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | variables
+    """The environment for a process that is not a rank of this run: without a rank's variables, with `variables`."""
+    prefixes = (*_RANK_VARIABLES, BY_TRAIN_VERB)
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | variables
 
 
 _WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30
@@ -279,7 +296,7 @@ os.write(2, os.fsencode(sys.argv[2]))
 
 
 def print_after_launcher(line: str) -> None:
-    """Writes the line to standard error, and under a launcher once more after that has ended, below its own report."""
+    """Write the line to standard error, and again when the launcher has ended, below the launcher's own report."""
     text = f"\n{line}\n"
     sys.stdout.flush()
     with suppress(OSError):
@@ -288,10 +305,10 @@ def print_after_launcher(line: str) -> None:
 
 
 def repeat_after_launcher(line: str) -> None:
-    """Writes the line to standard error when the launcher has ended, below the report that it makes of any exit code.
+    """Write the line to standard error when the launcher has ended, below the launcher's report about the exit code.
 
     A small child process in its own session waits for the launcher's end and keeps standard error open. Nothing happens
-    without a launcher that reports (`finetune train` does not), or where it has ended already. Linux only.
+    without a launcher that reports (`finetune train` does not), or if it has ended already. Linux only.
     """
     reports = under_launcher() and BY_TRAIN_VERB not in os.environ
     if not reports or os.getppid() != PARENT_AT_START or not hasattr(os, "pidfd_open"):

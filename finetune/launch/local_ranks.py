@@ -41,7 +41,7 @@ def is_rank_already(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def ranks_here(plan: LaunchPlan) -> int:
-    """How many processes train: one per GPU in the budget; two on a CPU for a strategy that needs several.
+    """The number of training processes: one per GPU in the budget; two on a CPU for a strategy that needs several.
 
     1 if the trainer itself will report that the machine has no GPU.
 
@@ -49,10 +49,9 @@ def ranks_here(plan: LaunchPlan) -> int:
         EnvironmentMismatch: the recipe is made for several machines, or for more GPUs than are here.
     """
     if plan.nodes > 1:
-        each = "each with its own number R = 0 to " + str(plan.nodes - 1)
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {plan.nodes} machines, and `finetune train` starts the ranks of one; type "
-            f"on all of them, {each}: {line_of_machine(plan)}"
+            f"on all of them, each with its own number R = 0 to {plan.nodes - 1}: {line_of_machine(plan)}"
         )
     if plan.ranks == 1 or not plan.gpus:
         return plan.ranks
@@ -60,7 +59,9 @@ def ranks_here(plan: LaunchPlan) -> int:
     if gpus == 0:
         return 1
     if gpus < plan.gpus:
-        fewer = "budget.gpus=1 accelerate_config=single" if gpus == 1 else f"budget.gpus={gpus}"
+        fewer = f"budget.gpus={gpus}"
+        if gpus == 1:
+            fewer += " accelerate_config=single"
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {plan.gpus} GPUs, this machine has {gpus}; run it where there are "
             f"{plan.gpus}, or set {fewer}"
@@ -72,35 +73,38 @@ def ranks_here(plan: LaunchPlan) -> int:
 
 
 def count_gpus() -> int:
-    """The GPUs that torch sees here, asked in another process: this one stays light, and holds no GPU."""
-    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
-    if asked.returncode == 0 and asked.stdout.strip().isdigit():
-        return int(asked.stdout)
+    """Count the GPUs that torch sees, in another process: this one imports no torch and holds no GPU."""
+    child = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    if child.returncode == 0 and child.stdout.strip().isdigit():
+        return int(child.stdout)
     return 0
 
 
 def check_rank_count(count: int, *, gpus: int) -> None:
     """Refuse more ranks than this machine can run. `gpus`: its GPUs; 0 runs on the CPU. Raises FinetuneError."""
     if gpus:
-        most, why = gpus, f"this machine has {counted(gpus, 'GPU', 'GPUs')}"
+        most, reason = gpus, f"this machine has {counted(gpus, 'GPU', 'GPUs')}"
     else:
+        # At least two, so that a strategy for several ranks is never refused here.
         most = max(2, min(MOST_CPU_RANKS, psutil.virtual_memory().available // RANK_BYTES))
-        why = "each needs 0.5 GB of host memory before it has a model"
+        reason = "each needs 0.5 GB of host memory before it has a model"
     if count > most:
         raise FinetuneError(
-            f"--processes: {count} is more than the {most} that can run here: {why}; name at most {most}"
+            f"--processes: {count} is more than the {most} that can run here: {reason}; name at most {most}"
         )
 
 
 def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
-    """Run the command as `count` ranks until all have ended; returns the run's exit code.
+    """Run the command as `count` ranks until all have ended.
 
     The first signal in STOPPING reaches every rank once, as SIGTERM. Before training begins it ends a rank without a
-    traceback. Afterwards the step is finished and saved, however long that takes. A second SIGINT kills all ranks. When
-    a rank fails, the others get SIGTERM: at once after rank 0, which has printed the reason, otherwise after 30 s.
+    traceback. Later the ranks finish the step and save, however long that takes. A second SIGINT kills all ranks.
+
+    When a rank fails, the others get SIGTERM. If rank 0 failed, they get it at once, because it has printed the reason.
+    Otherwise rank 0 has 10 s to print it. SIGKILL follows 30 s after the SIGTERM.
 
     Returns:
-        0, or the first failed rank's code (1 for one that was killed), or 130 after a signal.
+        The run's exit code: 0, or the first failed rank's code (1 if it was killed), or 130 after a signal.
     """
     group = _Ranks(command, _environments(count, on_cpu=on_cpu))
     with _received_signals() as received:
@@ -115,14 +119,15 @@ def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
 
 
 class _Ranks:
-    """A run's processes, each in its own session, so that a terminal's signal reaches this process alone."""
+    """A run's processes. Each has its own session, so a terminal's signal reaches this process alone."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self._command, self._environments = list(command), environments
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_failed: int | None = None  # the rank
-        self._terminated = self._stopped = False  # the ranks have got SIGTERM; because this process got a signal
-        self._terminate_at = self._kill_at = math.inf  # on a steady clock
+        self._terminated = False  # the ranks have got SIGTERM
+        self._stopped = False  # they got it because this process got a signal
+        self._terminate_at = self._kill_at = math.inf  # seconds on the monotonic clock
 
     def start(self) -> None:
         for environment in self._environments:
@@ -134,8 +139,12 @@ class _Ranks:
         # A rank that a signal stopped leaves while rank 0 writes the run's pages.
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, Stopped.exit_code)]
         if failed and self._first_failed is None:
+            # Several may have failed since the last look. One that ended itself knows the reason better than one that
+            # a signal killed, so codes above 0 come first.
             self._first_failed = min(failed, key=lambda rank: (codes[rank] < 0, rank))  # type: ignore[operator]
-            self._terminate_at = time.monotonic() + (PATIENCE_SECONDS if codes[0] is None else 0.0)
+            self._terminate_at = time.monotonic()
+            if codes[0] is None:
+                self._terminate_at += PATIENCE_SECONDS
             self._kill_at = self._terminate_at + KILL_AFTER_SECONDS
         return None in codes
 
@@ -143,7 +152,9 @@ class _Ranks:
         """Pass on this process's signals, and end ranks whose time is up."""
         now = time.monotonic()
         if not self._terminated and any(process.poll() == -signal.SIGTERM for process in self._processes):
-            received.append(signal.SIGTERM)  # to a rank before its training, of which that is the default action
+            # Somebody sent SIGTERM to a rank that was not training yet: its default action ended the rank. Stop the
+            # others as if this process had got the signal.
+            received.append(signal.SIGTERM)
         if (received or now > self._terminate_at) and not self._terminated:
             self._terminated, self._stopped = True, bool(received)
             self._send(signal.SIGTERM)
@@ -160,7 +171,7 @@ class _Ranks:
             process.wait()
 
     def exit_code(self) -> int:
-        """The run's exit code, once all ranks have ended; prints why, where no rank can have done so."""
+        """The run's exit code, after all ranks have ended. Prints the reason if no rank can have printed it."""
         codes = [process.returncode for process in self._processes]
         if self._first_failed is not None and codes[self._first_failed] > 0:
             return int(codes[self._first_failed])
@@ -170,18 +181,17 @@ class _Ranks:
             if any(codes):
                 return Stopped.exit_code
             return 0
-        if self._first_failed is not None:
-            return self._killed(self._first_failed, codes)
-        return max(codes)
-
-    def _killed(self, rank: int, codes: Sequence[int]) -> int:
-        """A rank was killed: 1. Ranks that were training have said so; without them nobody did."""
+        if self._first_failed is None:
+            return max(codes)
+        # A signal killed this rank. Other ranks that were training have reported it and ended with RankLost's code.
         if RankLost.exit_code not in codes:
-            name = next((each.name for each in signal.Signals if each == -codes[rank]), f"signal {-codes[rank]}")
-            who = (
+            rank, number = self._first_failed, -codes[self._first_failed]
+            name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+            print(
                 f"rank {rank} (process {self._processes[rank].pid}) was ended by {name}, perhaps for memory (see dmesg)"
+                "; start the same command again, with more memory free",
+                file=sys.stderr,
             )
-            print(f"{who}; start the same command again, with more memory free", file=sys.stderr)
         return RankLost.exit_code
 
     def _send(self, number: signal.Signals) -> None:
@@ -193,7 +203,7 @@ class _Ranks:
 
 @contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """The signals that ask a run to stop, as they come; a SIGHUP that is ignored (nohup) stays ignored."""
+    """Collect the signals that ask a run to stop. A SIGHUP that is ignored (nohup) stays ignored."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -211,23 +221,21 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 def _environments(count: int, *, on_cpu: bool) -> list[dict[str, str]]:
-    """torchrun's variables for each rank, with its OMP_NUM_THREADS, which the trainer raises if ranks use the CPU."""
+    """torchrun's variables for each rank. OMP_NUM_THREADS is 1, and the trainer raises it if ranks use the CPU."""
+    with socket.socket() as probe:
+        # A port on which nobody listens now. Rank 0 takes it seconds later.
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         BY_TRAIN_VERB: str(count),
     }
-    shared |= {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    if on_cpu:
+        shared["CUDA_VISIBLE_DEVICES"] = ""
     inherited = {"OMP_NUM_THREADS": "1", **os.environ}
     return [{**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-def _free_port() -> int:
-    """A port that nobody listens on now; rank 0 takes it seconds later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,13 +24,13 @@ from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.wording import counted
 
 _TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
-_HINT_SECONDS = 60
+_HINT_SECONDS = 60  # until the user is told for whom a rank waits
 
 
 def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
-    """Refuse a launch of fewer processes or machines than were asked for.
+    """Refuse a launch with fewer processes or machines than were requested.
 
-    `requested` is over all machines, from the launcher's command line or config. Raises EnvironmentMismatch.
+    `requested` counts all machines' processes, from the launcher's command line or config. Raises EnvironmentMismatch.
     """
     if requested is not None and requested > 1 and launch.world_size == 1:
         raise EnvironmentMismatch(
@@ -43,7 +43,18 @@ def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
             f"launch: {requested} processes were asked for, {launch.world_size} run on {machines}; "
             "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
         )
-    _check_torchrun_variables(launch)
+    if launch.by_accelerate:
+        # `accelerate launch` silently ignores torchrun's variables (PET_NPROC_PER_NODE, ...). Refuse a contradiction.
+        settings = dict(setting.split("=", 1) for setting in launch.settings)
+        per_node, nodes = settings.get("PET_NPROC_PER_NODE", ""), settings.get("PET_NNODES", "1")
+        if per_node.isdigit() and nodes.isdigit() and int(per_node) * int(nodes) != launch.world_size:
+            machines = counted(int(nodes), "machine")
+            processes = counted(int(per_node) * int(nodes), "process", "processes")
+            raise EnvironmentMismatch(
+                f"launch: PET_NPROC_PER_NODE={per_node} on {machines} asks for {processes}, but "
+                f"`accelerate launch` does not read it and started {launch.world_size}; unset it, or write "
+                f"--num_processes {int(per_node) * int(nodes)}, or start with torchrun"
+            )
     if launch.nodes < recipe.budget.nodes and not launch.on_cpu and torch.cuda.is_available():
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {recipe.budget.nodes} machines, {launch.nodes} takes part; launch it on "
@@ -51,29 +62,11 @@ def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
         )
 
 
-def _check_torchrun_variables(launch: Launch) -> None:
-    """Refuse torchrun's variables (PET_NPROC_PER_NODE, ...) under `accelerate launch`, because it silently ignores
-    them.
-    """
-    if not launch.by_accelerate:
-        return
-    requested = dict(setting.split("=", 1) for setting in launch.settings)
-    each, nodes = requested.get("PET_NPROC_PER_NODE", ""), requested.get("PET_NNODES", "1")
-    if each.isdigit() and nodes.isdigit() and int(each) * int(nodes) != launch.world_size:
-        machines = counted(int(nodes), "machine")
-        processes = counted(int(each) * int(nodes), "process", "processes")
-        raise EnvironmentMismatch(
-            f"launch: PET_NPROC_PER_NODE={each} on {machines} asks for {processes}, but "
-            f"`accelerate launch` does not read it and started {launch.world_size}; unset it, or write "
-            f"--num_processes {int(each) * int(nodes)}, or start with torchrun"
-        )
-
-
 def choose_interface(launch: Launch) -> str | None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, on several machines and where it is not set.
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, on several machines and if it is not set yet.
 
-    Gloo uses the address that the machine's host name resolves to: 127.0.1.1 on Debian, or the loopback where it does
-    not resolve. No other machine can reach either (torch 2.13). Returns the interface; None where nothing was set.
+    Gloo uses the address to which the machine's host name resolves: 127.0.1.1 on Debian, or the loopback if it does
+    not resolve. No other machine can reach either (torch 2.13). Returns the interface; None if nothing was set.
     """
     address = os.environ.get("MASTER_ADDR", "")
     if launch.nodes == 1 or not address or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -100,21 +93,22 @@ def interface_towards(address: str) -> str | None:
 
 
 def collective_timeout(recipe: Recipe) -> timedelta:
-    """How long a rank waits in a collective for the others.
+    """The longest wait in a collective for the other ranks.
 
-    Longer than one rank may be busy alone, reading or writing 140 GB of weights; dead and frozen ranks are found by
-    run_folder/watchdog.py.
+    It is longer than one rank may be busy alone, when it reads or writes 140 GB of weights. run_folder/watchdog.py
+    finds dead and frozen ranks.
     """
     return timedelta(seconds=max(_TIMEOUT_SECONDS, recipe.timeout_seconds))
 
 
 @contextmanager
 def rendezvous(launch: Launch) -> Iterator[None]:
-    """Put this around the creation of the process group. After a minute it prints the address it waits for. Ctrl-C ends
-    one of several ranks at once.
+    """Put this around the creation of the process group.
+
+    After a minute it prints the address for which it waits. If there are several ranks, Ctrl-C ends each at once.
 
     Raises:
-        NoRendezvous: the ranks did not find each other; the message names rank, address, reason and what to check.
+        NoRendezvous: the ranks did not find each other; the message names rank, address, reason and remedies.
     """
     hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_rendezvous_hint(launch)}", file=sys.stderr))
     hint.daemon = True
@@ -125,8 +119,9 @@ def rendezvous(launch: Launch) -> Iterator[None]:
         with ended_by_interrupt() if launch.world_size > 1 else nullcontext():
             yield
     except (RuntimeError, ValueError) as error:
-        another = isinstance(error, ValueError) and "rendezvous" not in str(error)
-        if another or launch.world_size == 1 or torch.distributed.is_initialized():
+        # torch's ValueError about a missing MASTER_ADDR says "rendezvous". Any other is a mistake in the code inside.
+        unrelated = isinstance(error, ValueError) and "rendezvous" not in str(error)
+        if unrelated or launch.world_size == 1 or torch.distributed.is_initialized():
             raise
         reason = " ".join(re.sub(r"\[/[^\]]*\]", "", str(error)).split())[:200]
         raise NoRendezvous(f"{_rendezvous_hint(launch)} ({reason})") from error

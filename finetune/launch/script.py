@@ -39,8 +39,8 @@ class LaunchPlan:
     loaded: LoadedRecipe
     strategy: Strategy
     nodes: int
-    gpus: int  # of a node; 0: the CPU
-    ranks: int  # of a node
+    gpus: int  # on each node; 0: the CPU
+    ranks: int  # on each node
     words: tuple[str, ...]  # the trainer, the recipe and its overrides
     verb_arguments: str  # of `finetune launch`, for the file's first line
 
@@ -57,7 +57,7 @@ class LaunchPlan:
 def plan_launch(
     recipe: Path, overrides: Sequence[str], *, launcher: str, nodes: int | None = None, gpus_per_node: int | None = None
 ) -> LaunchPlan:
-    """The launch for a recipe on these machines, or on its budget's if no number is given.
+    """Plan a recipe's launch on these machines, or on its budget's machines if no number is given.
 
     On a CPU, one machine has two ranks. With several machines each has one, which uses all cores. Raises RecipeError,
     and FinetuneError if the strategy does not fit the machines.
@@ -66,12 +66,19 @@ def plan_launch(
         raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
     loaded = load_recipe(recipe, overrides)
     budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
-    machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
-    # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
+    machines = {"nodes": budget.nodes, "gpus": budget.gpus}
+    options: list[str] = []
+    if nodes is not None:
+        machines["nodes"] = nodes or budget.nodes
+        options += ["--nodes", str(nodes)]
+    if gpus_per_node is not None:
+        machines["gpus"] = gpus_per_node
+        options += ["--gpus-per-node", str(gpus_per_node)]
+    # The trainer checks the launch against the recipe's budget. So the command overrides each number that differs.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
-    ranks_without_gpus = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
-    ranks = machines["gpus"] or ranks_without_gpus
-    options = [word for key, value in _options(nodes, gpus_per_node).items() for word in (key, str(value))]
+    ranks = machines["gpus"]
+    if not ranks:
+        ranks = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
     plan = LaunchPlan(
         launcher=launcher,  # type: ignore[arg-type]  # one of LAUNCHERS
         loaded=loaded,
@@ -87,87 +94,104 @@ def plan_launch(
     return plan
 
 
-def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
-    options = {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
     """Reasons why the trainer would refuse these machines, or why ranks would be idle."""
     strategy, world = plan.strategy, plan.world
-    each = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
-    where = f"{plan.nodes} x {each}"
-    named = f"accelerate_config: {strategy.name}"
+    each = counted(plan.ranks, "CPU process", "CPU processes")
+    if plan.gpus:
+        each = counted(plan.gpus, "GPU")
+    machines = f"{plan.nodes} x {each}"
+    place = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
-        yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
+        yield f"{place} runs on a CPU, not on {machines}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
     if plan.alone and world > 1:
-        yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
+        yield f"{place} runs one process, {machines} are {world}; set accelerate_config=ddp, or take one GPU"
     if strategy.needs_ranks and world == 1:
-        yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"
+        yield f"{place} runs on several processes, {machines} are one; set accelerate_config=single, or take more GPUs"
     if strategy.replicates and not strategy.can_replicate(world, plan.ranks):
         yield (
-            f"{named} shards within a node and repeats between nodes, {where} make "
+            f"{place} shards within a node and repeats between nodes, {machines} make "
             f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
             "accelerate_config=fsdp2"
         )
     if strategy.pipelines and world > 1 and (misfit := strategy.pipelines.misfit(world)) is not None:
-        yield f"{named} {misfit}"
-    rows, world = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
-    if rows < world:
-        idle = f"{counted(rows, 'row')} a step leave {world - rows} of {world} ranks without one"
-        yield f"training.global_batch_size: {idle}; raise it to {world}, or take fewer GPUs"
+        yield f"{place} {misfit}"
+    # Stages of one pipeline share their rows, so only the pipelines are counted.
+    rows, readers = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
+    if rows < readers:
+        idle = f"{counted(rows, 'row')} a step leave {readers - rows} of {readers} ranks without one"
+        yield f"training.global_batch_size: {idle}; raise it to {readers}, or take fewer GPUs"
 
 
 def script(plan: LaunchPlan) -> str:
-    """The file's text: bash, a job script for Slurm."""
+    """The file's text: a bash script to run on every machine, or a job script for Slurm."""
     if plan.launcher == "slurm":
         return _slurm_script(plan)
-    return "\n".join(["#!/usr/bin/env bash", *_head(plan), *_by_hand(plan)]) + "\n"
+    lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
+    if plan.nodes == 1:
+        lines += ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
+        return "\n".join(lines) + "\n"
+    starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
+    last = plan.nodes - 1
+    lines += [
+        f"# Start on every machine, R = 0 to {last}, with the address of machine 0: bash THIS_FILE R ADDRESS",
+        "# All of them see the run's folder under the same path. To stop and save: Ctrl-C on one.",
+        f'machine="${{1:?the number of this machine, 0 to {last}}}"',
+        'first="${2:?the address of machine 0, as the others reach it}"',
+        "",
+        f"exec {starter} \\",
+        f"  {trainer}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def write_script(path: Path, text: str) -> None:
-    """Writes the file; an existing one only where this verb made it. Raises FinetuneError, EnvironmentMismatch."""
+    """Write the file. An existing file is replaced only if this verb made it.
+
+    Raises FinetuneError, EnvironmentMismatch.
+    """
     if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()[:1000]):
         raise FinetuneError(f"-o: {path}: exists and was not made by `finetune launch`; name another file")
     write_text(path, text)
 
 
 def _head(plan: LaunchPlan) -> list[str]:
-    what = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
-    machines = f"{plan.nodes} machines with {what} each" if plan.nodes > 1 else f"one machine with {what}"
-    of_them = counted(plan.world, "rank")
+    """The comments that both kinds of file begin with."""
+    devices = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
+    machines = f"one machine with {devices}"
+    if plan.nodes > 1:
+        machines = f"{plan.nodes} machines with {devices} each"
+    ranks = counted(plan.world, "rank")
     return [
         _MARK + printable(plan.verb_arguments),
-        f"# {plan.strategy.name} on {machines}, {of_them}. Paths are as seen from the folder where it is started.",
-    ]
-
-
-def _by_hand(plan: LaunchPlan) -> list[str]:
-    """The lines of a file that is run on every machine."""
-    trainer = shlex.join(plan.words)
-    if plan.nodes == 1:
-        return ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
-    starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
-    return [
-        f"# Start on every machine, R = 0 to {plan.nodes - 1}, with the address of machine 0: bash THIS_FILE R ADDRESS",
-        "# All of them see the run's folder under the same path. To stop and save: Ctrl-C on one.",
-        f'machine="${{1:?the number of this machine, 0 to {plan.nodes - 1}}}"',
-        'first="${2:?the address of machine 0, as the others reach it}"',
-        "",
-        f"exec {starter} \\",
-        f"  {trainer}",
+        f"# {plan.strategy.name} on {machines}, {ranks}. Paths are as seen from the folder where it is started.",
     ]
 
 
 def line_of_machine(plan: LaunchPlan) -> str:
-    """The line that starts one of several machines by hand: machine R; ADDRESS_OF_0 is machine 0's address."""
+    """The line that starts machine R of several by hand. ADDRESS_OF_0 is machine 0's address."""
     return f"{_starter(plan, machine='R', first='ADDRESS_OF_0', port=str(_PORT))} {shlex.join(plan.words)}"
 
 
 def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str = "") -> str:
-    """The command that starts the ranks of one machine, up to the trainer; `machine`, `first`, `port` are bash."""
+    """The command that starts one machine's ranks, up to the trainer.
+
+    `machine` (this machine's number), `first` (machine 0's address) and `port` are bash words.
+    """
     if plan.launcher == "accelerate":
-        return _accelerate(plan, machine, first, port)
+        config, on_cpu = plan.strategy.path, not plan.gpus and not plan.alone
+        if on_cpu:
+            config = CONFIG_FOLDER / "cpu_2proc.yaml"
+        options = f"--config_file {shlex.quote(from_here(config))} --num_processes {plan.world}"
+        if plan.nodes > 1:
+            options += f" --num_machines {plan.nodes} --machine_rank {machine}"
+            options += f" --main_process_ip {first} --main_process_port {port}"
+            if plan.strategy.uses_engine and not on_cpu:
+                # Without it Accelerate would start the other machines from the first one by pdsh.
+                options += " --deepspeed_multinode_launcher standard"
+        elif not plan.alone:
+            options += " --main_process_port 0"  # any free one
+        return f"accelerate launch {options}"
     if plan.alone:
         return "python"
     if plan.nodes == 1:
@@ -176,27 +200,16 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
     return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
 
 
-def _accelerate(plan: LaunchPlan, machine: str, first: str, port: str) -> str:
-    on_cpu = not plan.gpus and not plan.alone
-    config = from_here(CONFIG_FOLDER / "cpu_2proc.yaml" if on_cpu else plan.strategy.path)
-    options = f"--config_file {shlex.quote(config)} --num_processes {plan.world}"
-    if plan.nodes > 1:
-        options += f" --num_machines {plan.nodes} --machine_rank {machine}"
-        options += f" --main_process_ip {first} --main_process_port {port}"
-        # Without it Accelerate would start the other machines from the first one by pdsh.
-        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.uses_engine and not on_cpu)
-    elif not plan.alone:
-        options += " --main_process_port 0"
-    return f"accelerate launch {options}"
-
-
 def _slurm_script(plan: LaunchPlan) -> str:
-    """A job of one task a node that starts a rank for each GPU; it saves before its time limit and queues again."""
-    settings = {
+    """A job with one task per node, which starts a rank per GPU. It saves before its time limit and queues again."""
+    settings: dict[str, object] = {
         "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
         "nodes": plan.nodes,
         "ntasks-per-node": 1,
-        **({"gpus-per-node": plan.gpus} if plan.gpus else {}),
+    }
+    if plan.gpus:
+        settings["gpus-per-node"] = plan.gpus
+    settings |= {
         "cpus-per-task": _CORES_PER_RANK * plan.ranks,
         "mem": 0,
         "time": "24:00:00",
@@ -212,43 +225,31 @@ def _slurm_script(plan: LaunchPlan) -> str:
         *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
         "#SBATCH --requeue",
         "",
-        *_slurm_place(plan),
-        *_slurm_run(plan),
-        *_slurm_again(),
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _slurm_place(plan: LaunchPlan) -> list[str]:
-    """Where the ranks meet, and how many seconds they have to save."""
-    meet = [
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
-        "export MASTER_ADDR MASTER_PORT",
-    ]
-    save = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={_SAVE_SECONDS - 30}  # torchrun kills ranks that save for longer"
-    return [*(meet if plan.nodes > 1 else []), *([] if plan.alone else [save])]
-
-
-def _slurm_run(plan: LaunchPlan) -> list[str]:
     starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
-    if plan.nodes > 1:  # in bash, because the number of a task's node is in that task's environment
+    if plan.nodes > 1:
+        # The node's number is in each task's own environment, so the task's bash expands $SLURM_NODEID.
         starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
-    # A job that is queued again must resume.
-    again = " ${SLURM_RESTART_COUNT:+training.resume=auto}" * (plan.loaded.recipe.training.resume == "never")
-    return [
+        lines += [
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
+            "export MASTER_ADDR MASTER_PORT",
+        ]
+    if not plan.alone:
+        # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
+        limit = _SAVE_SECONDS - 30
+        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit}  # torchrun kills ranks that save for longer"]
+    trainer = shlex.join(plan.words)
+    if plan.loaded.recipe.training.resume == "never":  # a job that is queued again must resume
+        trainer += " ${SLURM_RESTART_COUNT:+training.resume=auto}"
+    lines += [
         f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
         'before=$(cat "$state" 2>/dev/null)',
         "",
         f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
-        f"  {shlex.join(plan.words)}{again}",
+        f"  {trainer}",
         "code=$?",
         "",
-    ]
-
-
-def _slurm_again() -> list[str]:
-    return [
         f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
         "# Where the run says that it did, the job queues again and resumes from there.",
         'after=$(cat "$state" 2>/dev/null)',
@@ -257,3 +258,4 @@ def _slurm_again() -> list[str]:
         "fi",
         'exit "$code"',
     ]
+    return "\n".join(lines) + "\n"

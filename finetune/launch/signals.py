@@ -52,11 +52,10 @@ class StopRequest:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within the block, signals in STOPPING end this process like Ctrl-C, with 130 and one word, while there is nothing
-    to save yet. `stop_on_signals` takes over later.
+    """Within the block, signals in STOPPING end this process like Ctrl-C, with exit code 130 and one word.
 
-    One of several ranks is left alone: it may wait for the others in a library, where only a signal's default action
-    ends it.
+    Use it while there is nothing to save yet. `stop_on_signals` takes over later. One of several ranks keeps the
+    signals' default action: it may wait for the others inside a library, and only that action ends it there.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -77,8 +76,11 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Within, SIGINT ends this process at once, as SIGTERM does: a rank that waits for the others inside a library runs
-    none of Python's handlers, and the launcher would kill it after 30 s, or nobody would."""
+    """Within the block, SIGINT ends this process at once, as SIGTERM does.
+
+    A rank that waits for the others inside a library runs none of Python's handlers. The launcher would kill it after
+    30 s, or nobody would.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,24 +93,25 @@ def ended_by_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
-    """Turns the signals of STOPPING into a flag while the block runs; afterwards the earlier handlers are restored.
+    """Turn the signals in STOPPING into a flag while the block runs. Afterwards the earlier handlers are restored.
 
-    A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread, where Python allows no handlers, the flag
-    is never set. Do not enter it before the process group exists: a rank that waits for another inside a library
-    cannot run a Python handler, so that only the signal's default action ends it before the launcher's 30 s.
+    A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread Python allows no handlers, so the flag is
+    never set. Do not enter the block before the process group exists: a rank that waits for another inside a library
+    cannot run a Python handler. Only the signal's default action ends it before the launcher's 30 s.
 
     Args:
         request: The flag.
-        announce: Print on standard error that the step is being finished; for one rank.
+        announce: Print on standard error that the step is being finished. Set it on one rank only.
 
     Raises:
         KeyboardInterrupt: at the second SIGINT.
     """
     interrupted = False
-    # No second Ctrl-C arrives under these two: of one process the shell has the terminal again, of several the agent
-    # sends SIGTERM.
-    heard_again = not {BY_TORCHRUN, BY_ACCELERATE} & os.environ.keys()
-    again = b"; Ctrl-C again breaks off without saving" if heard_again else b""
+    # Under these two no second Ctrl-C arrives. With one process, the shell has the terminal again. With several, the
+    # agent sends SIGTERM instead.
+    message = b"\nstopping after this step, then saving"
+    if not {BY_TORCHRUN, BY_ACCELERATE} & os.environ.keys():
+        message += b"; Ctrl-C again breaks off without saving"
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
@@ -118,7 +121,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
             with suppress(OSError):  # standard error may be a file on a full disk
-                os.write(2, b"\nstopping after this step, then saving%b\n" % again)
+                os.write(2, message + b"\n")
         request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
@@ -138,19 +141,17 @@ def _is_heard(number: signal.Signals) -> bool:
 
 
 def die_with_launcher() -> bool:
-    """Ask the kernel to send this process SIGTERM when its launcher dies; returns whether the kernel agreed.
+    """Ask the kernel to send this process SIGTERM when its launcher dies. Returns whether the kernel agreed.
 
-    Only under `accelerate launch` or torchrun. Their trainer otherwise outlives them (after SIGTERM to a one-process
-    launcher, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Within
-    `stop_on_signals` that signal saves; earlier it ends the process. Child processes do not inherit it.
+    Only under `accelerate launch` or torchrun: the trainer would outlive a launcher that dies by SIGKILL, and a
+    one-process launcher that gets SIGTERM. Under a shell the request would end a run that nohup protects. Linux only.
+    Within `stop_on_signals` the SIGTERM saves; earlier it ends the process. Child processes do not inherit the request.
     """
     if not under_launcher() or not die_with_parent(signal.SIGTERM):
         return False
-    if _launcher_is_gone():  # the launcher died before prctl() took effect
+    # The launcher may have died before prctl() took effect. Then another process is our parent: most often process 1,
+    # which is the launcher itself in some containers.
+    parent = os.getppid()
+    if parent != PARENT_AT_START or (parent == 1 and not launcher_words(arguments_of(1))):
         os.kill(os.getpid(), signal.SIGTERM)
     return True
-
-
-def _launcher_is_gone() -> bool:
-    """Whether our parent is no longer the launcher; in a container the launcher itself may be process 1."""
-    return os.getppid() != PARENT_AT_START or (os.getppid() == 1 and not launcher_words(arguments_of(1)))

@@ -1,4 +1,4 @@
-"""Decides which weights are exported: the last step's, or those with the lowest held-out loss.
+"""Choose the exported weights: the last step's, or those with the lowest held-out loss.
 
 Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint (recipe/cross_checks.py).
 """
@@ -24,24 +24,27 @@ class Exported:
     """The step whose weights are exported, and their held-out loss."""
 
     step: int
-    best: bool  # of the best evaluation; else of the last step
+    best: bool  # the best evaluation's step; else the last one
     metric: str
-    loss: float | None  # by `metric`; None where no rows are held out
+    loss: float | None  # by `metric`; None if no rows are held out
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
-    """Have a resumed run look for the best evaluation anew where the checkpoint of the one so far is not there.
+    """Let a resumed run forget the best evaluation so far if its checkpoint is lost.
 
-    Returns a line that says so, or an empty text. Every rank calls it; rank 0 looks.
+    Returns a line that says so, or an empty text. Every rank calls it, and rank 0 examines the checkpoint.
     """
     if state.best_step is None or not recipe.training.exports_best:
         return ""
-    folder = step_folder(Path(recipe.run_dir), state.best_step)
-    found = examine(folder, hashes=False) if all_ranks().rank == 0 else None
-    problem = all_ranks().gather(found if isinstance(found, str) else None)[0]
+    folder, ranks = step_folder(Path(recipe.run_dir), state.best_step), all_ranks()
+    problem = None
+    if ranks.rank == 0:
+        found = examine(folder, hashes=False)
+        problem = None if isinstance(found, Checkpoint) else found
+    problem = ranks.gather(problem)[0]
     if problem is None:
         return ""
     lost, state.best_step, state.best_eval_loss = state.best_step, None, math.inf
@@ -49,9 +52,9 @@ def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
 
 
 def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Exported:
-    """Give the model the weights that are to be exported; every rank calls it.
+    """Load the weights to export into the model. Every rank calls it.
 
-    Raises FinetuneError, on every rank, where the best evaluation's checkpoint is damaged.
+    Raises FinetuneError, on every rank, if the best evaluation's checkpoint is damaged.
     """
     metric, step = recipe.training.metric_for_best_model, state.best_step
     if not recipe.training.exports_best or step is None:
@@ -64,8 +67,9 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Ex
 def _load(parts: Assembled, folder: Path) -> None:
     """Load a checkpoint's weights after rank 0 has verified the hash over every byte."""
     checkpoint = examine(folder, hashes=all_ranks().rank == 0)
-    problems = all_ranks().gather(checkpoint if isinstance(checkpoint, str) else None)
-    if problem := next(filter(None, problems), None):
+    problem = checkpoint if isinstance(checkpoint, str) else None
+    # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
+    if problem := next(filter(None, all_ranks().gather(problem)), None):
         raise FinetuneError(
             f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's weights can: "
             "start again with training.load_best_model_at_end=false"
@@ -78,8 +82,8 @@ def describe_exported(exported: Exported, state: TrainState) -> str:
     """A line for the terminal: the exported step, and its loss if known."""
     if exported.loss is None:
         return f"exported: the weights of step {exported.step}, the last"
-    named = "held-out loss" if exported.metric == "eval_loss" else exported.metric
-    text = f"exported: the weights of step {exported.step}, {named} {exported.loss:.4f}"
+    metric = "held-out loss" if exported.metric == "eval_loss" else exported.metric
+    text = f"exported: the weights of step {exported.step}, {metric} {exported.loss:.4f}"
     if not exported.best or state.last_eval_loss is None:
         return f"{text}, the last"
     if exported.step == state.step:

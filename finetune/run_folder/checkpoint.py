@@ -4,7 +4,8 @@
         model-00000.safetensors  optimizer-00000.safetensors   a file for each group and each rank with tensors
         state.json                                              everything that is not a tensor
         MANIFEST.json                                           the elements in each file; each file's size and
-                                                                SHA-256, and its own; that all numbers are finite
+                                                                SHA-256; the manifest's own hash; a mark that all
+                                                                numbers are finite
 
 Each rank writes the pieces it holds (strategies/pieces.py). Rank 0 writes everything else.
 """
@@ -52,7 +53,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    groups: Mapping[str, Mapping[str, Stored]]  # group -> name -> where its elements are
+    groups: Mapping[str, Mapping[str, Stored]]  # group -> name -> the elements' places
     aliases: Mapping[str, Mapping[str, str]]  # group -> name -> the name whose tensor it shares
 
 
@@ -71,33 +72,33 @@ def write_checkpoint(
     best: int | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Path:
-    """Save a checkpoint and prune older ones. Whenever a crash comes, the old or the new one is complete.
+    """Save a checkpoint and prune older ones. After a crash at any time, the old or the new one is complete.
 
-    A valid checkpoint for this step is left as it is, because one step of a run has one state. Every rank calls this;
-    it returns when the checkpoint exists.
+    A valid checkpoint for this step is left as it is, because one step of a run has one state. Every rank calls this.
+    It returns when the checkpoint exists.
 
     Args:
         run_dir: The run's folder, which every rank sees. Its metrics are synced first, so that they reach as far as
             the checkpoint.
         step: Finished optimizer steps.
-        tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece;
-            shared tensors are stored once.
+        tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
+            Shared tensors are stored once.
         state: Everything that is not a tensor, as JSON; no NaN or infinity.
         keep: Newest checkpoints to keep, at least 1; this one is always kept.
-        best: The step of one that is kept beside them.
+        best: The step of one more checkpoint to keep.
 
     Raises:
-        NotFinite: a tensor on any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
-        EnvironmentMismatch: the disk is full or not writable, on any rank; earlier checkpoints are untouched.
+        NotFinite: a tensor on any rank holds a NaN or an infinity. Nothing is written, and every rank raises.
+        EnvironmentMismatch: the disk is full or not writable, on any rank. Earlier checkpoints are untouched.
     """
     refuse_not_finite(step, tensors, ranks)
     return write_pieces(run_dir, step, own_pieces(tensors, ranks.rank), state, keep=keep, best=best, ranks=ranks)
 
 
 def refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
-    """Raise NotFinite, on every rank, where a tensor of any rank holds a NaN or an infinity."""
+    """Raise NotFinite, on every rank, if a tensor on any rank holds a NaN or an infinity."""
     own = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
-    bad = sorted({name for names in ranks.gather(own) for name in names})
+    bad = sorted({name for names in ranks.gather(own) for name in names})  # ranks may hold pieces of one tensor
     if bad:
         total = sum(len(named) for named in tensors.values())
         raise NotFinite(
@@ -119,25 +120,43 @@ def write_pieces(
     """`write_checkpoint` for pieces that are known to be finite. When one rank fails, all of them raise."""
     folder = step_folder(run_dir, step)
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    first = ranks.rank == 0
+    is_rank_0 = ranks.rank == 0
+
+    def prepare() -> bool:
+        """Make the temporary folder. True if the checkpoint exists already."""
+        if not is_rank_0:
+            return False
+        if folder.exists() and isinstance(examine(folder), Checkpoint):
+            return True
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_folder(temporary)
+        temporary.mkdir()
+        return False
+
+    # Three phases. Each ends when every rank has finished it, and no rank begins the next if one has failed:
+    #   rank 0: make the temporary folder
+    #   all:    write own pieces there
+    #   rank 0: write state and manifest, then rename the folder to its final name
     with disk_errors(folder, "earlier checkpoints are intact; "):
         try:
-            if not _agreed(ranks, temporary, lambda: first and _is_written(folder, temporary))[0]:
-                facts = _agreed(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
-                state = {"step": step, **state}
-                _agreed(ranks, temporary, partial(_publish, temporary, folder, state, facts) if first else _nothing)
+            if not _gathered(ranks, temporary, prepare)[0]:
+                written = _gathered(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
+                publish = partial(_publish, temporary, folder, {"step": step, **state}, written)
+                _gathered(ranks, temporary, publish if is_rank_0 else _do_nothing)
         except Exception:
-            if first:
+            if is_rank_0:
                 remove_folder(temporary)  # a full disk gets its space back
             raise
     with disk_errors(folder.parent, f"the checkpoint of step {step} is complete; "):
-        _agreed(ranks, temporary, partial(_prune, run_dir, step, keep, best) if first else _nothing)
+        prune = partial(_prune, run_dir, step, keep, best)
+        _gathered(ranks, temporary, prune if is_rank_0 else _do_nothing)
     return folder
 
 
-def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
-    """The return value of each rank's `act`, on every rank. When one rank fails, all raise; that rank raises its own
-    error.
+def _gathered(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
+    """Call `act` on every rank, and return all results on every rank.
+
+    If one rank fails, all raise. The failed rank raises its own error.
     """
     failure, result = None, None
     try:
@@ -154,72 +173,68 @@ def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in everyone]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """The other ranks' part while rank 0 does its own."""
 
 
-def _is_written(folder: Path, temporary: Path) -> bool:
-    """Whether the checkpoint is there already; otherwise make the folder for it."""
-    if folder.exists() and isinstance(examine(folder), Checkpoint):
-        return True
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_folder(temporary)
-    temporary.mkdir()
-    return False
-
-
 def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> dict[str, dict[str, Any]]:
-    return {group: _write_group(temporary, group, own, rank) for group, own in pieces.items()}
+    """Write this rank's pieces, a file per group. Returns their manifest entries by group."""
+    entries: dict[str, dict[str, Any]] = {}
+    for group, own in pieces.items():
+        entries[group] = {"pieces": own.entries, "aliases": own.aliases}
+        # Rank 0 writes a file even without tensors, so that every group has one. Other ranks write none.
+        if own.tensors or rank == 0:
+            path = temporary / f"{group}-{rank:05d}.safetensors"
+            save_file(unshared(own.tensors), path)
+            entries[group] |= {"file": path.name, "sha256": sha256_of(path)}
+    return entries
 
 
-def _write_group(temporary: Path, group: str, own: OwnPieces, rank: int) -> dict[str, Any]:
-    """Write this rank's pieces of a group; returns their manifest entries."""
-    if not own.tensors and rank:
-        return {"pieces": {}, "aliases": own.aliases}
-    path = temporary / f"{group}-{rank:05d}.safetensors"
-    save_file(unshared(own.tensors), path)
-    return {"pieces": own.entries, "aliases": own.aliases, "file": path.name, "sha256": sha256_of(path)}
+def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], written: list[dict[str, Any]]) -> None:
+    """Rank 0's part, after every rank has written its own: state and manifest, then the final name.
 
-
-def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
-    """Rank 0's part, once every rank has written its own."""
-    _write_rest(temporary, state["step"], state, facts)
-    for lines in sorted(folder.parents[1].glob("*.jsonl")):
-        sync(lines)
-    publish_folder(temporary, folder)
-
-
-def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
-    """Rank 0's part: state and manifest. Raises AssertionError where pieces do not cover their tensors."""
+    `written` holds each rank's `_write_own`. Raises AssertionError if pieces do not cover their tensors.
+    """
     write_json(temporary / "state.json", state)
-    written = [group for rank_facts in facts for group in rank_facts.values() if "file" in group]
-    hashes = {group["file"]: group["sha256"] for group in written}
+    group_parts = [group_part for ranks_part in written for group_part in ranks_part.values()]
+    hashes = {group_part["file"]: group_part["sha256"] for group_part in group_parts if "file" in group_part}
     hashes["state.json"] = sha256_of(temporary / "state.json")
     files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
-    groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
-    for rank_facts in facts:
-        for group, of_group in rank_facts.items():
-            for name, piece in of_group["pieces"].items():
+    groups: dict[str, dict[str, Any]] = {group: {} for group in written[0]}
+    for ranks_part in written:
+        for group, group_part in ranks_part.items():
+            for name, piece in group_part["pieces"].items():
                 entry = groups[group].setdefault(name, {"shape": piece["shape"], "dtype": piece["dtype"], "parts": []})
-                entry["parts"].append([of_group["file"], piece["start"], piece["n"]])
+                entry["parts"].append([group_part["file"], piece["start"], piece["n"]])
     for group, named in groups.items():
         for name, entry in named.items():
             entry["parts"].sort(key=lambda part: (part[1], part[2]))
             complete = covers([(start, count) for _, start, count in entry["parts"]], math.prod(entry["shape"]))
             assert complete, f"{group}: {name}: {entry} is not the whole tensor"
-    aliases = {group: of_group["aliases"] for group, of_group in facts[0].items()}
-    manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
+    aliases = {group: group_part["aliases"] for group, group_part in written[0].items()}
+    manifest = {
+        "format": FORMAT,
+        "step": state["step"],
+        "finite": True,
+        "files": files,
+        "groups": groups,
+        "aliases": aliases,
+    }
     write_json(temporary / "MANIFEST.json", {**manifest, "sha256": self_hash(manifest)})
+    # The metrics must reach as far as the checkpoint, so they are on the disk before it gets its name.
+    for lines in sorted(folder.parents[1].glob("*.jsonl")):
+        sync(lines)
+    publish_folder(temporary, folder)
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Folders with a checkpoint's name, newest first; their content is not examined."""
+    """Folders with a checkpoint's name, newest first. Their content is not examined."""
     paths = [path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted(paths, key=_step, reverse=True)
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """The steps of complete checkpoints in a run's folder, in order; contents are not hashed."""
+    """The steps of complete checkpoints in a run's folder, in order. Contents are not hashed."""
     return sorted(_step(path) for path in _folders(run_dir) if isinstance(examine(path, hashes=False), Checkpoint))
 
 
@@ -228,11 +243,10 @@ def _step(folder: Path) -> int:
 
 
 def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
-    """Delete all except the `keep` newest good checkpoints up to `step`, which was just written and is valid, and
-    `best`.
+    """Delete checkpoints up to `step`, except the `keep` newest good ones and `best`.
 
-    Bad ones do not count towards `keep`. Checkpoints from later steps can only be bad: the run passed over them when it
-    resumed, and will write them again.
+    The checkpoint after `step` was just written and is valid. Bad ones do not count towards `keep`. Checkpoints from
+    later steps can only be bad: the run passed over them when it resumed, and will write them again.
     """
     earlier = [path for path in _folders(run_dir) if _step(path) <= step]
     good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
@@ -242,7 +256,7 @@ def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
 
 
 def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint in `folder`, or its fault; without `hashes` only file sizes are compared."""
+    """The checkpoint in `folder`, or its fault. Without `hashes` only file sizes are compared."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         return "its name is not step-NNNNNNNN"
@@ -269,9 +283,9 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"unreadable ({words_of(error)})"
     if "finite" not in manifest:  # written by an earlier release, which did not check
-        stored = sorted(folder / name for name in manifest["files"] if name.endswith(".safetensors"))
-        if bad := next((tensor for path in stored if (tensor := first_not_finite(path))), None):
-            return f"not finite: {bad}"
+        for name in sorted(manifest["files"]):
+            if name.endswith(".safetensors") and (bad := first_not_finite(folder / name)):
+                return f"not finite: {bad}"
     return Checkpoint(folder, manifest["step"], groups, aliases)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,18 @@ from finetune.recipe.schema import Recipe
 from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
 from finetune.wording import counted
 
-# What a run handed over at other steps: its folder in the run's, what is copied into it, and its own record.
+# Exports of other steps: their folder in the run's folder, their record, and the run's records copied beside it.
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
 
-
-MOST_RECORD_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each trained tensor
+MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor
 
 
 def require_run_folder(run_dir: Path) -> Path:
-    """The recipe's file in a run folder. Raises FinetuneError for other folders; verbs ask before they import torch."""
+    """The recipe's file in a run folder. Raises FinetuneError for other folders.
+
+    Verbs call it before they import torch.
+    """
     resolved = run_dir / "recipe.yaml"
     if not resolved.is_file():
         raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
@@ -40,9 +42,9 @@ class RunFacts:
     samples: Sequence[Mapping[str, Any]]
     pictures: Sequence[str]
     state: Mapping[str, Any]
-    merged: Mapping[str, Any]  # merge.json where the merged model is described; else empty
+    merged: Mapping[str, Any]  # merge.json if the merged model is described; else empty
     torn: int = 0  # lines of metrics.jsonl that cannot be read
-    exported: Mapping[str, Any] = field(default_factory=dict)  # export.json where a checkpoint was exported; else empty
+    exported: Mapping[str, Any] = field(default_factory=dict)  # export.json if a checkpoint was exported; else empty
 
     @property
     def is_adapter(self) -> bool:
@@ -61,11 +63,15 @@ class RunFacts:
         """
         evals = self.evals()
         step = self.receipt.get("export", {}).get("step")
-        last = evals[-1] if evals and not self.exported else None
-        return next((line for line in evals if line["step"] == step), last)
+        for line in evals:
+            if line["step"] == step:
+                return line
+        if evals and not self.exported:
+            return evals[-1]
+        return None
 
     def holes(self) -> list[tuple[int, int]]:
-        """(first, last) for each stretch of steps without metrics."""
+        """(first, last) of each stretch of steps without metrics."""
         return missing_steps(self.metrics, int(self.state.get("step", 0)))
 
     def missing(self) -> str:
@@ -84,53 +90,54 @@ class RunFacts:
 
 
 def missing_steps(metrics: Sequence[Mapping[str, Any]], until: int) -> list[tuple[int, int]]:
-    """(first, last) for each stretch of steps without a training line, up to `until` finished steps.
+    """(first, last) of each stretch of steps without a training line, up to `until` finished steps.
 
-    A line's own figures say how many steps it covers, because logging_steps may change between starts. Steps since the
-    last line are missing only if they would have made another line like it.
+    A line is a mean over several steps. Its own figures tell how many, because logging_steps may change between starts:
+    tokens 8,000 at 1,000 tokens/s and 2 s a step are 8,000 / (1,000 * 2) = 4 steps. Steps since the last line are
+    missing only if they would have made another line like it.
     """
-    holes, reached, each = [], 0, 1
+    holes, reached, covered = [], 0, 1
     for line in sorted((line for line in metrics if line.get("kind") == "train"), key=lambda line: line["step"]):
-        each = _steps_of(line) or line["step"] - reached
-        if line["step"] - each > reached:
-            holes.append((reached + 1, line["step"] - each))
+        try:
+            covered = max(1, round(float(line["tokens"]) / float(line["tokens_per_second"] * line["step_seconds"])))
+        except (KeyError, TypeError, ZeroDivisionError):  # without the figures the line covers all steps before it
+            covered = line["step"] - reached
+        if line["step"] - covered > reached:
+            holes.append((reached + 1, line["step"] - covered))
         reached = max(reached, line["step"])
-    if until - reached >= max(1, each):
+    if until - reached >= max(1, covered):
         return [*holes, (reached + 1, until)]
     return holes
 
 
-def _steps_of(line: Mapping[str, Any]) -> int:
-    """Steps that a line is the mean of; 0 where it does not hold the figures."""
-    try:
-        return max(1, round(float(line["tokens"]) / float(line["tokens_per_second"] * line["step_seconds"])))
-    except (KeyError, TypeError, ZeroDivisionError):
-        return 0
-
-
 def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
     """The gaps in metrics.jsonl, in words; empty if there are none."""
-    steps = ", ".join(f"{first:,} to {last:,}" if last > first else f"{first:,}" for first, last in holes)
-    one = len(holes) == 1 and holes[0][0] == holes[0][1]
-    parts = [f"no line for step{'' if one else 's'} {steps}"] if holes else []
-    parts += [f"{counted(torn, 'torn line')} passed over"] if torn else []
+    parts = []
+    if holes:
+        steps = ", ".join(f"{first:,} to {last:,}" if last > first else f"{first:,}" for first, last in holes)
+        is_one_step = len(holes) == 1 and holes[0][0] == holes[0][1]
+        parts.append(f"no line for {'step' if is_one_step else 'steps'} {steps}")
+    if torn:
+        parts.append(f"{counted(torn, 'torn line')} passed over")
     if parts:
         return f"metrics.jsonl: {', '.join(parts)}"
     return ""
 
 
 def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
-    """A line where metrics.jsonl lacks steps up to `step`; to be asked before torn lines are dropped."""
+    """A line for the user if metrics.jsonl lacks steps up to `step`. Call it before torn lines are dropped."""
     file = run_dir / "metrics.jsonl"
-    lines, torn = (read_lines(file), torn_lines(file)) if file.exists() else ([], 0)
-    earlier = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= step]
+    earlier, torn = [], 0
+    if file.exists():
+        earlier = [line for line in read_lines(file) if isinstance(line.get("step"), int) and line["step"] <= step]
+        torn = torn_lines(file)
     if lost := describe_missing(missing_steps(earlier, step), torn):
         yield f"{run_dir}: {lost}; the report shows where"
 
 
-# Of a receipt and an environment.
+# Keys of a receipt and an environment. Each value is an object.
 _SECTIONS = frozenset("parameters dtypes export batch optimizer data versions".split())
-# What a line of each kind holds: numbers, which may be missing from an earlier release's, or null where not finite.
+# A line's numbers. They may be missing from an earlier release's line, and are null if they were not finite.
 _NUMBERS = tuple(
     "step epoch loss grad_norm learning_rate supervised_tokens tokens step_seconds tokens_per_second "
     "data_wait_fraction peak_memory_gib peak_gib allocated_gib seconds perplexity".split()
@@ -145,25 +152,19 @@ _NEEDED = {
 def is_as_written(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics has the values that a run writes, so that it can be drawn."""
     kind = line.get("kind")
-    needed = _NEEDED.get(kind, ()) if isinstance(kind, str) else ("kind",) * ("kind" in line)
-    values = (value for key, value in line.items() if key in _NUMBERS or key.endswith("_loss"))
-    took = line.get("step_seconds")
-    numbers = all(value is None or (isinstance(value, int | float) and type(value) is not bool) for value in values)
-    step = line.get("step", 0)
-    took_time = took is None or (isinstance(took, int | float) and took > 0)
-    whole = took_time and type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
-    return numbers and whole and all(line.get(key) is not None for key in needed) and kind in (None, *_NEEDED)
-
-
-def _is_sample(line: Mapping[str, Any]) -> bool:
-    return all(isinstance(line.get(key), str) for key in ("when", "prompt", "answer"))
-
-
-def _unusable(metrics: Path) -> int:
-    """Lines that cannot be read, or with contents that no run writes."""
-    if not metrics.is_file():
-        return 0
-    return torn_lines(metrics) + sum(not is_as_written(line) for line in read_lines(metrics))
+    if "kind" in line and not (isinstance(kind, str) and kind in _NEEDED):
+        return False
+    if any(line.get(key) is None for key in _NEEDED.get(str(kind), ())):
+        return False
+    for key, value in line.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (key in _NUMBERS or key.endswith("_loss")) and value is not None and not is_number:
+            return False
+    seconds, step = line.get("step_seconds"), line.get("step", 0)
+    if seconds is not None and not seconds > 0:  # a divisor; `not >` refuses NaN too
+        return False
+    # A chart's axis is in doubles, which count every integer below 2^53.
+    return type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
 
 
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
@@ -171,29 +172,38 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name
-        content = read_object(path, MOST_RECORD_BYTES) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        content = read_object(path, MOST_RECORD_BYTES)
         for key in _SECTIONS & content.keys():
             if not isinstance(content[key], dict):
                 what = f"{key} is {kind_of_value(content[key])}, where a run writes a section"
                 raise unreadable(path, what, "take the file of the run itself")
         return content
 
-    def lines(name: str, as_written: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+    def lines(name: str) -> list[dict[str, Any]]:
         path = run_dir / name
-        if path.is_file():
-            return [line for line in read_lines(path) if as_written(line)]
-        return []
+        return read_lines(path) if path.is_file() else []
 
+    # Lines that no run writes count as torn: `report` says how many there are.
+    metrics_file = run_dir / "metrics.jsonl"
+    all_metrics = lines("metrics.jsonl")
+    metrics = [line for line in all_metrics if is_as_written(line)]
+    torn = len(all_metrics) - len(metrics)
+    if metrics_file.is_file():
+        torn += torn_lines(metrics_file)
+    sample_keys = ("when", "prompt", "answer")
+    samples = [line for line in lines("samples.jsonl") if all(isinstance(line.get(key), str) for key in sample_keys)]
     pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(
         recipe,
         document("receipt.json"),
         document("environment.json"),
-        lines("metrics.jsonl", is_as_written),
-        lines("samples.jsonl", _is_sample),
+        metrics,
+        samples,
         pictures,
         document("run_state.json"),
         document("merged/merge.json") if merged else {},
-        _unusable(run_dir / "metrics.jsonl"),
+        torn,
         document(EXPORT_RECORD),
     )

@@ -39,13 +39,12 @@ STATE = "run_state.json"
 STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
 LOCK = ".lock"
 STATE_LOCK = ".state.lock"  # between reading the state and writing it
-# How many steps before a checkpoint's step the last line is that was written before it. Metrics of a step are written
-# before its checkpoint; so are samples of step 0, but those after the last step are written after its checkpoint.
+# A resumed run keeps lines up to the checkpoint's step minus this number. A step's metrics are written before its
+# checkpoint. The samples after the last step are written after its checkpoint, so a resumed run writes them again.
 LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
 OWN_FILES = (STATE, *LINES, "recipe.yaml", "receipt.json", "environment.json", LOCK, STATE_LOCK)
 
-# Keys that a resumed run may change: those of reporting, of the machines and of the split of a batch. None changes the
-# loss curve.
+# Keys that a resumed run may change: reporting, machines, and the split of a batch. None changes the loss curve.
 FREE_TO_CHANGE = (
     "budget",
     "accelerate_config",
@@ -87,14 +86,13 @@ class Claim:
 
 
 def curve_identity(recipe: Recipe) -> dict[str, Any]:
-    """Every key that the curve depends on, flat: dotted path -> value."""
-    flat = ((_key(path), value) for path, value in leaves(recipe.model_dump(mode="json"), lists="all"))
-    return {key: value for key, value in flat if not _is_free(key)}
-
-
-def _key(path: tuple[str | int, ...]) -> str:
-    """`data.train[0].path`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    """Every key on which the curve depends, flat: `data.train[0].path` -> value."""
+    identity = {}
+    for path, value in leaves(recipe.model_dump(mode="json"), lists="all"):
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        if not _is_free(key):
+            identity[key] = value
+    return identity
 
 
 def _is_free(key: str) -> bool:
@@ -110,21 +108,21 @@ def claim_run_folder(
     asked: Asked | None = None,
     wait_seconds: float = 10.0,
 ) -> Claim:
-    """Lock the folder for this process's life and decide where the run starts. For rank 0 alone.
+    """Lock the folder for this process's life and decide where the run starts. Only rank 0 calls it.
 
     Afterwards the folder's state is `running`, temporary files are deleted, and metrics end exactly at the checkpoint.
 
     Args:
         run_dir: Made if missing.
-        resume: never: an existing run is renamed to `<run_dir>.previous-N`; nothing is deleted.
-        identity: `curve_identity(recipe)` and everything else the curve depends on (data fingerprint, ...), as JSON.
+        resume: never: an existing run is renamed to `<run_dir>.previous-N`. Nothing is deleted.
+        identity: `curve_identity(recipe)` and the curve's other inputs (data fingerprint, ...), as JSON.
         command: The command that continues the run.
-        asked: The recipe's length. A finished run that is shorter, and otherwise the same, is resumed.
-        wait_seconds: How long to wait for a process that is still saving.
+        asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
+        wait_seconds: The longest wait for a process that is still saving.
 
     Raises:
-        FinetuneError: another process trains here; the folder is not a run's; the run there has another identity; all
-            its checkpoints are damaged.
+        FinetuneError: another process trains here; the folder is not a run's; its run has another identity; all its
+            checkpoints are damaged.
     """
     _refuse_foreign(run_dir)
     refuse_other_kinds(run_dir, OWN_FILES)
@@ -132,21 +130,33 @@ def claim_run_folder(
     notes: list[str] = []
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
-        renamed = _rename_previous(run_dir)
+        number = 1
+        while (renamed := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
+            number += 1
+        os.rename(run_dir, renamed)
+        sync(run_dir.parent)
         notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
-        os.close(locked)
+        os.close(locked)  # the lock went with the renamed folder
         locked, previous = _lock(run_dir, wait_seconds), None
     try:
+        # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
         status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)), asked)
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
-        step = checkpoint.step if checkpoint else None
+        step = 0
         if checkpoint is not None:
+            step = checkpoint.step
             notes.append(f"resumed from step {step} ({checkpoint.path})")
-            notes += lost_lines(run_dir, checkpoint.step)
-        _tidy(run_dir, step)
-        _write_state(run_dir, "running", step or 0, command, identity)
+            notes += lost_lines(run_dir, step)  # before cut_lines drops torn lines
+        clear_leftovers(run_dir)
+        clear_leftovers(run_dir / "checkpoints")
+        for name, offset in LINES.items():
+            if checkpoint is None:
+                (run_dir / name).unlink(missing_ok=True)  # from a run that ended before its first checkpoint
+            else:
+                cut_lines(run_dir / name, step - offset)
+        _write_state(run_dir, "running", step, command, identity)
     except BaseException:
         os.close(locked)
         raise
@@ -156,45 +166,57 @@ def claim_run_folder(
 def _start(
     run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any], asked: Asked | None
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
+    """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
+
+    Raises FinetuneError if the run there is another one, or none of its checkpoints is complete.
+    """
     checkpoint, damaged = newest_valid(run_dir)
-    finished = previous is not None and previous["state"] == "finished" and _handed_over(run_dir)
+    # A finished run without its result continues from its last checkpoint and exports again.
+    has_result = any((run_dir / name).is_dir() for name in HANDED_OVER)
+    finished = previous is not None and previous["state"] == "finished" and has_result
     if checkpoint is None and damaged:
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
-    differing = _differing(previous["identity"], identity)
+    # An older release may have saved keys that are free to change now.
+    keys = (key for key in {**previous["identity"], **identity} if not _is_free(key))
+    differing = [key for key in keys if previous["identity"].get(key, _UNSET) != identity.get(key, _UNSET)]
     if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
         longer = go_on(run_dir, previous, asked, checkpoint)
         if longer is not None:
             set_aside(run_dir, longer[0].step, int(previous["step"]))
             return "resumed", longer[0], (*damaged, longer[1])
-    _refuse_another_run(run_dir, previous["identity"], identity)
+    if differing:
+        lines = []
+        for key in differing:
+            there, now = (one_line(facts.get(key, _UNSET)) for facts in (previous["identity"], identity))
+            lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+        remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
+        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *first_lines(lines, 40), remedy]))
     return ("finished" if finished else "resumed"), checkpoint, damaged
-
-
-def _handed_over(run_dir: Path) -> bool:
-    """Whether a finished run's result is there. Otherwise the run continues from its last checkpoint and exports."""
-    return any((run_dir / name).is_dir() for name in HANDED_OVER)
 
 
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
 
 
 def _refuse_foreign(run_dir: Path) -> None:
+    """Raise FinetuneError if output_dir cannot be a run's folder, or holds files but no run."""
     try:
-        there = run_dir.exists()
+        exists = run_dir.exists()
     except (OSError, ValueError) as error:  # a name that is too long for any folder
         reason = getattr(error, "strerror", None) or error
         raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
-    if there and not run_dir.is_dir():
+    if exists and not run_dir.is_dir():
         raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
-    if not there or (run_dir / STATE).exists():
+    if not exists or (run_dir / STATE).exists():
         return
     foreign = sorted(
         path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
     )
     if foreign:
-        names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        names = ", ".join(foreign[:3])
+        if len(foreign) > 3:
+            names += ", ..."
         raise FinetuneError(f"{run_dir}: output_dir holds other files ({names}) and no run; choose another output_dir")
 
 
@@ -209,40 +231,8 @@ def _lock(run_dir: Path, wait_seconds: float) -> int:
         raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
 
 
-def _rename_previous(run_dir: Path) -> Path:
-    number = 1
-    while (renamed := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
-        number += 1
-    os.rename(run_dir, renamed)
-    sync(run_dir.parent)
-    return renamed
-
-
-def _refuse_another_run(run_dir: Path, previous: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    if differing := _differing(previous, now):
-        values = ((key, *(one_line(facts.get(key, _UNSET)) for facts in (previous, now))) for key in differing)
-        lines = [f"  {one_line(key, 80)}: {there} there, {here} now" for key, there, here in values]
-        remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
-        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *first_lines(lines, 40), remedy]))
-
-
-def _differing(previous: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    keys = (key for key in {**previous, **now} if not _is_free(key))  # which an older release may have counted
-    return [key for key in keys if previous.get(key, _UNSET) != now.get(key, _UNSET)]
-
-
-def _tidy(run_dir: Path, step: int | None) -> None:
-    for folder in (run_dir, run_dir / "checkpoints"):
-        clear_leftovers(folder)
-    for name, offset in LINES.items():
-        if step is None:
-            (run_dir / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
-        else:
-            cut_lines(run_dir / name, step - offset)
-
-
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """run_state.json; None where there is none, so that no run was here.
+    """Read run_state.json. None if there is none: then no run was here.
 
     Raises:
         FinetuneError: the file exists and cannot be read.
@@ -261,30 +251,30 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
-    """Write the run's state after `step`, and the exported step; returns the command that continues the run."""
-    known = read_state(run_dir)
-    if known is None:
+    """Write the run's state after `step`, and the exported step. Returns the command that continues the run."""
+    saved = read_state(run_dir)
+    if saved is None:
         raise FinetuneError(f"{run_dir}: the run's folder, or its {STATE}, was deleted or renamed while it trained")
     more = {"exported": dict(exported)} if exported else None
-    _write_state(run_dir, state, step, known["command"], known["identity"], more)
-    return str(known["command"])
+    _write_state(run_dir, state, step, saved["command"], saved["identity"], more)
+    return str(saved["command"])
 
 
 def mark_step(run_dir: Path, step: int) -> None:
-    """Writes the step of now into a running run's state; a failure that another rank has recorded stays."""
+    """Write the present step into a running run's state. A failure that another rank has recorded stays."""
     with exclusive(run_dir / STATE_LOCK):
-        known = read_state(run_dir)
-        if known is not None and known["state"] == "running":
-            _write_state(run_dir, "running", step, known["command"], known["identity"])
+        saved = read_state(run_dir)
+        if saved is not None and saved["state"] == "running":
+            _write_state(run_dir, "running", step, saved["command"], saved["identity"])
 
 
 def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, step: int) -> None:
-    """Records a failure, from any rank. The first one stays: later failures of other ranks are its consequences."""
-    where = {"phase": phase, "rank": rank, "error": f"{type(error).__name__}: {error}"}
+    """Record a failure, from any rank. The first one stays: other ranks' later failures are its consequences."""
+    failure = {"phase": phase, "rank": rank, "error": f"{type(error).__name__}: {error}"}
     with exclusive(run_dir / STATE_LOCK):
-        known = read_state(run_dir)
-        if known is not None and known["state"] == "running":
-            _write_state(run_dir, "failed", step, known["command"], known["identity"], where)
+        saved = read_state(run_dir)
+        if saved is not None and saved["state"] == "running":
+            _write_state(run_dir, "failed", step, saved["command"], saved["identity"], failure)
 
 
 def _write_state(

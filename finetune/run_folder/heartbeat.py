@@ -1,7 +1,7 @@
 """Heartbeats: each rank locks a small file in the run's folder and writes its position into it.
 
-The lock shows death: the kernel drops it with the process, also for other machines. The content shows a freeze: a
-stopped process no longer writes. Neither needs the network, on which a dead rank may leave the others waiting.
+The lock shows death: the kernel drops it with the process, and other machines see that too. The content shows a freeze:
+a stopped process no longer writes. Neither needs the network, where a dead rank may leave the others waiting.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class HeartbeatRecord:
     """One heartbeat: where a rank was."""
 
     rank: int
-    token: int  # of this start of the run: files of an earlier start have another
+    token: int  # this start's number: an earlier start's files have another
     host: str
-    machine: str  # `this_machine()` of the rank: where it equals ours, the process may be looked up
+    machine: str  # the rank's `this_machine()`: if it equals ours, we can look up the process
     process: int
     state: RankState
     phase: str
@@ -60,7 +60,7 @@ class Heartbeat:
         self._one_at_a_time = threading.Lock()
 
     def write(self, state: RankState, phase: str, step: int, *, sync: bool = False) -> None:
-        """Write a heartbeat; `sync` flushes it to other machines at once (NFS would keep it for half a minute)."""
+        """Write a heartbeat. `sync` flushes it to other machines at once: NFS would keep it for half a minute."""
         with self._one_at_a_time:
             self._count += 1
             process = (socket.gethostname(), this_machine(), os.getpid())
@@ -71,7 +71,7 @@ class Heartbeat:
 
 
 def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | None:
-    """A rank's latest heartbeat; None before its first, or when it was read in the middle of a write."""
+    """A rank's latest heartbeat; None before its first, or if the read came in the middle of a write."""
     try:
         record = HeartbeatRecord(**json.loads(heartbeat_file(run_dir, rank).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -82,7 +82,7 @@ def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | No
 
 
 def holds_lock(run_dir: Path, rank: int) -> bool:
-    """Whether a living process holds that rank's file. Not to be called for this process's own rank."""
+    """Whether a living process holds that rank's file. Do not call it for this process's own rank."""
     try:
         with open(heartbeat_file(run_dir, rank), "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,7 +94,7 @@ def holds_lock(run_dir: Path, rank: int) -> bool:
 
 
 def process_is_gone(record: HeartbeatRecord) -> bool:
-    """Whether the process that wrote it has ended; False also where it ran on another machine."""
+    """Whether the heartbeat's process has ended. False for a process on another machine, which we cannot look up."""
     return record.machine == this_machine() and not psutil.pid_exists(record.process)
 
 
@@ -102,7 +102,7 @@ _machine: str | None = None
 
 
 def this_machine() -> str:
-    """Identifies the running kernel and the process numbering (containers have their own) of this process."""
+    """A text for the running kernel and this process's process numbering, because containers have their own."""
     global _machine
     if _machine is None:
         try:

@@ -1,4 +1,4 @@
-"""A finished run whose recipe now asks for more steps continues from its last checkpoint.
+"""A finished run continues from its last checkpoint if its recipe now asks for more steps.
 
 Its result moves to exports/end-NNNNNNNN, a folder that chat, eval, merge and push read. So nothing in the run's folder
 is older than the run.
@@ -24,16 +24,16 @@ from finetune.recipe.schema import Training
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
 from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
 
-LENGTH_KEYS = ("training.num_train_epochs", "training.max_steps")  # of a run's identity: all that may be more
+LENGTH_KEYS = ("training.num_train_epochs", "training.max_steps")  # the keys of a run's identity that may grow
 HANDED_OVER = ("adapter", "model", "merged", "hub.json")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How far the recipe of this start trains."""
+    """The length that this start's recipe asks for."""
 
     training: Training
-    rows: int  # of an epoch
+    rows: int  # in an epoch
 
     @property
     def total_rows(self) -> int:
@@ -48,7 +48,7 @@ class Asked:
         return self.total_rows % self.training.global_batch_size != 0
 
     def as_before(self, identity: Mapping[str, Any]) -> Asked:
-        """The same recipe with the length of the run that is there."""
+        """This recipe with the length of the run in the folder."""
         length = {key.removeprefix("training."): identity.get(key) for key in LENGTH_KEYS}
         return Asked(self.training.model_copy(update=length), self.rows)
 
@@ -56,10 +56,11 @@ class Asked:
 def go_on(
     run_dir: Path, previous: Mapping[str, Any], asked: Asked, newest: Checkpoint | None
 ) -> tuple[Checkpoint, str] | None:
-    """The checkpoint from which the finished run becomes the longer one, and a line for the user; None: not longer.
+    """The checkpoint from which the finished run continues, and a line for the user; None: the recipe is not longer.
 
     If the rows ended in a short last step, the longer run has more rows there. If there is a checkpoint before it, the
-    run continues from that one, and the last is deleted.
+    run continues from that one, and the last is deleted. Example with 10 rows and steps of 4 rows: step 3 had 2 rows.
+    A run over 20 rows has 4 there, so it continues from step 2.
 
     Args:
         previous: The run's run_state.json.
@@ -70,10 +71,15 @@ def go_on(
     planned, done = asked.as_before(previous["identity"]), int(previous["step"])
     if asked.steps <= planned.steps:
         return None
-    product = run_dir / ("adapter" if (run_dir / "adapter").is_dir() else "model")
-    key = "model.adapter" if product.name == "adapter" else "model.name_or_path"
-    remedy = f"begin a new run with its result: {shlex.quote(f'{key}={product}')} and another output_dir"
-    if done < planned.steps or (newest is not None and _out_of_patience(asked.training, newest)):
+    start_with = f"model.name_or_path={run_dir / 'model'}"
+    if (run_dir / "adapter").is_dir():
+        start_with = f"model.adapter={run_dir / 'adapter'}"
+    remedy = f"begin a new run with its result: {shlex.quote(start_with)} and another output_dir"
+    # Early stopping may also have come in the very last step. Then it would end the longer run at once.
+    stopped_early, patience = done < planned.steps, asked.training.early_stopping_patience
+    if not stopped_early and newest is not None and patience is not None:
+        stopped_early = int(read_state_of(newest)["worse_evaluations"]) >= patience
+    if stopped_early:
         raise FinetuneError(f"{run_dir}: early stopping ended this run at step {done} of {planned.steps}; {remedy}")
     if newest is None:
         raise FinetuneError(f"{run_dir}: this finished run has no checkpoint to go on from; {remedy}")
@@ -84,24 +90,21 @@ def go_on(
 
 
 def _before_a_short_step(run_dir: Path, planned: Asked, newest: Checkpoint) -> tuple[Checkpoint, str]:
+    """The newest valid checkpoint before a short last step, else the one after it; and a note about its rows."""
     batch = planned.training.global_batch_size
-    short = f"step {newest.step} had {planned.total_rows % batch} of {batch} rows"
+    rows = planned.total_rows % batch
+    short = f"step {newest.step} had {rows} of {batch} rows"
     for step in reversed(checkpoint_steps(run_dir)):
-        earlier = examine(step_folder(run_dir, step)) if step < newest.step else ""
+        if step >= newest.step:
+            continue
+        earlier = examine(step_folder(run_dir, step))
         if isinstance(earlier, Checkpoint):
             return earlier, f"; {short} and is repeated with all of them"
-    left_out = batch - planned.total_rows % batch
-    return newest, f"; {short}, no checkpoint before it is left: {left_out} rows are skipped"
-
-
-def _out_of_patience(training: Training, checkpoint: Checkpoint) -> bool:
-    """Whether early stopping would end the run at once: also where it did so in the very last step."""
-    patience = training.early_stopping_patience
-    return patience is not None and int(read_state_of(checkpoint)["worse_evaluations"]) >= patience
+    return newest, f"; {short}, no checkpoint before it is left: {batch - rows} rows are skipped"
 
 
 def _in_words(asked: Asked, planned: Asked, start: int) -> str:
-    """The rate that continues, and whether the longer run equals the one that would have been planned."""
+    """Describe the learning rate, and whether the curve equals that of a run planned with the new length."""
     training, rate = asked.training, learning_rate_schedule(asked.training, asked.steps)
     before = learning_rate_schedule(planned.training, planned.steps)
     finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
@@ -120,7 +123,11 @@ def set_aside(run_dir: Path, start: int, done: int) -> None:
     for name in EXPORTED_RECORDS:
         if (run_dir / name).is_file():
             shutil.copyfile(run_dir / name, folder / name)
-    step = _exported_step(folder / "receipt.json") or done
+    # The exported weights are not the last step's if the best evaluation's were exported.
+    try:
+        step = json.loads((folder / "receipt.json").read_text(encoding="utf-8")).get("export", {}).get("step") or done
+    except (OSError, ValueError):
+        step = done
     write_json(folder / EXPORT_RECORD, {"run": run_dir.resolve().name, "step": step})
     for name in HANDED_OVER:
         if (run_dir / name).exists() and not (folder / name).exists():
@@ -129,11 +136,3 @@ def set_aside(run_dir: Path, start: int, done: int) -> None:
     for step in checkpoint_steps(run_dir):
         if step > start:
             remove_folder(step_folder(run_dir, step))
-
-
-def _exported_step(receipt: Path) -> int | None:
-    """The step of the exported weights. It is not the last one if the best evaluation's were exported."""
-    try:
-        return json.loads(receipt.read_text(encoding="utf-8")).get("export", {}).get("step")  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        return None

@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-
-from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from typing import Any, cast
-
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, NotFinite
+from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.packaged import published_name
@@ -37,6 +29,10 @@ from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
 from finetune.untrusted.library_words import in_one_line, words_of
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
 
 def save(
     recipe: Recipe,
@@ -45,16 +41,19 @@ def save(
     saves: Saves,
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint, or begin to. Every rank calls it and writes its own pieces. `then`: called when it exists."""
+    """Write a checkpoint, or begin to. Every rank calls it and writes its own pieces.
+
+    `then` is called when the checkpoint exists.
+    """
     run_dir, tensors, keep = Path(recipe.run_dir), checkpoint_tensors(parts), recipe.save_total_limit
     best = state.best_step if recipe.training.exports_best else None
     saves.save(run_dir, state.step, tensors, state.as_json(), keep=keep, best=best, then=then)
 
 
 def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
-    """The state to resume from; weights and optimizer are filled in place, on every rank from the same files.
+    """Fill weights and optimizer in place, on every rank from the same files. Returns the state to resume from.
 
-    Raises FinetuneError when this rank does not see the checkpoint, or it does not fit the model.
+    Raises FinetuneError if this rank does not see the checkpoint, or it does not fit the model.
     """
     if step == 0:
         return TrainState()
@@ -74,19 +73,22 @@ def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
 
 
 def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
-    """Write the present weights and optimizer state where no start looks for checkpoints; every rank calls it."""
+    """Write the present weights and optimizer state to a folder that no start takes for a checkpoint.
+
+    Every rank calls it.
+    """
     return write_checkpoint(_temporary(recipe), 0, checkpoint_tensors(parts), {}, keep=1, ranks=all_ranks())
 
 
 def restore_temporary(parts: Assembled, folder: Path) -> None:
-    """Verify `save_temporary`'s checkpoint and fill weights and optimizer from it; returns when every rank has read."""
+    """Verify `save_temporary`'s checkpoint, and fill weights and optimizer from it."""
     ranks = all_ranks()
     _fill(parts, folder, hashes=ranks.rank == 0)
-    ranks.gather(None)
+    ranks.gather(None)  # the files may be deleted only after every rank has read them
 
 
 def remove_temporary(recipe: Recipe) -> None:
-    """Delete `save_temporary`'s checkpoint, complete or not; for one rank."""
+    """Delete `save_temporary`'s checkpoint, complete or not. One rank calls it."""
     remove_folder(_temporary(recipe))
 
 
@@ -106,7 +108,7 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
 
 
 def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
-    """Weights and optimizer from a checkpoint, in place; returns its state.json."""
+    """Fill weights and optimizer from a checkpoint, in place. Returns its state.json."""
     checkpoint = examine(folder, hashes=hashes)
     if isinstance(checkpoint, str):
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
@@ -121,13 +123,15 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
 
 
 def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase, *, write: bool) -> Path | None:
-    """Write the adapter in PEFT's layout, or the whole model, on the rank with `write`; every rank takes part.
+    """Write the adapter in PEFT's layout, or the whole model, on the rank with `write`. Every rank takes part.
 
-    Returns its folder. Raises NotFinite, on every rank, where a number does not fit the export's number format.
+    Returns the folder. Raises NotFinite, on every rank, if a number does not fit the export's number format.
     """
-    dtype = export_dtype(recipe)
-    weights = parts.trained_weights(dtype=dtype, keep=write)
-    refuse_unexportable(recipe, all_ranks().gather(not_finite(weights, 0) if write else [])[0])
+    weights = parts.trained_weights(dtype=export_dtype(recipe), keep=write)
+    bad: list[str] = []
+    if write:
+        bad = not_finite(weights, 0)
+    refuse_unexportable(recipe, all_ranks().gather(bad)[0])
     if write:
         return export_weights(recipe, parts.unwrapped_model, weights, tokenizer)
     return None
@@ -142,7 +146,7 @@ def export_dtype(recipe: Recipe) -> torch.dtype | None:
 
 
 def refuse_unexportable(recipe: Recipe, bad: list[str]) -> None:
-    """Raise NotFinite where weights, named in `bad`, are not finite in the export's number format."""
+    """Raise NotFinite if `bad` names weights that are not finite in the export's number format."""
     if bad:
         dtype = recipe.model.dtype
         raise NotFinite(
@@ -157,8 +161,8 @@ def export_weights(
     """Write adapter/ or model/ into the recipe's run folder, and return it.
 
     Args:
-        model: Unwrapped, maybe sharded or on meta; its weights are not read.
-        weights: The trained ones by its own names, whole and in `export_dtype`.
+        model: Unwrapped, maybe sharded or on meta. Its weights are not read.
+        weights: The trained weights by the model's own names, unsharded and in `export_dtype`.
     """
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
     if dtype is None:
@@ -170,34 +174,34 @@ def export_weights(
 def export_adapter(
     model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
 ) -> Path:
-    """Writes run_dir/adapter, complete or not at all; plain `PeftModel.from_pretrained` loads it, and onto the whole
-    model too where the text part of one was trained.
+    """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
+
+    If a multimodal model's text part was trained, the adapter loads onto the whole model too.
 
     Args:
         model: Unwrapped, maybe sharded.
-        weights: Its trained weights by its own names, whole.
+        weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
-    in_whole = names_in_whole(decoder_parts(model))
+    whole_names = names_in_whole(decoder_parts(model))
 
     def write(folder: Path) -> None:
-        # "auto" would ask the Hub whether the vocabulary grew; embeddings that are trained are saved as such anyway.
+        # "auto" would ask the Hub whether the vocabulary grew. Trained embeddings are in `weights` anyway.
         model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
-        if in_whole is not None:
-            name_for_both(folder, model, in_whole)
-        _sort_layers(folder / "adapter_config.json")
+        if whole_names is not None:
+            name_for_both(folder, model, whole_names)
+        # peft writes these names as sets, and a set's order changes from process to process. Sort them.
+        config_file = folder / "adapter_config.json"
+        saved = json.loads(config_file.read_text(encoding="utf-8"))
+        for key in ("target_modules", "target_parameters", "exclude_modules"):
+            if isinstance(saved.get(key), list):
+                saved[key] = sorted(saved[key])
+        write_json(config_file, saved)
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "adapter", write)
-
-
-def _sort_layers(config_file: Path) -> None:
-    """Sort the names that peft writes as a set, because a set's order changes from process to process."""
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    lists = {key: config.get(key) for key in ("target_modules", "target_parameters", "exclude_modules")}
-    write_json(config_file, config | {key: sorted(names) for key, names in lists.items() if isinstance(names, list)})
 
 
 def export_model(
@@ -212,13 +216,13 @@ def export_model(
 
     Args:
         model: Unwrapped, maybe sharded.
-        weights: All its weights by its own names, whole and in `dtype`; tied ones are one tensor.
+        weights: All its weights by its own names, unsharded and in `dtype`. Tied ones are one tensor.
         dtype: The weights' format.
     """
 
     def write(folder: Path) -> None:
         model.save_pretrained(str(folder), state_dict=weights)
-        # save_pretrained states the dtype of the model in memory, by which others would load the weights again.
+        # save_pretrained states the dtype of the model in memory. Others would load the weights in that dtype.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
         tokenizer.save_pretrained(str(folder))

@@ -21,9 +21,9 @@ GOLDEN, MIXED = -7046029254386353131, -4658895280553007687
 
 
 def not_finite(tensors: Mapping[str, Tensor | Piece], rank: int) -> list[str]:
-    """Names of tensors whose piece on this rank holds a NaN or an infinity. Integers hold none.
+    """Names of tensors with a NaN or an infinity in this rank's piece. Integers have none.
 
-    `tensors` are unsharded, sharded, or pieces; an unsharded one is checked on rank 0.
+    `tensors` are unsharded, sharded, or pieces. An unsharded one is checked on rank 0.
     """
     pieces = {name: piece_to_write(value, rank) for name, value in tensors.items()}
     return [name for name, piece in pieces.items() if piece is not None and not _finite(piece.tensor)]
@@ -35,9 +35,10 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor | None:
-    """The largest magnitude, [] : finite where all elements are, NaN where one is. None for integers and no elements.
+    """The largest magnitude, shape []. None for integers and for no elements.
 
-    One reduction without a copy of the tensor, because a save calls it when memory is nearly full.
+    It is finite if all elements are, and NaN if one is. This is one reduction without a copy of the tensor, because a
+    save calls it when memory is nearly full.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -46,24 +47,29 @@ def largest_magnitude(tensor: Tensor) -> Tensor | None:
 
 
 def first_not_finite(path: Path) -> str | None:
-    """The name of the first tensor in a safetensors file that holds a NaN or an infinity; None where none does."""
+    """The first tensor in a safetensors file with a NaN or an infinity, by name; None: all are finite."""
     with safe_open(path, framework="pt") as file:
         names: list[str] = sorted(file.keys())
-        return next((name for name in names if not_finite({name: file.get_tensor(name)}, 0)), None)
+        for name in names:
+            if not_finite({name: file.get_tensor(name)}, 0):
+                return name
+    return None
 
 
 def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, str]:
-    """A checksum over each tensor's bits, 16 hexadecimal digits, the same for any number of ranks; every rank calls it.
+    """A checksum over each tensor's bits, 16 hexadecimal digits. Every rank calls it.
 
-    It sums each element's bits times an odd number that follows from the position, modulo 2^64. A change of one element
-    always changes the sum, because no odd number divides a power of two. Of pairs of different tensors, one in 2^64
-    agrees.
+    It sums each element's bits times an odd number that follows from the position, modulo 2^64. Sums over shards add
+    up, so the checksum is equal for any number of ranks. A change in one element always changes the sum, because no odd
+    number divides a power of two. One pair in 2^64 among different tensors agrees.
     """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
     sums = {}
     for name, value in tensors.items():
         piece = piece_to_write(value, ranks.rank)
         if piece is not None:
-            sums[name] = sum(int(_weighed(bits, piece.start + at)) for at, bits in _chunks(_bits(piece.tensor)))
+            bits = piece.tensor.detach().contiguous().view(integers[piece.tensor.element_size()])
+            sums[name] = sum(int(_weighed(chunk, piece.start + first)) for first, chunk in _chunks(bits))
     total: dict[str, int] = {}
     for partial in ranks.gather(sums):
         for name, number in partial.items():
@@ -72,16 +78,10 @@ def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, 
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of the flattened tensor, CHUNK at a time."""
+    """(index of the first element, elements) of the flattened tensor, CHUNK elements at a time."""
     flat = tensor.detach().reshape(-1)
-    for at in range(0, flat.numel(), CHUNK):
-        yield at, flat[at : at + CHUNK]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers of the same size."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(integers[tensor.element_size()])
+    for first in range(0, flat.numel(), CHUNK):
+        yield first, flat[first : first + CHUNK]
 
 
 def _weighed(bits: Tensor, first: int) -> Tensor:

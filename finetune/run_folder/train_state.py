@@ -12,38 +12,33 @@ from finetune.untrusted.library_words import words_of
 
 
 def state_problem(saved: Mapping[str, Any]) -> str | None:
-    """The fault in a checkpoint's state that was saved as a TrainState; None if it can be read."""
-    if "window" not in saved:  # of tests and tools that keep other things besides tensors
+    """The fault in a checkpoint's saved TrainState; None if it can be read."""
+    if "window" not in saved:  # tests and tools keep other things besides tensors
         return None
     try:
         state = TrainState.from_json(saved)
-    except Exception as error:  # of the wrong kind, at any depth
+    except Exception as error:  # a value has the wrong type, at any depth
         return f"is not what a run saves ({words_of(error, 80)})"
-    numbers = (state.step, state.worse_evaluations, state.skipped_steps)
-    scale, sums = state.loss_scaler, saved.get("start_checksums", {})
-    whole = (
+    counts = (state.step, state.worse_evaluations, state.skipped_steps)
+    scaler, sums = state.loss_scaler, saved.get("start_checksums", {})
+    valid = (
         type(saved["step"]) is int
-        and all(number >= 0 for number in numbers)
-        and (scale is None or isinstance(scale, dict))
+        and all(count >= 0 for count in counts)
+        and (scaler is None or isinstance(scaler, dict))
         and all(value is None or _is_number(value) for value in (state.best_step, state.last_eval_loss))
-        and all(map(_is_record, state.window.records))
         and isinstance(sums, dict)
-        and all(isinstance(each, str) for each in sums.values())
+        and all(isinstance(checksum, str) for checksum in sums.values())
     )
-    if whole:
-        return None
-    return "is not what a run saves"
+    # Every figure in a step's record must be a number, so that the window can average it. These two may be absent.
+    for record in state.window.records:
+        for name, value in vars(record).items():
+            may_be_absent = name in ("grad_norm", "loss_scale") and value is None
+            valid = valid and (may_be_absent or _is_number(value))
+    return None if valid else "is not what a run saves"
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_record(record: StepRecord) -> bool:
-    """Whether the figures of a step can be averaged."""
-    values = vars(record)
-    absent = [name for name in ("grad_norm", "loss_scale") if values[name] is None]
-    return all(_is_number(value) for name, value in values.items() if name not in absent)
 
 
 @dataclass
@@ -51,28 +46,31 @@ class TrainState:
     """Everything that a resumed run needs besides weights and optimizer."""
 
     step: int = 0  # finished optimizer steps: rows, learning rate and dropout seeds follow from this integer
-    best_eval_loss: float = math.inf  # of evaluations from step 1 on, by training.metric_for_best_model
-    best_step: int | None = None  # of that evaluation
+    best_eval_loss: float = math.inf  # from step 1 on, by training.metric_for_best_model
+    best_step: int | None = None  # the best evaluation's step
     last_eval_loss: float | None = None  # by the same metric
-    worse_evaluations: int = 0
-    skipped_steps: int = 0  # steps whose fp16 gradients overflowed
-    loss_scaler: dict[str, Any] | None = None  # that of fp16 at the latest save
-    # A checksum of each trained tensor before the first step; empty where an earlier release began the run.
+    worse_evaluations: int = 0  # in a row since the best one
+    skipped_steps: int = 0  # steps with overflown fp16 gradients
+    loss_scaler: dict[str, Any] | None = None  # fp16's scaler at the latest save
+    # Each trained tensor's checksum before the first step; empty if an earlier release began the run.
     start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
 
     def compare(self, loss: float) -> None:
-        """Take in the evaluation after `step` steps; of equal losses the first is the best."""
-        better = loss < self.best_eval_loss
-        self.worse_evaluations = 0 if better else self.worse_evaluations + 1
+        """Record the evaluation after `step` steps. If losses are equal, the first is the best."""
         self.last_eval_loss = loss
-        if better:
+        if loss < self.best_eval_loss:
             self.best_eval_loss, self.best_step = loss, self.step
+            self.worse_evaluations = 0
+        else:
+            self.worse_evaluations += 1
 
     def as_json(self) -> dict[str, Any]:
-        """The state for a checkpoint; before the first evaluation the best loss is null, as JSON has no infinity."""
-        best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
-        return {**asdict(self), "best_eval_loss": best}
+        """The state for a checkpoint. JSON has no infinity: before the first evaluation the best loss is null."""
+        saved = asdict(self)
+        if not math.isfinite(self.best_eval_loss):
+            saved["best_eval_loss"] = None
+        return saved
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TrainState:

@@ -1,5 +1,4 @@
-"""Checks that training changed what it trained: checksums from the start, kept in every checkpoint, against the
-end's."""
+"""Checks that training changed the trained tensors: the end's checksums against the start's, from the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from finetune.strategies.zero_state import trained_masters
 
 
 def trained_checksums(parts: Assembled) -> dict[str, str]:
-    """A checksum over each trained tensor's bits, the same for any number of ranks; every rank calls it."""
+    """A checksum over each trained tensor's bits, equal for any number of ranks. Every rank calls it."""
     if parts.engine is not None:
         return checksums(trained_masters(parts.engine), all_ranks())
     reshard(parts.unwrapped_model)
@@ -23,7 +22,7 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
 
 
 def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:
-    """The trained tensors with the same bits as at the run's start; every rank calls it.
+    """The trained tensors with the same bits as at the run's start. Every rank calls it.
 
     None if this is not known: a run that an earlier release began has no checksums. Raises NothingTrained if all are
     unchanged.
@@ -46,10 +45,12 @@ def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[s
 
 
 def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> str:
-    """A line that names the unchanged tensors, or says that they are not known; empty where all changed."""
+    """A line that names the unchanged tensors, or says that they are not known; empty if all changed."""
     if unchanged is None:
         return "which tensors training changed is not known: an earlier release began this run, without checksums"
     if not unchanged:
         return ""
-    names = ", ".join(unchanged[:3]) + (f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else "")
+    names = ", ".join(unchanged[:3])
+    if len(unchanged) > 3:
+        names += f" and {len(unchanged) - 3} more"
     return f"unchanged by training: {len(unchanged)} of {len(start)} trained tensors: {names}"

@@ -1,4 +1,4 @@
-"""Trained weights and optimizer state by name: read from a model for a checkpoint, and loaded again, bitwise."""
+"""Trained weights and optimizer state by name: read from a model for a checkpoint, and loaded bitwise."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _SCALES = frozenset(scales for _, scales in BLOCKWISE)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters of the unwrapped model by name; frozen ones are loaded with the base model again."""
+    """The unwrapped model's trained parameters by name. Frozen ones are loaded with the base model again."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_model(model: nn.Module, tensors: Readable) -> None:
-    """Copies saved parameters into the trained parameters of the unwrapped model, in place and bitwise.
+    """Copy saved parameters into the unwrapped model's trained parameters, in place and bitwise.
 
-    Of sharded parameters each rank reads its own shard.
+    Each rank reads its own shards.
 
     Raises:
-        FinetuneError: missing, unexpected, wrong-shaped, wrong-typed or non-finite tensors, all of them named.
+        FinetuneError: missing, unexpected, wrong-shaped, wrong-typed or non-finite tensors, with their names.
     """
     parameters = model_tensors(model)
     mistakes = [f"missing: {name}" for name in parameters.keys() - tensors.keys()]
     mistakes += [f"unexpected: {name}" for name in tensors.keys() - parameters.keys()]
-    parts: dict[str, Tensor] = {}
+    own_shards: dict[str, Tensor] = {}
     for name in parameters.keys() & tensors.keys():
         saved, parameter = tensors[name], parameters[name]
         if (tuple(saved.shape), saved.dtype) != (tuple(parameter.shape), parameter.dtype):
             mistakes.append(f"{name}: {_kind(saved)} in the checkpoint, {_kind(parameter)} in the model")
         else:
-            parts[name] = _shard_of(saved, parameter)
-    _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(parts)])
+            own_shards[name] = _shard_of(saved, parameter)
+    _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(own_shards)])
     with torch.no_grad():
         for name, parameter in parameters.items():
-            local_part(parameter)[0].copy_(parts[name])
+            local_part(parameter)[0].copy_(own_shards[name])
 
 
 def _shard_of(saved: Tensor | Stored, parameter: Tensor) -> Tensor:
-    """The elements of a saved tensor that this rank holds of `parameter`, in the shape of its shard."""
+    """The saved tensor's elements for this rank's shard of `parameter`, in the shard's shape."""
     local, start = local_part(parameter)
     if isinstance(saved, Stored):
         if not local.numel():
@@ -71,25 +71,26 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             if isinstance(value, Tensor):
                 named[f"{name}:{key}"] = value
             elif isinstance(value, (int, float)):
-                wide = torch.int64 if isinstance(value, int) else torch.float64
-                named[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=wide)
+                dtype = torch.int64 if isinstance(value, int) else torch.float64
+                named[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=dtype)
             else:
                 raise AssertionError(f"optimizer state {key} of {name} is a {type(value).__name__}, not a tensor")
     return named
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Readable) -> None:
-    """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; its present state is dropped.
+    """Give the optimizer the state from `optimizer_tensors`, bitwise. Its present state is dropped.
 
-    Not through load_state_dict, which casts state to its parameter's number format. State in the shape of a sharded
-    parameter is sharded in the same way. Moments of one byte are bitwise those saved where they have the same blocks
-    here; others are decoded and encoded again, each off by half a step of its code at most.
+    load_state_dict is not used, because it casts state to the parameter's number format. State in a sharded parameter's
+    shape is sharded in the same way. One-byte moments keep their bits if they have the same blocks here. Other blocks
+    are decoded and encoded again: each moment is then off by half a step of its code at most.
 
     Raises:
-        FinetuneError: state of a parameter that is not optimized here, of another shape, or not finite.
+        FinetuneError: state for a parameter that is not optimized here, with another shape, or not finite.
     """
     parameters = _optimized(model, optimizer)
     mistakes, placed = [], {}
+    # Keys: layers.0.weight:exp_avg, or layers.0.weight:step:int for a Python number.
     for key, value in tensors.items():
         parameter, entry = parameters.get(key.partition(":")[0]), key.split(":")[1]
         if parameter is None:
@@ -98,10 +99,14 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
         elif entry in _SCALES and not block_in(parameter.shape, value.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} does not fit blocks of {tuple(parameter.shape)}")
+        elif tuple(value.shape) == tuple(parameter.shape) and value.shape:
+            placed[key] = _shard_of(value, parameter)
         else:
-            placed[key] = _state_for(parameter, value)
+            placed[key] = value.read_all() if isinstance(value, Stored) else value
     _refuse("the checkpoint does not fit the optimizer", [*sorted(mistakes), *_not_finite(placed)])
-    on_device = _step_on_device(optimizer)
+    # Fused and capturable kernels read a parameter's step count on the device; the others read it on the CPU.
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    step_on_device = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
     named = {key.partition(":")[0] for key in placed}
@@ -112,57 +117,62 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         name, entry, *number = key.split(":")
         parameter = parameters[name]
         own = optimizer.state[parameter].get(entry)
-        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books, or in blocks of rows
+        if isinstance(own, Tensor):
+            # Allocated already: in bitsandbytes' own pages and code books, or in blocks of rows.
             local = local_part(own)[0]
-            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(local)} here"] * (_kind(value) != _kind(local)))
+            if _kind(value) != _kind(local):
+                _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(local)} here"])
             local.copy_(value)
-            continue
-        if entry in _BOOKS:  # bitsandbytes', which blocks.py has too
-            continue
-        stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
-        moved = value.clone() if stays else value.to(parameter.device, copy=True)
-        optimizer.state[parameter][entry] = moved.item() if number else _shaped_like(parameter, moved)
-
-
-def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
-    """This rank's shard of a parameter's state where the state has the parameter's shape, else all of the state."""
-    if tuple(value.shape) == tuple(parameter.shape) and value.shape:
-        return _shard_of(value, parameter)
-    if isinstance(value, Stored):
-        return value.read_all()
-    return value
+        elif entry in _BOOKS:
+            continue  # bitsandbytes' code books, saved by its optimizer. blocks.py has the same ones.
+        elif number:
+            optimizer.state[parameter][entry] = value.item()
+        elif entry == "step" and id(parameter) not in step_on_device:
+            optimizer.state[parameter][entry] = _sharded_like(parameter, value.clone())
+        else:
+            optimizer.state[parameter][entry] = _sharded_like(parameter, value.to(parameter.device, copy=True))
 
 
 def _put_into_own_blocks(
     name: str, parameter: nn.Parameter, own: Mapping[str, object], placed: dict[str, Tensor]
 ) -> None:
-    """Exchange this rank's part of the moments, and all of their scales, for what the allocated state `own` holds."""
+    """Convert the saved moments and scales in `placed` to the format of the allocated state `own`.
+
+    A one-byte moment is value = book[code] * scale, with one scale per block of elements. Moments in `placed` are this
+    rank's shard. Scales are those of the whole parameter. Example with blocks of 4 and a shard of elements 6 to 11:
+
+        element   0 1 2 3 | 4 5 6 7 | 8 9 10 11     scales 1 and 2 of the parameter's 0, 1, 2
+        shard                   6 7   8 9 10 11     pad 6 % 4 = 2 elements in front, decode, drop them again
+    """
     for (entry, scale_entry), signed in zip(BLOCKWISE, (True, False), strict=True):
-        held, held_scales = own.get(entry), own.get(scale_entry)
+        own_moment, own_scales = own.get(entry), own.get(scale_entry)
         moment = placed.get(f"{name}:{entry}")
-        if not isinstance(held, Tensor) or moment is None:
+        if not isinstance(own_moment, Tensor) or moment is None:
             continue
         scales = placed.pop(f"{name}:{scale_entry}", None)
         start, values = local_part(parameter)[1], moment.reshape(-1)
-        block, book = 0, book_on(values.device, signed=signed)
+        # Block sizes in elements; 0: moments without blocks, in a float format.
+        saved_block, own_block = 0, 0
+        book = book_on(values.device, signed=signed)
         if scales is not None:
-            block = block_in(parameter.shape, scales.shape)
-            scales = scales.reshape(-1)[start // block : -(-(start + len(values)) // block)]
-        held_block = block_in(parameter.shape, held_scales.shape) if isinstance(held_scales, Tensor) else 0
-        if scales is not None and block != held_block:
-            within = start % block  # of the first element, within its block
-            values, scales = decode(pad(values, (within, 0)), scales, block, book)[within:], None
-        if held_block and scales is None:
-            values, scales = encode(values.to(torch.float32, copy=True), held_block, book)
-        placed[f"{name}:{entry}"] = values.to(held.dtype).view(moment.shape)
-        if isinstance(held_scales, Tensor) and scales is not None:
-            placed[f"{name}:{scale_entry}"] = scales.view(local_part(held_scales)[0].shape)
+            saved_block = block_in(parameter.shape, scales.shape)
+            scales = scales.reshape(-1)[start // saved_block : -(-(start + len(values)) // saved_block)]
+        if isinstance(own_scales, Tensor):
+            own_block = block_in(parameter.shape, own_scales.shape)
+        if scales is not None and saved_block != own_block:
+            offset = start % saved_block  # the first element's place in its block
+            values, scales = decode(pad(values, (offset, 0)), scales, saved_block, book)[offset:], None
+        if own_block and scales is None:
+            values, scales = encode(values.to(torch.float32, copy=True), own_block, book)
+        placed[f"{name}:{entry}"] = values.to(own_moment.dtype).view(moment.shape)
+        if isinstance(own_scales, Tensor) and scales is not None:
+            placed[f"{name}:{scale_entry}"] = scales.view(local_part(own_scales)[0].shape)
 
 
-def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
-    """State of a sharded parameter as a sharded tensor, as the optimizer itself would allocate it.
+def _sharded_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
+    """Shard a sharded parameter's state in the same way, as the optimizer itself would allocate it.
 
-    Not by `DTensor.from_local`, which would move state in host memory to the device of the mesh, the GPU.
+    `DTensor.from_local` is not used: it would move state in host memory to the mesh's device, the GPU.
     """
     if not isinstance(parameter, DTensor) or state.ndim != parameter.ndim:
         return state
@@ -178,12 +188,6 @@ def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return named
 
 
-def _step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Parameters whose step count must be on their device: fused and capturable kernels read it there."""
-    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
 def _kind(tensor: Tensor | Stored) -> str:
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
@@ -197,6 +201,8 @@ def _refuse(headline: str, mistakes: Iterable[str]) -> None:
     lines = list(mistakes)
     if not lines:
         return
-    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
-    remedy = "\ntraining.resume=never starts over and keeps the old folder under another name"
-    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(lines[:5]) + more + remedy)
+    listed = lines[:5]
+    if len(lines) > 5:
+        listed.append(f"and {len(lines) - 5} more")
+    remedy = "training.resume=never starts over and keeps the old folder under another name"
+    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(listed) + f"\n{remedy}")

@@ -1,8 +1,8 @@
 """The ranks watch each other: when one dies, fails or freezes, the others end the job and the last line names it.
 
-Those who wait for a dead rank notice it late or never: gloo's error names no rank, NCCL waits for its timeout, and
-torchrun reports only on the machine where it happened. So a thread in every rank examines the heartbeats of its
-neighbours (heartbeat.py), and a rank whose collective broke examines those of all ranks.
+Ranks that wait for a dead rank notice it late or never: gloo's error names no rank, NCCL waits for its timeout, and
+torchrun reports only on the dead rank's machine. So a thread in every rank examines its neighbours' heartbeats
+(heartbeat.py). A rank with a broken collective examines all ranks' heartbeats.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from finetune.run_folder.heartbeat import (
     this_machine,
 )
 
-NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring, so that thousands do not read each other
+NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
 SHARED_SECONDS = 30.0  # until another machine sees a new file
-# What gloo and NCCL say when a rank is gone; gloo's errors are plain RuntimeErrors.
+# Words in gloo's and NCCL's errors when a rank is gone. gloo's errors are plain RuntimeErrors.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
 
 
 @dataclass
 class Progress:
-    """Where this rank is: for its heartbeat, and for the record of a failure."""
+    """This rank's phase and step, for its heartbeat and for the record of a failure."""
 
     phase: str = "load"
     step: int = 0
@@ -59,23 +59,23 @@ class Progress:
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank without which the others cannot continue."""
+    """A rank that died, froze or failed: the others cannot continue without it."""
 
-    heartbeat: HeartbeatRecord  # its last
+    heartbeat: HeartbeatRecord  # the last one
     how: Literal["died", "froze", "failed"]
 
 
 @contextmanager
 def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress: Progress) -> Iterator[None]:
-    """While the block runs, this rank writes heartbeats and watches other ranks; its failure goes to run_state.json.
+    """While the block runs, this rank writes heartbeats and watches other ranks. Its failure goes to run_state.json.
 
-    When another rank is lost the process ends here, with RankLost's exit code: a collective that waits for that rank
-    cannot be left in any other way.
+    When another rank is lost, this process ends with RankLost's exit code: there is no other way out of a collective
+    that waits for the lost rank.
 
     Args:
-        recipe: Its folder is claimed by rank 0, the heartbeats there cleared; a rank without a heartbeat for its
-            `timeout_seconds` is taken for frozen.
-        progress: Kept up to date by the training.
+        recipe: Rank 0 has claimed its folder and cleared the heartbeats there. A rank without a heartbeat for the
+            recipe's `timeout_seconds` counts as frozen.
+        progress: The training keeps it up to date.
 
     Raises:
         NoRendezvous: the ranks do not share the run's folder.
@@ -99,7 +99,10 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
 
 
 def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Progress) -> tuple[Heartbeat, int]:
-    """Write this rank's first heartbeat once rank 0's is visible; afterwards every rank finds those of all."""
+    """Write this rank's first heartbeat when rank 0's is visible. Afterwards every rank finds every other's.
+
+    Rank 0 draws a token for this start and sends it to all ranks. The token tells its files from an earlier start's.
+    """
 
     def over_ranks(number: int) -> int:
         return int(accelerator.reduce(torch.tensor(number, device=accelerator.device), reduction="sum"))
@@ -109,11 +112,17 @@ def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Pro
         heartbeat.write("running", progress.phase, progress.step, sync=True)
         return heartbeat
 
-    drawn = random.SystemRandom().randrange(1, 2**31) if launch.is_main else 0
-    heartbeat = first_heartbeat(drawn) if launch.is_main else None
-    token = over_ranks(drawn)
-    if heartbeat is None and _rank_0_is_visible(run_dir, token):
-        heartbeat = first_heartbeat(token)
+    drawn, heartbeat = 0, None
+    if launch.is_main:
+        drawn = random.SystemRandom().randrange(1, 2**31)
+        heartbeat = first_heartbeat(drawn)
+    token = over_ranks(drawn)  # a sum: the other ranks add 0
+    deadline = time.monotonic() + SHARED_SECONDS
+    while heartbeat is None and time.monotonic() <= deadline:
+        if last_heartbeat(run_dir, 0, token) is not None:
+            heartbeat = first_heartbeat(token)
+        else:
+            time.sleep(0.1)
     missing = launch.world_size - over_ranks(int(heartbeat is not None))
     if heartbeat is None or missing:
         raise NoRendezvous(
@@ -123,17 +132,8 @@ def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Pro
     return heartbeat, token
 
 
-def _rank_0_is_visible(run_dir: Path, token: int) -> bool:
-    deadline = time.monotonic() + SHARED_SECONDS
-    while last_heartbeat(run_dir, 0, token) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 class Watchdog:
-    """Writes this rank's heartbeats and examines those of others; a thread does both from `start` to `close`."""
+    """Writes this rank's heartbeats and examines the others'. A thread does both from `start` to `close`."""
 
     def __init__(
         self,
@@ -149,12 +149,15 @@ class Watchdog:
         self._heartbeat, self._token = heartbeat, token
         self._timeout_seconds = timeout_seconds
         self._interval = min(5.0, timeout_seconds / 8)  # between two heartbeats
-        self._silence = timeout_seconds - 2 * self._interval  # so that the run has ended after the timeout
+        # A frozen rank may stop just after a heartbeat, and we may look just before the next. With two intervals less
+        # the run has ended when the timeout is over: 600 s and heartbeats every 5 s make 590 s.
+        self._silence = timeout_seconds - 2 * self._interval
         others = [(launch.rank + step) % launch.world_size for step in range(1, launch.world_size)]
         self._others, self._neighbours = others, others[:NEIGHBOURS]
-        # Where locks do not reach other machines, every rank there would seem dead.
+        # Some file systems' locks do not reach other machines. Then every rank there would seem dead, so locks count
+        # only for ranks that show one now.
         self._locked = {rank for rank in others if holds_lock(run_dir, rank)}
-        self._seen: dict[int, tuple[HeartbeatRecord, float]] = {}  # latest heartbeat of a rank, and since when
+        self._latest: dict[int, tuple[HeartbeatRecord, float]] = {}  # rank -> its latest heartbeat, and since when
         self._last_examined = time.monotonic()
         self._closing, self._ends_once = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -164,7 +167,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self, state: RankState) -> None:
-        """Write the final heartbeat, `ended` or `failed`; a rank that is gone without one is taken for dead."""
+        """Write the final heartbeat, `ended` or `failed`. A rank that is gone without one counts as dead."""
         self._closing.set()
         self._progress.write_heartbeat = lambda: None
         if self._thread.is_alive():
@@ -173,7 +176,7 @@ class Watchdog:
             self._heartbeat.write(state, self._progress.phase, self._progress.step, sync=True)
 
     def explain(self, error: BaseException) -> None:
-        """Ends the process when the error came from a lost rank; else notes at the error where the others are."""
+        """End the process if the error came from a lost rank. Else add a note to the error: the others' places."""
         if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
             return
         deadline = time.monotonic() + GRACE_SECONDS
@@ -205,24 +208,30 @@ class Watchdog:
             self._heartbeat.write("running", self._progress.phase, self._progress.step, sync=sync)
 
     def first_lost(self, ranks: Iterable[int], now: float, *, broken: bool = False) -> LostRank | None:
-        """The first of these ranks that is lost. `now`: seconds of a steady clock; `broken` as in `examine`."""
-        if now - self._last_examined > self._silence / 2:  # this process was stopped, perhaps with all the others
-            self._seen.clear()
+        """The first lost rank among these. `now`: seconds on a monotonic clock; `broken` as in `examine`."""
+        if now - self._last_examined > self._silence / 2:
+            # This process was stopped, perhaps with all the others: they have not been silent for that time.
+            self._latest.clear()
         self._last_examined = now
-        return next((lost for rank in ranks if (lost := self.examine(rank, now, broken=broken)) is not None), None)
+        for rank in ranks:
+            if (lost := self.examine(rank, now, broken=broken)) is not None:
+                return lost
+        return None
 
     def examine(self, rank: int, now: float, *, broken: bool = False) -> LostRank | None:
-        """Whether this rank is lost, by its lock and its last heartbeat; `broken`: a collective failed already."""
-        unlocked = rank in self._locked and not holds_lock(self._run_dir, rank)  # before its final heartbeat is read
+        """Judge a rank by its lock and its last heartbeat; None: not lost. `broken`: a collective failed already."""
+        # The lock first: a rank may write its final heartbeat and end between the two reads.
+        unlocked = rank in self._locked and not holds_lock(self._run_dir, rank)
         heartbeat = last_heartbeat(self._run_dir, rank, self._token)
         if heartbeat is None or heartbeat.state == "ended":
             return None
         if heartbeat.state != "running":
             return LostRank(heartbeat, "failed")
-        known, since = self._seen.setdefault(rank, (heartbeat, now))
-        if known != heartbeat:
-            self._seen[rank] = (heartbeat, now)
-        silent = now - since if known == heartbeat else 0.0
+        latest, since = self._latest.get(rank, (None, now))
+        if latest != heartbeat:
+            since = now
+            self._latest[rank] = (heartbeat, now)
+        silent = now - since  # seconds
         # A file server that was away for long drops locks that living ranks still hold.
         if process_is_gone(heartbeat) or (unlocked and (broken or silent > 3 * self._interval)):
             return LostRank(heartbeat, "died")
@@ -231,10 +240,10 @@ class Watchdog:
         return None
 
     def end_process(self, lost: LostRank) -> None:
-        """Records and prints which rank was lost, and ends this process."""
-        with self._ends_once:  # never released
-            where = ", on every machine," if self._launch.nodes > 1 else ""
-            line = f"{self.record(lost)}; continue{where} with: {self._command}"
+        """Record and print the lost rank, and end this process."""
+        with self._ends_once:  # never released: a second thread waits here until the process has ended
+            places = ", on every machine," if self._launch.nodes > 1 else ""
+            line = f"{self.record(lost)}; continue{places} with: {self._command}"
             if self._prints_for_this_machine():
                 print_after_launcher(line)
             if lost.how == "froze" and lost.heartbeat.machine == this_machine():
@@ -245,21 +254,27 @@ class Watchdog:
             os._exit(RankLost.exit_code)
 
     def record(self, lost: LostRank) -> str:
-        """Writes the loss to run_state.json, where the first failure stays; returns what is there as a line."""
+        """Write the loss to run_state.json, where the first failure stays. Returns the recorded failure as a line."""
         last = lost.heartbeat
-        if lost.how == "failed":
-            self._wait_for_its_own_record()
-        why = {
-            "died": "killed, perhaps for memory (see dmesg), or crashed",
-            "froze": f"no sign of life for {self._timeout_seconds} s",
-        }.get(lost.how, "it left no reason")
-        error = RankLost(f"{lost.how} on {last.host} (process {last.process}): {why}")
+        match lost.how:
+            case "died":
+                reason = "killed, perhaps for memory (see dmesg), or crashed"
+            case "froze":
+                reason = f"no sign of life for {self._timeout_seconds} s"
+            case "failed":
+                reason = "it left no reason"
+                # The rank records its own error, which says more.
+                deadline = time.monotonic() + GRACE_SECONDS
+                while self._recorded() is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
+        error = RankLost(f"{lost.how} on {last.host} (process {last.process}): {reason}")
         with suppress(FinetuneError, OSError):
             mark_failed(self._run_dir, error, phase=last.phase, rank=last.rank, step=last.step)
         failure = self._recorded() or {"rank": last.rank, "step": last.step, "phase": last.phase, "error": str(error)}
         text = str(failure["error"]).removeprefix("RankLost: ").splitlines()[0][:300]
-        verb = "" if "RankLost" in str(failure["error"]) else "failed: "
-        return f"rank {failure['rank']} {verb}{text}; it was at step {failure['step']}, {failure['phase']}"
+        if "RankLost" not in str(failure["error"]):  # a RankLost's text begins with its verb: died, froze
+            text = f"failed: {text}"
+        return f"rank {failure['rank']} {text}; it was at step {failure['step']}, {failure['phase']}"
 
     def _recorded(self) -> dict[str, object] | None:
         """The failure in run_state.json, if there is one."""
@@ -269,17 +284,13 @@ class Watchdog:
                 return state
         return None
 
-    def _wait_for_its_own_record(self) -> None:
-        deadline = time.monotonic() + GRACE_SECONDS
-        while self._recorded() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-
     def _prints_for_this_machine(self) -> bool:
         """True for one rank of each machine: each machine has its own terminal."""
         host = re.sub(r"[^\w.-]", "_", os.uname().nodename)
         try:
-            said = heartbeat_file(self._run_dir, 0).with_name(f"said-{host}")
-            os.close(os.open(said, os.O_CREAT | os.O_EXCL, 0o666))  # 0777, an executable, unless told otherwise
+            # The rank that creates this file prints. Without a mode, os.open would make an executable file.
+            printed = heartbeat_file(self._run_dir, 0).with_name(f"said-{host}")
+            os.close(os.open(printed, os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
             return False
         except OSError:

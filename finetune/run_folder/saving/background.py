@@ -30,24 +30,23 @@ from finetune.run_folder.heartbeat import this_machine
 from finetune.run_folder.saving.own_pieces import HostCopies, OwnPieces, Tensors, own_pieces
 from finetune.strategies.pieces import Ranks, all_ranks
 
-SPARE_BYTES = GIB  # of host memory that a copy leaves free on each machine
-BREAK_OFF_SECONDS = 5.0  # that a second Ctrl-C waits for the file that is being written
+SPARE_BYTES = GIB  # host memory that a copy leaves free on each machine
+BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the present file
 
 
 class BrokenOff(Exception):
-    """A write was given up between two of its files."""
+    """A write was given up between two files."""
 
 
 @contextmanager
 def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[Saves]:
     """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 
-    Every rank enters it at the same time. If the block fails, the checkpoint being written is still finished, because
-    it may be the newest good one. With measure_phases every save is in the foreground, so that a phase's figures are
-    its own.
+    Every rank enters it at the same time. If the block fails, the present checkpoint is still finished, because it may
+    be the newest good one. With measure_phases every save is in the foreground: then no save runs during another phase.
     """
     group = None
-    if dist.is_initialized():  # the thread's collectives are not to mix with those of training
+    if dist.is_initialized():  # the thread's collectives must not mix with the training's
         group = dist.new_group(backend="gloo", timeout=collective_timeout(recipe))
     saves = Saves(all_ranks(), all_ranks(group), log, background=not recipe.measure_phases)
     try:
@@ -62,14 +61,14 @@ def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[
 
 
 class Saves:
-    """Writes checkpoints one at a time, behind the training's back where the host has room for a copy.
+    """Writes checkpoints one at a time, in the background if the host has room for a copy.
 
     Args:
-        ranks: For collectives of the training's thread.
-        behind: The same ranks, for collectives of the thread that writes.
-        log: Called once, where the host has no room.
+        ranks: For collectives on the training's thread.
+        behind: The same ranks, for collectives on the writer's thread.
+        log: Called once if the host has no room.
         background: False: every save is in the foreground.
-        room: Bytes that this machine has left, and that its training may still take.
+        room: Returns the bytes that this machine has left, and the bytes that its training may still take.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Saves:
 
     @property
     def failed(self) -> bool:
-        """Whether the latest write is known to have failed: the next `save` or `wait` of every rank raises."""
+        """Whether the latest write has failed. Then the next `save` or `wait` on every rank raises."""
         return self._failure is not None
 
     def save(
@@ -104,9 +103,9 @@ class Saves:
         best: int | None,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """`write_checkpoint`, once the write before it is complete; every rank calls it.
+        """Call `write_checkpoint` when the write before it is complete. Every rank calls it.
 
-        It returns when no step can change the written values. `then` is called when the checkpoint exists, perhaps by
+        It returns when no step can change the written values. `then` is called when the checkpoint exists, perhaps on
         another thread. Raises NotFinite, and EnvironmentMismatch if the write before it failed, on every rank.
         """
 
@@ -156,7 +155,7 @@ class Saves:
             self._thread = None
 
     def break_off(self) -> None:
-        """Have the thread stop after the file that it writes, and wait for that some seconds."""
+        """Stop the thread after its present file, and wait for that BREAK_OFF_SECONDS."""
         self._broken_off.set()
         if self._thread is not None:
             self._thread.join(BREAK_OFF_SECONDS)
@@ -174,8 +173,9 @@ class Saves:
         machines: dict[str, list[tuple[int, int]]] = {}
         for machine, left, needed in self._ranks.gather((this_machine(), own_left, nbytes + growth)):
             machines.setdefault(machine, []).append((left, needed))
-        for of_ranks in machines.values():
-            left, needed = min(left for left, _ in of_ranks), sum(needed for _, needed in of_ranks) + SPARE_BYTES
+        for figures in machines.values():
+            # All ranks of a machine see the same free memory at slightly different times, and their needs add up.
+            left, needed = min(left for left, _ in figures), sum(needed for _, needed in figures) + SPARE_BYTES
             if needed > left:
                 self._log(
                     f"checkpoints: a copy in host memory beside the training's peak needs {needed / GIB:.1f} GiB of a "

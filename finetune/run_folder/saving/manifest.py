@@ -24,22 +24,22 @@ from finetune.untrusted.safetensors_header import TensorFacts, read_header
 
 STATE_FILE = "state.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-MANIFEST_BYTES = 512 * 2**20
+MANIFEST_BYTES = 512 * 2**20  # the largest that is read
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes, hexadecimal."""
+    """A file's SHA-256, hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def self_hash(manifest: Mapping[str, Any]) -> str:
-    """A manifest's hash over everything else that it says."""
+    """A manifest's hash over its content without the hash."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def listed_files(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Each file with its size and hash. Raises ValueError for one that is not a plain name in the folder."""
+    """Each file with its size and hash. Raises ValueError for a name that is not a plain one in the folder."""
     files = manifest["files"]
     for name, facts in files.items():
         if name != STATE_FILE and not is_plain_name(name):
@@ -50,8 +50,14 @@ def listed_files(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 
 def stored_groups(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
-    """Group -> name -> where its elements are. Raises ValueError where they are not all in the files."""
-    headers = {name: _header(folder / name) for name in manifest["files"] if name != STATE_FILE}
+    """Group -> name -> the elements' places. Raises ValueError if the files do not have them all."""
+    headers: dict[str, Mapping[str, TensorFacts]] = {}
+    for file in manifest["files"]:
+        if file != STATE_FILE:
+            try:
+                headers[file] = read_header(folder / file)
+            except FinetuneError as error:
+                raise ValueError(str(error).removeprefix(f"{folder / file}: ")) from None
     return {
         str(group): {name: _stored(folder, name, entry, headers) for name, entry in named.items()}
         for group, named in manifest["groups"].items()
@@ -59,19 +65,12 @@ def stored_groups(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def known_aliases(manifest: Mapping[str, Any], groups: Mapping[str, Mapping[str, Stored]]) -> dict[str, dict[str, str]]:
-    """Group -> name -> the name whose tensor it shares. Raises ValueError for an unknown name."""
+    """Group -> other name of a tensor -> its stored name. Raises ValueError for an unknown name."""
     aliases = {group: dict(named) for group, named in manifest["aliases"].items()}
     unknown = [name for group, named in aliases.items() for name in named.values() if name not in groups.get(group, {})]
     if unknown or aliases.keys() != groups.keys():
         raise ValueError("it names tensors that share one which is not there")
     return aliases
-
-
-def _header(path: Path) -> Mapping[str, TensorFacts]:
-    try:
-        return read_header(path)
-    except FinetuneError as error:
-        raise ValueError(str(error).removeprefix(f"{path}: ")) from None
 
 
 def _stored(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,34 +20,35 @@ Tensors = Mapping[str, Tensor | Piece]
 class OwnPieces:
     """This rank's pieces of one tensor group."""
 
-    tensors: Mapping[str, Tensor]  # name -> the elements; names of the same tensor have one entry
-    entries: Mapping[str, dict[str, Any]]  # name -> shape of the whole, dtype, first element, number of elements
-    aliases: Mapping[str, str]  # name -> the name whose tensor it shares
+    tensors: Mapping[str, Tensor]  # name -> the elements; a tensor with several names has one entry
+    entries: Mapping[str, dict[str, Any]]  # name -> the unsharded shape, dtype, first element, number of elements
+    aliases: Mapping[str, str]  # another name for a tensor -> its name in `tensors`
     copies: frozenset[str]  # names of tensors that are copies already: no step changes them
 
 
 def own_pieces(groups: Mapping[str, Tensors], rank: int) -> dict[str, OwnPieces]:
-    """This rank's pieces by group; views, nothing is copied.
+    """This rank's pieces by group. They are views: nothing is copied.
 
     Args:
         groups: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
     """
-    return {group: _of_group(named, rank) for group, named in groups.items()}
+    return {group: _group_pieces(named, rank) for group, named in groups.items()}
 
 
-def _of_group(named: Tensors, rank: int) -> OwnPieces:
+def _group_pieces(named: Tensors, rank: int) -> OwnPieces:
     pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
     distinct: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
+    first_names: dict[tuple[object, ...], str] = {}
+    # Tied weights are one tensor with two names: the same storage, place in it, shape and strides.
     for name, piece in pieces.items():
         tensor = piece.tensor.detach()
         pointer = tensor.untyped_storage().data_ptr()
         key = (pointer, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and key in first:
-            aliases[name] = first[key]
+        if tensor.numel() and key in first_names:  # empty tensors all have pointer 0
+            aliases[name] = first_names[key]
             continue
-        first[key] = name
+        first_names[key] = name
         distinct[name] = tensor
     entries = {
         name: {
@@ -69,7 +69,10 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     storages: set[int] = set()
     for name, tensor in tensors.items():
         pointer = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if pointer in storages else tensor.contiguous()
+        if pointer in storages:
+            result[name] = tensor.clone()
+        else:
+            result[name] = tensor.contiguous()
         storages.add(pointer)
     return result
 
@@ -90,16 +93,17 @@ class HostCopies:
 
     def bytes_to_allocate(self, pieces: Mapping[str, OwnPieces]) -> int:
         """Host memory in bytes that `copied` would allocate."""
-        sizes = (
-            (tensor.nbytes, self._on_gpu(tensor))
-            for group, own in pieces.items()
-            for name, tensor in own.tensors.items()
-            if name not in own.copies and self._known(group, name, tensor) is None
-        )
-        return sum(pinned_bytes(nbytes) if pinned else nbytes for nbytes, pinned in sizes)
+        total = 0
+        for group, own in pieces.items():
+            for name, tensor in own.tensors.items():
+                if name in own.copies or self._reusable(group, name, tensor) is not None:
+                    continue
+                # torch rounds pinned allocations up.
+                total += pinned_bytes(tensor.nbytes) if self._on_gpu(tensor) else tensor.nbytes
+        return total
 
     def copied(self, pieces: Mapping[str, OwnPieces]) -> dict[str, OwnPieces]:
-        """The pieces with tensors that no step changes. A GPU's are complete when its kernels so far are."""
+        """Copies of the pieces, which no step changes. A GPU's copies are complete when its present kernels are."""
         return {
             group: replace(own, tensors={name: self._copy(group, name, own) for name in own.tensors})
             for group, own in pieces.items()
@@ -109,23 +113,20 @@ class HostCopies:
         tensor = own.tensors[name]
         if name in own.copies:
             return tensor
-        copy = self._known(group, name, tensor)
-        if copy is None:
-            copy = self._allocate(tensor)
-            if self._on_gpu(tensor):
-                self._pinned[group, name] = copy
+        copy = self._reusable(group, name, tensor)
+        if copy is None and self._on_gpu(tensor):
+            try:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            except RuntimeError:  # WSL pins half of the memory at most. A copy to other memory is slower.
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._pinned[group, name] = copy
+        elif copy is None:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         return copy.copy_(tensor, non_blocking=True)
 
-    def _allocate(self, tensor: Tensor) -> Tensor:
-        if self._on_gpu(tensor):
-            with suppress(RuntimeError):  # WSL pins half of the memory at most; other memory is copied to more slowly
-                return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    def _known(self, group: str, name: str, tensor: Tensor) -> Tensor | None:
-        """The pinned memory of an earlier copy, where it fits."""
-        known = self._pinned.get((group, name))
-        fits = known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype)
-        if fits:
-            return known
+    def _reusable(self, group: str, name: str, tensor: Tensor) -> Tensor | None:
+        """An earlier copy's pinned memory, if it fits."""
+        earlier = self._pinned.get((group, name))
+        if earlier is not None and (earlier.shape, earlier.dtype) == (tensor.shape, tensor.dtype):
+            return earlier
         return None
