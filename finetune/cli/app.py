@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +51,12 @@ def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
     """Raise typer's own error for a value that is not one of the choices; None means no value was given."""
     if value is not None and value not in choices:
         raise typer.BadParameter(f"{value} is not one of {', '.join(choices)}", param_hint=option)
+
+
+def name_next(*commands: Sequence[str | Path]) -> None:
+    """Name the commands that usually follow, on a terminal's standard error; scripts and logs do not get this line."""
+    if sys.stdout.isatty():
+        typer.echo(f"next: {', or '.join(shlex.join(map(str, command)) for command in commands)}", err=True)
 
 
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:

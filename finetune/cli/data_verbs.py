@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, user_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import check_output, write_text
 from finetune.output_stream import rich_console
@@ -40,6 +40,8 @@ def preview(
             write_text(html, as_page(result, recipe.name))
         if not as_json:
             print_preview(result, rich_console())
+            if result.ok:
+                name_next(["finetune", "train", recipe, *(overrides or [])])
         return result.as_json() | ({} if result.ok else {"exit_code": 2})
 
     run_verb(work, as_json=as_json)
@@ -124,6 +126,8 @@ def import_recipe(
             write_recipe(output, imported.text)
         if not as_json:
             typer.echo("\n".join(listed(imported.left_out)) if output else imported.text, nl=output is not None)
+            if output:
+                name_next(["finetune", "check", output])
         return {"ok": True, "file": output and str(output), **imported.as_json()}
 
     run_verb(work, as_json=as_json)

@@ -13,7 +13,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
-from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, user_path
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
@@ -130,6 +130,8 @@ def check(
             typer.echo(text, nl=not resolved)
             for note in (*(batches["batches"]["notes"] if data else ()), *notes):
                 typer.echo(note, err=resolved)  # what is resolved may be written into a file
+            words = [str(recipe), *(overrides or [])]
+            name_next(["finetune", "preview", *words], ["finetune", "plan", *words], ["finetune", "train", *words])
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
         noted = {"notes": notes} if notes or data else {}
@@ -173,7 +175,10 @@ def rehearse(
 
         words = chosen_words(recipe, overrides or [])  # the small model on this CPU would be another choice
         with checklist_printer(quiet=as_json) as log:
-            return run(recipe, words, processes=processes, log=log)
+            result = run(recipe, words, processes=processes, log=log)
+        if result.get("ok") and not as_json:
+            name_next(["finetune", "train", recipe, *(overrides or [])])
+        return result
 
     run_verb(work, as_json=as_json)
 
@@ -223,6 +228,10 @@ def plan(
             result, text = planner.plan_in_words(words or [], options, model, note)
         if not as_json:
             typer.echo(text)
+            if result.get("ok") and file is not None:
+                name_next(["finetune", "check", file])
+            elif result.get("ok") and not audit and not pick and words:
+                name_next(["finetune", "train", *words])
         return result
 
     run_verb(work, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, AtStep, RunFolder, one_of, run_verb, user_path
+from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.run_folder.facts import require_run_folder
@@ -91,6 +91,8 @@ def report(
                 typer.echo(f"{run.folder}: {missing}; the report shows where", err=True)
         if not as_json:
             typer.echo("\n".join(files))
+            if len(runs) == 1:
+                name_next(["finetune", "chat", runs[0]])
         return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in reported}}
 
     run_verb(work, as_json=as_json)
@@ -116,6 +118,8 @@ def evaluate(
 
         names = [] if tasks is None else tasks.split(",")
         figures = finished_run.evaluate(run, step, names, _said(as_json), include=include, limit=limit)
+        if not as_json:
+            name_next(["finetune", "report", run], ["finetune", "merge", run])
         return {"ok": True, **figures}
 
     run_verb(work, as_json=as_json)
@@ -143,6 +147,8 @@ def merge(
         from finetune import finished_run
 
         facts = finished_run.merge(run, step, _said(as_json), dtype=dtype, base=base, prompts=verify)
+        if not as_json:
+            name_next(["finetune", "push", run, "--merged", "--dry-run"])
         return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
@@ -22,7 +24,7 @@ from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import require_run_folder
+from finetune.run_folder.facts import require_run_folder, unfinished
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_unknown_code
@@ -52,9 +54,11 @@ class FinishedRun:
 
 def finished_run(run_dir: Path) -> FinishedRun:
     """Raises FinetuneError when the folder holds no finished run."""
+    if not sys.stderr.isatty():  # bars are for eyes
+        transformers_logging.disable_progress_bar()
     run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
     if not run.product.is_dir():
-        raise FinetuneError(f"{run_dir}: this run has not finished: {run.product.name}/ is not there; resume it first")
+        raise unfinished(run_dir)
     return run
 
 

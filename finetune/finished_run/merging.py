@@ -33,6 +33,7 @@ from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import unfinished
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # of one file; a larger tensor is alone in its file
@@ -140,7 +141,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     if recipe.lora is None:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
-        raise FinetuneError(f"{run_dir}: this run has not finished: adapter/ is not there; resume it first")
+        raise unfinished(run_dir)
     base = open_base(recipe.model)  # this fetches the files that decide the structure
     found, structure = stored_structure(recipe.model), structure_alone(recipe)
     whole = names_in_whole(structure) or WholeNames({}, structure)

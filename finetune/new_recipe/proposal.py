@@ -25,7 +25,7 @@ from finetune.errors import DataError, FinetuneError
 from finetune.new_recipe.columns import Reading, looks_like_data, readings
 from finetune.new_recipe.hardware import EMBEDDED, SMALL, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
-from finetune.new_recipe.sample import LARGE, Sample, read_sample
+from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import DataSet, Recipe
@@ -36,7 +36,7 @@ COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 BYTES_A_TOKEN = 3.0  # where no tokenizer is at hand: English has 4, German 3
 FEW_ROWS = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
-LENGTHS = (256, 512, 1024, 2048, 4096)
+ROW_SIZES = (256, 512, 1024, 2048, 4096)
 MOST_ON_CPU = 1024
 
 
@@ -120,7 +120,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = _completed(entry, source, reading)
     counts, examples = _counted(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length = _row_length(counts.longest_bytes, most=MOST_ON_CPU if gpus is None else LENGTHS[-1])
+    length = _row_length(counts.longest_bytes, most=MOST_ON_CPU if gpus is None else ROW_SIZES[-1])
     choice = choose(gpus, options.model, length)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
@@ -215,7 +215,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
     examples: list[Chat | Passage] = []
     problems: list[str] = []
     good, nbytes, longest = 0, 0, 0
-    limited = _Limited(COUNTING_SECONDS if sample.nbytes <= LARGE else COUNTING_SECONDS_IF_LARGE)
+    limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(limited.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
@@ -248,7 +248,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
 def _row_length(longest_bytes: int, most: int) -> int:
     """max_length: the next size that holds the longest row, by its bytes."""
     tokens = longest_bytes / BYTES_A_TOKEN * 1.2 + 32
-    return min(most, next((length for length in LENGTHS if length >= tokens), most))
+    return min(most, next((length for length in ROW_SIZES if length >= tokens), most))
 
 
 def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tuple[Settings, Counts]:

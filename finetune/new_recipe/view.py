@@ -10,7 +10,7 @@ from finetune.new_recipe.hardware import EMBEDDED, SMALL
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
 
-SHOWN_CHARACTERS = 300  # of one text
+LONGEST_SHOWN = 300  # of one text
 COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 
 
@@ -57,8 +57,8 @@ def _print_example(example: Chat | Passage, console: Console) -> None:
         ]
     for role, content, supervised in turns:
         text = without_controls(content)
-        if len(text) > SHOWN_CHARACTERS:
-            text = text[:SHOWN_CHARACTERS] + " ..."
+        if len(text) > LONGEST_SHOWN:
+            text = text[:LONGEST_SHOWN] + " ..."
         line = Text(f"  {role:<10} ", style="dim")
         line.append(text.replace("\n", "\n" + " " * 13), style="green" if supervised else COLOURS.get(role, ""))
         console.print(line, soft_wrap=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,20 @@ def require_run_folder(run_dir: Path) -> Path:
     if not resolved.is_file():
         raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     return resolved
+
+
+def unfinished(run_dir: Path) -> FinetuneError:
+    """The error for a run that has no result yet: its checkpoints can be used, or it can be continued."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    steps = sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
+    if not steps:
+        return FinetuneError(f"{run_dir}: this run has not finished and saved no checkpoint; start its training again")
+    step = str(steps[-1])
+    export = shlex.join(["finetune", "export", str(run_dir), "--step", step])
+    return FinetuneError(
+        f"{run_dir}: this run has not finished; add --step {step} to use its last checkpoint, or {export}; or start its "
+        "training again, which continues it"
+    )
 
 
 @dataclass(frozen=True)

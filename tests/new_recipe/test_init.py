@@ -266,8 +266,8 @@ def test_other_verbs_name_init_for_a_data_file(
 
 def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of rows follows from the size of some, within a twentieth; most rows are equal."""
-    monkeypatch.setattr("finetune.new_recipe.sample.LARGE", 100_000)
-    monkeypatch.setattr("finetune.new_recipe.proposal.LARGE", 100_000)
+    monkeypatch.setattr("finetune.new_recipe.sample.WHOLE_BELOW", 100_000)
+    monkeypatch.setattr("finetune.new_recipe.proposal.WHOLE_BELOW", 100_000)
     monkeypatch.setattr("finetune.new_recipe.proposal.COUNTING_SECONDS_IF_LARGE", 0.2)
     rows = [json.dumps(dict(zip(("frage", "antwort"), german(n % 500), strict=True))) + "\n" for n in range(20_000)]
     (file := tmp_path / "large.jsonl").write_text("".join(rows))
