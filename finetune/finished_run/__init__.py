@@ -72,8 +72,7 @@ def evaluate(
     include: Path | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """`held_out`: loss and perplexity of base and tuned model; `tasks`: lm-eval's figures. Each is said when it is
-    known.
+    """`held_out`: loss and perplexity of base and tuned model; `tasks`: lm-eval's figures. `say` gets each at once.
 
     With tasks and a recipe that holds no rows out, `held_out` is left out. Raises FinetuneError.
     """

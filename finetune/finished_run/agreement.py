@@ -1,6 +1,6 @@
-"""Compares a merged model with its base and adapter, by their next tokens in held-out answers.
+"""Compare a merged model with its base and adapter, by their next tokens in held-out answers.
 
-Both are computed in float32 from their stored weights, so the difference is in the weights, not in the rounding of two
+Both compute in float32 from their stored weights. So a difference comes from the weights, not from the rounding of two
 ways to multiply them.
 """
 
@@ -20,8 +20,8 @@ from finetune.model.quantization import quantized_layers
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE
 
-# Logits of the adapter model that are kept in float32 until the others were compared with them. For 64 documents of
-# Llama 3's vocabulary it is 32 tokens of each.
+# The adapter model's logits, float32 on the host, until the other models were compared with them. Llama 3's vocabulary
+# has 128,256 entries, so 64 documents get 2^30 / (4 * 128,256 * 64) = 32 tokens each.
 KEPT_BYTES = 2**30
 
 
@@ -45,7 +45,8 @@ class Agreement:
     loss: float = 0.0
 
     def add(self, expected: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Logits [compared, vocabulary] from the adapter model and the compared one."""
+        """Add one document's logits [compared, vocabulary] from the adapter model and the compared one."""
+        # float64, because the KL of nearly equal models is a sum over tiny differences.
         expected, logits = expected.double(), logits.double()
         log_expected, log_compared = expected.log_softmax(-1), logits.log_softmax(-1)
         self.tokens += len(targets)
@@ -55,8 +56,7 @@ class Agreement:
         self.loss -= float(log_compared.gather(-1, targets[:, None]).sum())
 
     def as_json(self) -> dict[str, Any]:
-        """Share with the same top token, mean KL in nats, largest difference between two logits, mean loss on the
-        data."""
+        """The share with the same top token, mean KL in nats, largest logit difference, and mean loss on the data."""
         return {
             "top1": self.same_top / self.tokens,
             "kl": self.kl / self.tokens,
@@ -67,7 +67,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Reference:
-    """The adapter model's logits, with which the others are compared."""
+    """The adapter model's logits, to which the other models are compared."""
 
     documents: Sequence[ComparedDocument]
     logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
@@ -79,24 +79,26 @@ class Reference:
 
 
 def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> list[ComparedDocument]:
-    """The first held-out documents, or where none are held out, of those trained on; tokens spread over the answers."""
+    """The first held-out documents, or training documents if none are held out, with tokens spread over the answers."""
     split = prepared.split
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
     chosen = documents[:count].tolist()
-    each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
-    return [compared_document(*prepared.pool.document(index), each) for index in chosen]
+    tokens_each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
+    return [compared_document(*prepared.pool.document(index), tokens_each) for index in chosen]
 
 
 def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> ComparedDocument:
     """At most `most` positions, evenly spread over the answer tokens, the first and the last among them."""
-    learned = np.flatnonzero(labels[1:] != IGNORE)
-    picked = learned[np.unique(np.linspace(0, len(learned) - 1, min(most, len(learned))).round().astype(int))]
-    tokens = torch.from_numpy(np.ascontiguousarray(ids[: picked[-1] + 1]))[None]
-    return ComparedDocument(tokens, torch.from_numpy(picked), torch.from_numpy(labels[picked + 1]))
+    # Position i predicts label i + 1, so labels[1:] are the targets for positions 0, 1, ...
+    supervised = np.flatnonzero(labels[1:] != IGNORE)
+    places = np.linspace(0, len(supervised) - 1, min(most, len(supervised))).round().astype(int)
+    positions = supervised[np.unique(places)]
+    tokens = torch.from_numpy(np.ascontiguousarray(ids[: positions[-1] + 1]))[None]
+    return ComparedDocument(tokens, torch.from_numpy(positions), torch.from_numpy(labels[positions + 1]))
 
 
 def run_reference(adapted: nn.Module, documents: Sequence[ComparedDocument]) -> Reference:
-    """`adapted` is peft's model, or any other that the others are to be compared with."""
+    """Compute the reference's logits. `adapted` is peft's model, or any other reference."""
     reference = Reference(documents, [])
     with computing_in_float32(adapted):
         for document in documents:
@@ -107,7 +109,7 @@ def run_reference(adapted: nn.Module, documents: Sequence[ComparedDocument]) -> 
 
 
 def agreement_with(model: nn.Module, reference: Reference) -> Agreement:
-    """The agreement of a plain model with the adapter model."""
+    """A plain model's agreement with the adapter model."""
     agreement = Agreement()
     with computing_in_float32(model):
         for document, logits in zip(reference.documents, reference.logits, strict=True):
@@ -117,6 +119,7 @@ def agreement_with(model: nn.Module, reference: Reference) -> Agreement:
 
 def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
     device = computing_device(model)
+    # logits_to_keep computes the head at the compared positions only, not a [tokens, vocabulary] matrix.
     with torch.no_grad():
         output = model(input_ids=document.ids.to(device), logits_to_keep=document.positions.to(device), use_cache=False)
     logits: Tensor = output.logits[0]
@@ -125,17 +128,19 @@ def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
 
 @contextmanager
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
-    """Within the block, each layer's weights are float32 while it computes, and return to their format afterwards: one
-    layer at a time. Quantised layers compute in float32 from their dequantised weights.
+    """Within the block, each layer's weights are float32 while it computes, one layer at a time.
+
+    Afterwards they return to their format. Quantised layers compute in float32 from their dequantised weights.
     """
-    packed = set(quantized_layers(model))
+    quantized = set(quantized_layers(model))
     handles: list[Any] = []
-    before = [(layer, layer.compute_dtype) for layer in packed if hasattr(layer, "compute_dtype")]
-    for layer, _ in before:
+    saved_dtypes = [(layer, layer.compute_dtype) for layer in quantized if hasattr(layer, "compute_dtype")]
+    for layer, _ in saved_dtypes:
         layer.compute_dtype = torch.float32
     for module in model.modules():
-        narrow = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != torch.float32]
-        if module not in packed and narrow:
+        own = module.parameters(recurse=False)
+        narrow = [each for each in own if each.is_floating_point() and each.dtype != torch.float32]
+        if module not in quantized and narrow:
             widen, narrow_again = _hooks(narrow)
             handles.append(module.register_forward_pre_hook(widen))
             handles.append(module.register_forward_hook(narrow_again))
@@ -144,11 +149,12 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for layer, dtype in before:
+        for layer, dtype in saved_dtypes:
             layer.compute_dtype = dtype
 
 
 def _hooks(parameters: Sequence[nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """A hook that makes the parameters float32 before a layer computes, and one that puts the stored data back."""
     stored: list[Tensor] = []
 
     def widen(*_: Any) -> None:

@@ -37,7 +37,7 @@ class GenerationSettings:
 
     max_new_tokens: int
     temperature: float  # 0 is greedy
-    seed: int | None = None  # of every answer; None: each draws anew
+    seed: int | None = None  # set before every answer; None: each answer draws anew
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class ChatSession:
-    """The loaded models of a run and how to prompt them."""
+    """A run's loaded models, and its prompt format."""
 
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
@@ -63,7 +63,7 @@ class ChatSession:
         return {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
 
     def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
-        """The speaker's answer to `text` after its history; both are remembered, or after an error neither."""
+        """The speaker's answer to `text` after its history. Both are remembered, or after an error neither."""
         messages = [*speaker.history, {"role": "user", "content": text}]
         try:
             prompt = self.encoder.prompt_ids(messages)
@@ -72,7 +72,7 @@ class ChatSession:
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
         with answering(speaker.model), speaker.turn_off_adapter():
-            text_of_answer = answer(
+            reply = answer(
                 speaker.model,
                 self.tokenizer,
                 prompt,
@@ -80,12 +80,12 @@ class ChatSession:
                 temperature=settings.temperature,
                 streamer=streamer,
             )
-        speaker.history[:] = [*messages, {"role": "assistant", "content": text_of_answer}]
-        return text_of_answer
+        speaker.history[:] = [*messages, {"role": "assistant", "content": reply}]
+        return reply
 
 
 def open_run(run_dir: Path) -> ChatSession:
-    """Load a finished run, its base as training had it. Raises FinetuneError when the folder holds none."""
+    """Load a finished run, with its base as in training. Raises FinetuneError if the folder holds none."""
     run, device = finished_run(run_dir), best_device()
     tokenizer = load_run_tokenizer(run)
     if run.recipe.lora is None:
@@ -93,6 +93,7 @@ def open_run(run_dir: Path) -> ChatSession:
     else:
         adapted: Any = load_adapted(run, device)
         tuned = Participant("tuned", adapted, nullcontext)
+    # PiSSA and OLoRA changed the base's weights, so their base is loaded separately.
     if run.base_is_inside:
         base = Participant("base", adapted, adapted.disable_adapter)
     else:
@@ -103,7 +104,7 @@ def open_run(run_dir: Path) -> ChatSession:
 def chat_loop(
     session: ChatSession, lines: Iterable[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
 ) -> None:
-    """Answer each line as it comes, word by word; those that begin with a slash are commands, HELP lists them."""
+    """Answer each line as it comes, word by word. Lines that begin with a slash are commands: see HELP."""
     for text in map(str.strip, lines):
         command, _, argument = text.partition(" ")
         if command == "/quit":
@@ -113,7 +114,14 @@ def chat_loop(
         elif text.startswith("/"):
             log(_run_command(session, settings, command, argument.strip()))
         elif text:
-            _stream_answer(session, session.speakers(who), text, settings, log)
+            for speaker in session.speakers(who):
+                log(f"\n{speaker.name}:")
+                streamer = PlainStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
+                try:
+                    session.reply(speaker, text, settings, streamer)
+                except KeyboardInterrupt:
+                    log("\n(stopped; not remembered)")
+                    break  # the next speaker does not answer either
 
 
 class PlainStreamer(TextStreamer):
@@ -123,25 +131,8 @@ class PlainStreamer(TextStreamer):
         super().on_finalized_text(without_controls(text), stream_end)
 
 
-def _stream_answer(
-    session: ChatSession,
-    speakers: Iterable[Participant],
-    text: str,
-    settings: GenerationSettings,
-    log: Callable[[str], None],
-) -> None:
-    for speaker in speakers:
-        log(f"\n{speaker.name}:")
-        streamer = PlainStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        try:
-            session.reply(speaker, text, settings, streamer)
-        except KeyboardInterrupt:
-            log("\n(stopped; not remembered)")
-            return
-
-
 def _run_command(session: ChatSession, settings: GenerationSettings, command: str, argument: str) -> str:
-    """Run a slash command; returns the text to print."""
+    """Run a slash command. Returns the text to print."""
     match command:
         case "/reset":
             session.base.history.clear()
@@ -149,23 +140,24 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
             return "forgotten"
         case "/seed" if not argument or argument.isdecimal():
             settings.seed = int(argument) if argument else None
-            greedy = "; answers are greedy, so it changes nothing: start with --temperature 0.8"
-            return f"seed: {argument or 'none'}" + ("" if settings.temperature > 0 else greedy)
+            text = f"seed: {argument or 'none'}"
+            if settings.temperature <= 0:
+                text += "; answers are greedy, so it changes nothing: start with --temperature 0.8"
+            return text
         case "/history":
-            return "\n".join(_remembered(session)) or "nothing to show yet"
+            lines = []
+            for speaker in session.speakers("both"):
+                for turn in speaker.history:
+                    name = speaker.name if turn["role"] == "assistant" else "you"
+                    lines.append(f"{name}: {without_controls(turn['content'])}")
+            return "\n".join(lines) or "nothing to show yet"
         case "/save" if argument:
             return _save(session, Path(argument).expanduser())
     return HELP
 
 
-def _remembered(session: ChatSession) -> Iterator[str]:
-    for speaker in session.speakers("both"):
-        for turn in speaker.history:
-            name = speaker.name if turn["role"] == "assistant" else "you"
-            yield f"{name}: {without_controls(turn['content'])}"
-
-
 def _save(session: ChatSession, path: Path) -> str:
+    """Write each participant's conversation as one row. Returns the text to print."""
     rows = [{"who": one.name, "messages": one.history} for one in session.speakers("both") if one.history]
     if not rows:
         return "nothing to show yet"
@@ -182,7 +174,7 @@ def _save(session: ChatSession, path: Path) -> str:
 def answers_to(
     session: ChatSession, prompts: Iterable[str], who: Who, settings: GenerationSettings
 ) -> list[dict[str, str]]:
-    """The answers of each speaker to each prompt, each in a new conversation."""
+    """Each speaker's answer to each prompt, each in a new conversation."""
     answers = []
     for prompt in prompts:
         for speaker in session.speakers(who):
@@ -193,9 +185,9 @@ def answers_to(
 
 
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:
-    """The user's lines, until Ctrl-D; arrow keys go back to earlier lines. Ctrl-C starts a line anew."""
+    """The user's lines, until Ctrl-D. Arrow keys go back to earlier lines, and Ctrl-C starts a line anew."""
     with suppress(ImportError):  # not every Python is built with it
-        import readline  # noqa: F401  # importing it is what teaches `input` the keys
+        import readline  # noqa: F401  # the import teaches `input` the keys
     while True:
         try:
             yield input(prompt)

@@ -1,4 +1,4 @@
-"""`finetune eval`: loss and perplexity of base and tuned model over the rows that were held out, token by token."""
+"""`finetune eval`: loss and perplexity of base and tuned model over the held-out rows, token by token."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
                 raise NotFinite(
                     f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
                 ) from None
-        figures[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        figures[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # exp(710) overflows a double
     exported = read_run(run.folder, recipe).exported_eval()
     return figures | {"recorded": exported["loss"] if exported else None}
 
 
 def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
-    """("base", ...), then ("tuned", ...), one at a time on the device; use each before taking the next."""
+    """("base", ...), then ("tuned", ...). Use each before you take the next: one is on the device at a time."""
     if not run.base_is_inside:
         yield "base", load_whole(run, device, tuned=False, with_loss=with_loss)
-        gc.collect()
+        gc.collect()  # models refer to themselves in circles, and the next one needs the memory
     if run.recipe.lora is None:
         yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
         return
@@ -85,7 +85,8 @@ def held_out_in_words(figures: dict[str, Any]) -> str:
     """A table, and the run's own figure."""
     documents, tokens = counted(figures["documents"], "held-out document"), counted(figures["tokens"], "token")
     lines = [f"{documents}, {tokens} that would be learned:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
-    lines += [f"{n:8}{figures[n]['loss']:>9.4f}{figures[n]['perplexity']:>13.2f}" for n in ("base", "tuned")]
+    for name in ("base", "tuned"):
+        lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
     if figures["recorded"] is not None:
         lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
     return "\n".join(lines)
@@ -94,7 +95,7 @@ def held_out_in_words(figures: dict[str, Any]) -> str:
 def task_figures(
     run: FinishedRun, device: torch.device, tasks: Sequence[str], *, include: Path | None, limit: int | None
 ) -> dict[str, Any]:
-    """name -> task -> metric -> value, with `name` base and tuned; lm-eval's own settings and metrics.
+    """base or tuned -> task -> metric -> value, with lm-eval's own settings and metrics.
 
     Args:
         tasks: lm-eval's names; * matches any letters.
@@ -102,7 +103,7 @@ def task_figures(
         limit: Questions per task; None: all.
 
     Raises:
-        EnvironmentMismatch: lm-eval is not there, or a task's data cannot be had.
+        EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
         FinetuneError: lm-eval does not know a task.
     """
     try:
@@ -133,17 +134,16 @@ def task_figures(
             except (OSError, ValueError) as error:
                 reason = " ".join(str(error).split())[:300]
                 raise EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}") from error
-        figures[which] = {task: _numbers(values) for task, values in evaluation["results"].items()}
+        # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
+        figures[which] = {
+            task: {
+                key.removesuffix(",none"): float(value)
+                for key, value in values.items()
+                if isinstance(value, int | float) and "," in key
+            }
+            for task, values in evaluation["results"].items()
+        }
     return figures
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """metric,filter -> value; a filter called none is left out."""
-    return {
-        key.removesuffix(",none"): float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and "," in key
-    }
 
 
 def tasks_in_words(figures: dict[str, Any]) -> str:

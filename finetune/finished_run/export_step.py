@@ -7,14 +7,15 @@
         export.json          the run, the step, and the checkpoint's hash
 
 So chat, eval, merge and push read it like any finished run. One process on a CPU exports a step from any strategy and
-any number of ranks, because a checkpoint's pieces are ranges of whole tensors. The export reads only the base's
-configuration, and whether the base's files tie head and embeddings.
+any number of ranks, because a checkpoint's pieces are ranges of unsharded tensors. From the base the export reads only
+the configuration, and whether its files tie head and embeddings.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,13 @@ from finetune.untrusted.json_files import read_object
 
 
 def run_at(run_dir: Path, step: int | None) -> Path:
-    """The folder that other verbs read: the run itself, or with `step` its export, made where it is not there yet."""
+    """The folder that other verbs read: the run itself, or with `step` its export, made if it does not exist."""
     if step is None:
         return run_dir
     folder = _default_folder(run_dir, step)
     recorded = _record(folder)
     checkpoint = step_folder(run_dir, step)
+    # A run that started over has another checkpoint at this step. A deleted one cannot contradict its export.
     if recorded and (not checkpoint.is_dir() or recorded["checkpoint"] == _manifest_hash(checkpoint)):
         return folder
     export_step(run_dir, step, folder)
@@ -68,9 +70,9 @@ def run_at(run_dir: Path, step: int | None) -> Path:
 
 
 def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, Any]:
-    """Write the checkpoint after `step` steps into `to`, complete or not at all; returns export.json and the folder.
+    """Write the checkpoint after `step` steps into `to`, complete or not at all. Returns export.json and the folder.
 
-    Raises FinetuneError where there is no such checkpoint, it is damaged or not finite, or `to` holds other files.
+    Raises FinetuneError if there is no such checkpoint, it is damaged or not finite, or `to` holds other files.
     """
     folder = to or _default_folder(run_dir, step)
     resolved = require_run_folder(run_dir)
@@ -99,7 +101,7 @@ def _default_folder(run_dir: Path, step: int) -> Path:
 def _record(folder: Path) -> dict[str, Any]:
     try:
         return read_object(folder / EXPORT_RECORD)
-    except FinetuneError:  # not there, or what no export wrote
+    except FinetuneError:  # there is none, or no export wrote it
         return {}
 
 
@@ -119,7 +121,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
-    """The checkpoint, every byte verified. Raises FinetuneError with the steps that there are."""
+    """The checkpoint, after a check of every byte. Raises FinetuneError that names the existing steps."""
     folder = step_folder(run_dir, step)
     if not folder.is_dir():
         steps = ", ".join(map(str, checkpoint_steps(run_dir))) or "none"
@@ -130,17 +132,25 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
     found = examine(folder)
     if isinstance(found, str):
         others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
-        remedy = f"name another step: {', '.join(others)}" if others else "it is the only one: resume or repeat the run"
+        remedy = "it is the only one: resume or repeat the run"
+        if others:
+            remedy = f"name another step: {', '.join(others)}"
         raise FinetuneError(f"{folder}: damaged, not exported: {found}; {remedy}")
     return found
 
 
 def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """adapter/ or model/ in the recipe's run folder, by the code that ends a training."""
+    """Write adapter/ or model/ in the recipe's run folder, by the code that ends a training."""
     model: Any = build_model(recipe, torch.device("meta"))
     if recipe.lora is None:
-        decoder_parts(model).generation_config = _generation_config(recipe, decoder_parts(model))
-    else:  # on meta every adapter is built by peft's default, without the weights that others are made from
+        # The base's own generation config, as `from_pretrained` reads it. Without one, the model derives it from
+        # config.json.
+        with suppress(OSError):
+            path = resolve_model_path(recipe.model.name_or_path)
+            generation_config = GenerationConfig.from_pretrained(path, revision=recipe.model.revision)
+            decoder_parts(model).generation_config = generation_config
+    else:
+        # On meta every adapter is built with peft's default initialisation, because the others need the base's weights.
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
     weights = _trained_weights(recipe, model, checkpoint)
     refuse_unexportable(recipe, not_finite(weights, 0))
@@ -148,7 +158,7 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
 
 
 def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The checkpoint's weights by the model's names, in the export's number format; tied ones are one tensor.
+    """The checkpoint's weights by the model's names, in the export's number format. Tied ones are one tensor.
 
     Raises FinetuneError if they are not the model's, NothingTrained if they equal the run's start.
     """
@@ -163,27 +173,18 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
         if first not in weights:
             if first not in stored or stored[first].shape != tuple(parameter.shape):
                 raise FinetuneError(f"{checkpoint.path}: {first} is not as the model has it; recipe.yaml was changed")
-            whole = stored[first].read_all()
-            sums |= checksums({first: whole}, Ranks())
-            weights[first] = whole if dtype is None else whole.to(dtype)
+            weight = stored[first].read_all()
+            sums |= checksums({first: weight}, Ranks())  # over the bits before the conversion, as at the start
+            weights[first] = weight if dtype is None else weight.to(dtype)
         weights[name] = weights[first]
-    if lost := sorted(stored.keys() - {*first_names.values()}):
+    if unexpected := sorted(stored.keys() - {*first_names.values()}):
         raise FinetuneError(
-            f"{checkpoint.path}: has a {lost[0]} of its own, which the model of recipe.yaml has not. "
+            f"{checkpoint.path}: has a {unexpected[0]} of its own, which the model of recipe.yaml has not. "
             "If the base's weights are no longer on this machine, fetch them again: they decide "
             "whether head and embeddings are one matrix"
         )
     refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
     return weights
-
-
-def _generation_config(recipe: Recipe, model: Any) -> Any:
-    """The base's own, as `from_pretrained` reads it; if it has none, the configuration's, which `model` has."""
-    section = recipe.model
-    try:
-        return GenerationConfig.from_pretrained(resolve_model_path(section.name_or_path), revision=section.revision)
-    except OSError:
-        return model.generation_config
 
 
 def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
@@ -198,7 +199,7 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
     receipt = folder / "receipt.json"
     if receipt.is_file():
         facts = read_object(receipt, MOST_RECORD_BYTES)
-        facts.pop("change", None)
+        facts.pop("change", None)  # which tensors training changed by its end
         metrics = folder / "metrics.jsonl"
         lines = read_lines(metrics) if metrics.is_file() else []
         evals = (line for line in lines if line.get("kind") == "eval" and is_as_written(line))

@@ -1,4 +1,4 @@
-"""Loads a finished run's model again: the base as in training, quantised if it was, and the trained weights."""
+"""Load a finished run's model again: the base as in training, quantised if it was, and the trained weights."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class FinishedRun:
 
     @property
     def base_is_inside(self) -> bool:
-        """Whether turning the adapter off gives the base, so that it need not be loaded separately."""
+        """Whether the model without its adapter is the base. Then the base need not be loaded separately."""
         lora = self.recipe.lora
         return lora is not None and not lora.takes_from_the_base
 
 
 def finished_run(run_dir: Path) -> FinishedRun:
-    """Raises FinetuneError when the folder holds no finished run."""
+    """Open a run's folder. Raises FinetuneError if it holds no finished run."""
     if not sys.stderr.isatty():  # bars are for eyes
         transformers_logging.disable_progress_bar()
     run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
@@ -71,36 +71,33 @@ def recipe_of_run(resolved: Path) -> Recipe:
 
 
 def best_device() -> torch.device:
-    """Where a loaded model goes: the first GPU, else the CPU."""
+    """The device for a loaded model: the first GPU, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = False) -> PeftModel:
-    """Base and adapter, in evaluation mode; `disable_adapter` gives the base where `base_is_inside`.
+    """Base and adapter, in evaluation mode. `disable_adapter` gives the base if `base_is_inside`.
 
-    `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
+    With `with_loss` the forward knows packed rows and `shift_labels`, as in training. Else it is the library's.
     """
     settings = look_at_adapter(run.product)
     if bad := first_not_finite(run.product / ADAPTER_WEIGHTS):
         raise NotFinite(f"{run.product / ADAPTER_WEIGHTS}: not finite: {bad}; export an earlier step: finetune export")
     base = _load(run.recipe, device, with_loss=with_loss)
+    # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
     with silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
-    _refuse_lacking(run, adapted)
+    # peft passes over missing tensors, and the model would answer like its base. Refuse such a file.
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if missing := sorted(expected.keys() - read_header(run.product / ADAPTER_WEIGHTS).keys()):
+        problem = f"{ADAPTER_WEIGHTS} lacks {len(missing)} of its tensors, first {missing[0]}"
+        raise _no_adapter(run, ValueError(problem))
     if with_loss:
         take_new_rows_into_loss(adapted.get_base_model())
         compute_layers(adapted, unpacked_weight)
     return adapted
-
-
-def _refuse_lacking(run: FinishedRun, adapted: PeftModel) -> None:
-    """Refuse an adapter file with missing tensors: peft passes over them, and the model would answer like its base."""
-    stored = read_header(run.product / ADAPTER_WEIGHTS)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    if lacking := sorted(wanted.keys() - stored.keys()):
-        raise _no_adapter(run, ValueError(f"{ADAPTER_WEIGHTS} lacks {len(lacking)} of its tensors, first {lacking[0]}"))
 
 
 def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:
@@ -111,11 +108,11 @@ def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:
 
 
 def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
-    """The tokenizer that the run exported. Raises FinetuneError where it is not usable."""
+    """The run's exported tokenizer. Raises FinetuneError if it is not usable."""
     look_at_tokenizer(run.product)
     message = f"{run.product}: the tokenizer could not be loaded"
     with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
-        # Code beside the tokenizer is refused without a question on the terminal, which the library would ask.
+        # False refuses code beside the tokenizer. None would ask a question on the terminal.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=False)
         return tokenizer
 
@@ -141,7 +138,7 @@ def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with
 
 @contextmanager
 def fitting(device: torch.device) -> Iterator[None]:
-    """Turns a full GPU into one line."""
+    """Turn a full GPU into one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:

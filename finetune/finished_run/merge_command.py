@@ -1,9 +1,9 @@
-"""`finetune merge`: which base, into which folder, and how well the result agrees with the trained model."""
+"""`finetune merge`: choose the base, write run_dir/merged, and compare the result with the trained model."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, check_output, publish_folder, remove_folder, write_json
 from finetune.finished_run.agreement import (
     Agreement,
-    ComparedDocument,
     Reference,
     agreement_with,
     documents_to_compare,
@@ -29,10 +28,9 @@ from finetune.recipe.sections.model import BaseDtype
 from finetune.tokens.dataset import prepare
 from finetune.wording import counted
 
-# What the adapter of a quantised base can be merged into: the base's own weights, or the dequantised ones that it
-# was trained with.
+# A quantised base's adapter can be merged into the base's own weights, or into the dequantised ones of its training.
 Base = Literal["own", "dequantized"]
-NOTHING_LOST = 0.1  # of what the adapter changed (in KL): a merged model that is further off gets a note
+NOTHING_LOST = 0.1  # share of the adapter's change, in KL: a merged model that loses more gets a note
 
 
 def merge_run(
@@ -43,16 +41,16 @@ def merge_run(
     prompts: int,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Write run_dir/merged and its merge.json, and return that.
+    """Write run_dir/merged with its merge.json. Returns merge.json and the folder.
 
     Args:
         dtype: The merged weights' format; None: the recipe's `model.dtype`.
-        base: None: own, or with a quantised base the one of two that agrees best with the adapter.
-        prompts: Held-out documents to compare by; 0: nothing is compared, and dequantized is taken.
+        base: None: own. With a quantised base, None writes both and keeps the one that agrees better with the adapter.
+        prompts: Held-out documents to compare by; 0: nothing is compared, and None means dequantized.
 
     Raises:
         FinetuneError: no finished run with an adapter, a base without safetensors, an adapter that does not fit.
-        DoesNotFit: a whole model, which comparing needs, does not fit on the GPU.
+        DoesNotFit: the comparison loads a whole model, and the GPU has no room for it.
     """
     run = finished_run(run_dir)
     if (run_dir / "merged").is_symlink():
@@ -64,14 +62,26 @@ def merge_run(
     merged: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
-            log(f"merging into {_words(run, kind)}")
+            weights = "the base's own weights" if kind == "own" else "the dequantised weights"
+            log(f"merging into {weights}")
             merged[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
             remove_folder(merged[kind])
             write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
-        agreement = _verify(run, merge, merged, prompts, log) if prompts else None
-        best = next(iter(merged)) if agreement is None else _nearest(agreement["candidates"])
-        facts: dict[str, Any] = {"base": best, "dtype": chosen, "agreement": agreement, **_sizes(merged[best])}
-        facts |= {"started_from": run.recipe.model.adapter} if run.recipe.model.adapter else {}
+        best, agreement = next(iter(merged)), None
+        if prompts:
+            agreement = _verify(run, merge, merged, prompts, log)
+            candidates = agreement["candidates"]
+            best = min(candidates, key=lambda kind: candidates[kind]["kl"])
+        sizes = [path.stat().st_size for path in merged[best].glob("*.safetensors")]
+        facts: dict[str, Any] = {
+            "base": best,
+            "dtype": chosen,
+            "agreement": agreement,
+            "files": len(sizes),
+            "bytes": sum(sizes),
+        }
+        if run.recipe.model.adapter:
+            facts["started_from"] = run.recipe.model.adapter
         write_json(merged[best] / "merge.json", facts)
         publish_folder(merged[best], run_dir / "merged")
     finally:
@@ -81,6 +91,7 @@ def merge_run(
 
 
 def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[Base]:
+    """The bases to merge into. Without a comparison there is one."""
     if run.recipe.quantization is None:
         if base == "dequantized":
             raise FinetuneError(
@@ -94,18 +105,6 @@ def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[
     return ["dequantized"]
 
 
-def _words(run: FinishedRun, kind: Base) -> str:
-    own = "the base's own weights"
-    if kind == "own":
-        return own
-    return "the dequantised weights"
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    return {"files": len(weights), "bytes": sum(weights)}
-
-
 def _verify(
     run: FinishedRun, merge: Merge, merged: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -114,7 +113,15 @@ def _verify(
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     log(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device):
-        reference, without = _reference_and_base(run, documents, merge.device)
+        adapted: Any = load_adapted(run, merge.device)
+        reference = run_reference(adapted, documents)
+        if run.base_is_inside:
+            with adapted.disable_adapter():
+                base = agreement_with(adapted, reference)
+        del adapted
+        gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
+        if not run.base_is_inside:
+            base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
         candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
     return {
         "documents": len(documents),
@@ -122,28 +129,12 @@ def _verify(
         "tokens": reference.tokens,
         "adapter": reference.adapter.as_json(),
         "candidates": {kind: agreement.as_json() for kind, agreement in candidates.items()},
-        "base": without.as_json(),
+        "base": base.as_json(),
     }
 
 
-def _reference_and_base(
-    run: FinishedRun, documents: Sequence[ComparedDocument], device: torch.device
-) -> tuple[Reference, Agreement]:
-    """The logits of the base with its adapter, and how far the base alone is from them."""
-    adapted: Any = load_adapted(run, device)
-    reference = run_reference(adapted, documents)
-    if run.base_is_inside:
-        with adapted.disable_adapter():
-            without = agreement_with(adapted, reference)
-    del adapted
-    gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
-    if not run.base_is_inside:
-        without = agreement_with(load_whole(run, device, tuned=False), reference)
-    return reference, without
-
-
 def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
-    """The agreement of the merged model, loaded by plain transformers as its users do."""
+    """The merged model's agreement. Plain transformers loads it, as a user would."""
     loaded: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype="auto", use_safetensors=True, output_loading_info=True
     )
@@ -154,16 +145,14 @@ def _compared(folder: Path, reference: Reference, device: torch.device) -> Agree
     return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
-def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:
-    return min(candidates, key=lambda kind: candidates[kind]["kl"])
-
-
 def in_words(facts: Mapping[str, Any]) -> str:
     """The verb's output: the folder, a table, and advice."""
     size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
-    start = facts.get("started_from")
-    lineage = [f"its training started from the adapter {start}, which is in it"] if start else []
-    return "\n".join([*_table(facts), *lineage, f"merged: {facts['folder']} ({size})", *_advice(facts)])
+    lines = list(_table(facts))
+    if start := facts.get("started_from"):
+        lines.append(f"its training started from the adapter {start}, which is in it")
+    lines += [f"merged: {facts['folder']} ({size})", *_advice(facts)]
+    return "\n".join(lines)
 
 
 def _table(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -189,11 +178,14 @@ def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
     agreement = facts["agreement"]
     if agreement is None:
         return
-    if len(agreement["candidates"]) > 1:
-        loss = min(agreement["candidates"], key=lambda kind: agreement["candidates"][kind]["loss"])
-        yield f"base: {facts['base']}, which agrees better with the adapter" + (
-            "" if loss == facts["base"] else f"; the loss is lower with {loss}: --base {loss}"
-        )
-    lost_share = agreement["candidates"][facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
+    candidates = agreement["candidates"]
+    if len(candidates) > 1:
+        text = f"base: {facts['base']}, which agrees better with the adapter"
+        lowest = min(candidates, key=lambda kind: candidates[kind]["loss"])
+        if lowest != facts["base"]:
+            text += f"; the loss is lower with {lowest}: --base {lowest}"
+        yield text
+    # The base's KL to the adapter model is the adapter's whole change. 1e-12 avoids a division by zero.
+    lost_share = candidates[facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
     if lost_share > NOTHING_LOST and facts["dtype"] != "float32":
         yield f"note: {lost_share:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"

@@ -1,13 +1,13 @@
-"""A run's adapter merged into its base: safetensors that plain transformers loads, written one shard at a time.
+"""Merge a run's adapter into its base: safetensors that plain transformers loads, written one shard at a time.
 
-Of the base one tensor is read at a time, merged by peft in float32, and kept in the number format of the result until
-its shard is full. Nothing else is kept in memory, so that a model larger than this machine's memory can be merged.
+One base tensor is read at a time and merged by peft in float32. It is kept in the result's number format until its
+shard is full. Nothing else is kept in memory, so a model larger than this machine's memory can be merged.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,8 +36,8 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import unfinished
 from finetune.wording import counted
 
-SHARD_BYTES = 2 * 10**9  # of one file; a larger tensor is alone in its file
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # of images
+SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
@@ -48,26 +48,27 @@ class Merge:
     recipe: Recipe
     base: BaseWeights
     adapter: AdapterFile
-    quantized: frozenset[str]  # layers whose weights training had quantised
+    quantized: frozenset[str]  # layers with weights that training had quantised
     embedding: str  # the embeddings' tensor
     head: str
     tied: bool  # the base's head is its embeddings
     two_in_files: bool  # the files hold two matrices, although config.json ties them
     device: torch.device
-    deltas: ParameterDeltas  # of parameters that are not a layer's weight
+    deltas: ParameterDeltas  # for parameters that are not a layer's weight
     names: WholeNames  # the trained model's names in the whole model
 
     @property
     def changed(self) -> set[str]:
-        """The tensors of the base's files that the adapter changes."""
+        """The tensors in the base's files that the adapter changes."""
         layers = (f"{layer}.weight" for layer in self.adapter.layers)
         return {*self.adapter.replaced, *layers, *self.deltas.names, *self.adapter.new_rows}
 
     @property
     def unties(self) -> bool:
         """Whether head and embeddings are two matrices now, although the base's config.json ties them."""
-        alike = self.adapter.new_rows.keys()  # of tied ones both have them
-        return self.two_in_files or (self.tied and bool((self.changed - alike) & {self.embedding, self.head}))
+        # Tied matrices both get the same new rows, which leaves them equal.
+        changed = self.changed - self.adapter.new_rows.keys()
+        return self.two_in_files or (self.tied and bool(changed & {self.embedding, self.head}))
 
     @property
     def vocabulary(self) -> int:
@@ -87,10 +88,10 @@ class Merge:
         return shapes
 
     def tensor(self, name: str, dtype: torch.dtype, *, dequantized: bool) -> Tensor:
-        """One tensor of the merged model, on the host.
+        """One tensor for the merged model, on the host.
 
         Args:
-            dtype: For floating-point tensors; others keep theirs.
+            dtype: For floating-point tensors. Others keep theirs.
             dequantized: If training had a quantised weight, dequantise that one instead of using the base's own.
         """
         if name in self.adapter.replaced:
@@ -98,9 +99,10 @@ class Merge:
         stored = self.base.read(self.embedding if self.tied and name == self.head else name)
         if not stored.is_floating_point():
             return stored.clone()
-        # The number format of the recipe: it is what training saw, and what initialisations were made from.
+        # Training saw the weight in the recipe's number format, and computed initialisations from it.
         weight = stored.to(self.device, getattr(torch, self.recipe.model.dtype), copy=True)
         layer, adapter = name.removesuffix(".weight"), self.adapter
+        # First the weight as training had it, frozen; then the adapter's sum; then new tokens' rows.
         if layer in self.quantized:
             weight = self._quantized(layer, weight, dequantized=dequantized)
         elif layer in adapter.layers:
@@ -109,35 +111,36 @@ class Merge:
             weight = weight.float() + self.deltas.of(name).to(self.device)
         if layer in adapter.layers:
             weight = adapter.merged(layer, weight.float())
-        if name in adapter.new_rows:
-            return self._with_new_rows(name, weight.to("cpu", dtype))
-        return weight.to("cpu", dtype)
-
-    def _with_new_rows(self, name: str, weight: Tensor) -> Tensor:
-        """weight: [rows of the base, hidden]; returns a tensor with a row for each new token too."""
-        key, rows = self.adapter.new_rows[name]
+        weight = weight.to("cpu", dtype)
+        if name not in adapter.new_rows:
+            return weight
+        # [the base's rows, hidden] grows to [rows with the new tokens', hidden].
+        key, rows = adapter.new_rows[name]
         grown = weight.new_zeros(self.shapes()[name])
         grown[: len(weight)] = weight
-        grown[rows] = self.adapter.read(key).to(weight.dtype)
+        grown[rows] = adapter.read(key).to(dtype)
         return grown
 
     def _quantized(self, layer: str, weight: Tensor, *, dequantized: bool) -> Tensor:
-        """The frozen weight of a layer that training had quantised, before its adapter."""
+        """The frozen weight, before its adapter, for a layer that training had quantised.
+
+        PiSSA and OLoRA subtract their start s B0 A0 from the dequantised weight D, and quantise the remainder R:
+
+            dequantized   Q(R): the bits that training had
+            own           W + (R - D) = W - s B0 A0
+        """
         assert self.recipe.quantization is not None
         rounded = as_quantized(weight, self.recipe.quantization)
-        moved = layer in self.adapter.layers and self.adapter.moves_the_base
-        if not moved:
-            if dequantized:
-                return rounded
-            return weight
-        remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32, quantises the rest
+        if layer not in self.adapter.layers or not self.adapter.moves_the_base:
+            return rounded if dequantized else weight
+        remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32
         if dequantized:
             return as_quantized(remainder, self.recipe.quantization)
         return weight.float() + (remainder - rounded.float())
 
 
 def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
-    """Reads names and settings, no weights. Raises FinetuneError when the run has nothing that could be merged."""
+    """Read names and settings, no weights. Raises FinetuneError if the run has nothing to merge."""
     if recipe.lora is None:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
@@ -152,7 +155,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
         for module in (structure.get_output_embeddings(), structure.get_input_embeddings())
     )
     quantized = frozenset(base.layer(names[id(layer)], whole) for layer in quantized_layers(structure))
-    # Only the structure says what ties a model: configurations state it also for models without such weights.
+    # Only the structure says whether a model is tied: configurations state it for models without such weights too.
     tied = bool(getattr(structure.config, "tie_word_embeddings", False))
     two_in_files = found is not None and found.is_at_odds
     if tied and embedding not in base.files and head in base.files:  # transformers uses the one for both
@@ -183,47 +186,54 @@ def write_merged(
     with disk_errors(folder):
         _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)
         _write_settings(merge, folder, dtype)
-        _copy_tokenizer(merge.adapter.path.parent, folder)
+        # The adapter's folder has the tokenizer, with the chat template of the training.
+        adapter = merge.adapter.path.parent
+        for path in sorted(adapter.rglob("*")):
+            if path.is_file() and path.name not in NOT_THE_MODELS:
+                target = folder / path.relative_to(adapter)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 def _write_weights(
     merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
 ) -> None:
-    shards = list(_shards(merge.shapes(), dtype.itemsize))
+    # Fill each shard up to SHARD_BYTES, in the order of the base's files.
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, shape in merge.shapes().items():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += nbytes
     places: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: merge.tensor(name, dtype, dequantized=dequantized) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(names, file)
         log(f"{file}: {counted(len(names), 'tensor')}")
-        tensors.clear()  # before the next shard is begun
+        tensors.clear()  # now: else two shards would be in memory while the next one is filled
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        width = torch.Size(shape).numel() * itemsize
-        if names and size + width > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += width
-    yield names
-
-
 def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
-    """The base's own files with the changed values; servers of models read keys that transformers has renamed."""
+    """Write the base's own config files with the changed values.
+
+    The base's keys stay, because inference servers read keys that transformers has renamed.
+    """
     section = merge.recipe.model
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
-    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(named, dtype_name(dtype))
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(keys, dtype_name(dtype))
     config.pop("_name_or_path", None)  # it is another model now
     if merge.unties:
         config["tie_word_embeddings"] = False
@@ -232,16 +242,10 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     if merge.adapter.new_rows:
         config.get("text_config", config)["vocab_size"] = merge.vocabulary
     write_json(folder / "config.json", config)
-    for name in ("generation_config.json", *(PROCESSORS if "text_config" in config else ())):
+    names = ["generation_config.json"]
+    if "text_config" in config:  # a multimodal model
+        names += PROCESSORS
+    for name in names:
         settings = read_settings(section, name)
         if settings is not None:
             write_json(folder / name, settings)
-
-
-def _copy_tokenizer(adapter: Path, folder: Path) -> None:
-    """The adapter's folder has it, with the chat template that was trained with."""
-    for path in sorted(adapter.rglob("*")):
-        if path.is_file() and path.name not in NOT_THE_MODELS:
-            target = folder / path.relative_to(adapter)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)

@@ -1,7 +1,7 @@
 """An adapter's sums on parameters that are no layer's weight, such as a mixture's experts, by the files' tensors.
 
 transformers 5 holds experts as one three-dimensional parameter and saves most of them as one matrix per expert. Its own
-conversion, which only rearranges numbers, turns an adapter's sum into the files' tensors.
+conversion turns an adapter's sum into the files' tensors. It only rearranges numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune.model.adapters import silenced_peft
 from finetune.recipe.sections.lora_checks import ends_of
 
 WRAPPED = ".base_layer"  # peft puts one wrapper around another for each further parameter of a module
-KEPT = 3  # parameters whose deltas are held: a layer's experts are in turns in the files
+KEPT = 3  # deltas in memory: the files hold a layer's expert parameters in turns
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,24 @@ def adapted_parameters(
 ) -> dict[str, AdaptedParameter]:
     """The adapter's `layers` that are not linear layers or embeddings, by their name among the layers.
 
-    `targets` are its `target_parameters`. The innermost wrapper has the first of them in the module's order.
+    `targets` are its `target_parameters`. The innermost wrapper has the module's first one. Example with parameters
+    gate_up_proj and down_proj: `experts.base_layer` adapts gate_up_proj, and `experts` adapts down_proj.
     """
     found = {}
     for name, keys in layers.items():
         path = name.replace(WRAPPED, "")
         try:
             module: Any = structure.get_submodule(path)
-        except AttributeError:  # of another base: its tensors are missing there, which plan_merge says
+        except AttributeError:  # an adapter for another base: plan_merge reports the missing tensors
             continue
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             continue
         own = [each for each, _ in module.named_parameters(recurse=False)]
-        wrapped = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
-        place = len(wrapped) - 1 - name.count(WRAPPED)
-        if not 0 <= place < len(wrapped):  # no parameter with an adapter: missing there too
+        adapted = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
+        index = len(adapted) - 1 - name.count(WRAPPED)
+        if not 0 <= index < len(adapted):  # no such parameter: plan_merge reports this too
             continue
-        parameter = wrapped[place]
+        parameter = adapted[index]
         shape = tuple(getattr(module, parameter).shape)
         transposed = bool(getattr(module, "is_transposed", False))
         found[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
@@ -65,7 +66,7 @@ def adapted_parameters(
 
 
 class ParameterDeltas:
-    """The sums that an adapter adds to parameters, by the names of the base's files; the last few are kept."""
+    """The sums that an adapter adds to parameters, by the names in the base's files. The last KEPT stay in memory."""
 
     def __init__(
         self,
@@ -85,11 +86,11 @@ class ParameterDeltas:
 
     @property
     def names(self) -> set[str]:
-        """The tensors of the base's files that change."""
+        """The tensors in the base's files that change."""
         return set(self._owner)
 
     def of(self, name: str) -> Tensor:
-        """The sum on this tensor, float32."""
+        """This tensor's sum, float32."""
         parameter = self._owner[name]
         if parameter.path not in self._kept:
             self._kept[parameter.path] = self._in_files(parameter, self._delta(parameter))
@@ -103,7 +104,7 @@ class ParameterDeltas:
         return {self._file_name(name): part for name, part in converted.items()}
 
     def _delta(self, parameter: AdaptedParameter) -> Tensor:
-        """By peft's own merging, into zeros of the parameter's shape."""
+        """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""
         holder, owner = nn.Module(), nn.Module()
         owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
         owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it

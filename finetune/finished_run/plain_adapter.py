@@ -1,4 +1,4 @@
-"""`finetune export --plain`: writes an adapter that began as a part of its base as plain LoRA on the whole base.
+"""`finetune export --plain`: write an adapter that began as a part of its base as plain LoRA on the whole base.
 
 PiSSA and OLoRA split each weight W into an adapter and a rest: W = rest + s B0 A0. Training changes this to
 rest + s B A. An engine that adds s B A to W has another model. Training changed W by s (B A - B0 A0). This is LoRA with
@@ -37,11 +37,10 @@ PLAIN_RECORD = "plain.json"
 
 
 def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
-    """Write the run's adapter as plain LoRA into `to`, completely or not at all; returns plain.json and the folder.
+    """Write the run's adapter as plain LoRA into `to`, completely or not at all. Returns plain.json and the folder.
 
-    Exact in float32. In narrower formats training rounded the rest of each base weight; the whole base has no such
-    rounding.
-    Raises FinetuneError if the adapter is plain already, or cannot be written as plain LoRA.
+    The result is exact in float32. In narrower formats training rounded each base weight's rest. The whole base has no
+    such rounding. Raises FinetuneError if the adapter is plain already, or cannot be written as plain LoRA.
     """
     run, folder = finished_run(run_dir), to or run_dir / PLAIN
     _refuse(run_dir, run.recipe)
@@ -91,13 +90,14 @@ def _plain(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, An
         tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
     for layer, parts in adapter.layers.items():
         weight = merge.base.read(f"{layer}.weight").to(getattr(torch, merge.recipe.model.dtype), copy=True)
-        made = adapter.doubled(layer, weight)
+        doubled = adapter.doubled(layer, weight)
         for part, key in parts.items():
             # A text part's adapter holds each tensor under the whole model's name too (text_part.name_for_both).
             for name in {key, PEFT_PREFIX + merge.names.of(key.removeprefix(PEFT_PREFIX))}:
-                tensors[name] = made[part].clone()
+                tensors[name] = doubled[part].clone()
     settings = json.loads((product / ADAPTER_CONFIG).read_text("utf-8"))
     ranks = {key: 2 * rank for key, rank in (settings.get("rank_pattern") or {}).items()}
+    # lora_alpha = r in every layer makes the scale 1, so it is in B' already.
     settings |= {"r": 2 * settings["r"], "lora_alpha": 2 * settings["r"], "use_rslora": False}
     settings |= {"init_lora_weights": True, "rank_pattern": ranks, "alpha_pattern": dict(ranks)}
     return tensors, settings

@@ -1,4 +1,4 @@
-"""An exported adapter, one layer at a time: its effect on a base weight, by peft's own merging."""
+"""An exported adapter's effect on a base weight, one layer at a time, by peft's own merging; and the base's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_
 from finetune.untrusted.programs import refuse_slow_patterns
 
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
-# The settings of an adapter that its forward depends on; the recipe sets no others.
+# An adapter's forward depends on these settings. The recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 
@@ -38,16 +38,20 @@ class AdapterFile:
     init: str
     path: Path
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # layer -> peft's name in it -> key
-    replaced: Mapping[str, str] = field(default_factory=dict)  # tensor of the model, trained in full -> key
+    replaced: Mapping[str, str] = field(default_factory=dict)  # the model's tensor, trained in full -> key
     target_parameters: tuple[str, ...] = ()
-    new_rows: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)  # tensor of the model -> key, its rows
-    trained_as: Mapping[str, str] = field(default_factory=dict)  # layer -> its path in training, where that differs
+    new_rows: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)  # the model's tensor -> key, rows
+    trained_as: Mapping[str, str] = field(default_factory=dict)  # layer -> its path in training, if that differs
 
     def settings_of(self, layer: str) -> Mapping[str, Any]:
-        """The settings of the adapter on one layer or parameter."""
-        (ranks, scales), path = self.patterns, self.trained_as.get(layer, layer)
-        own = {"r": by_pattern(ranks, path, self.settings["r"])}
-        return {**self.settings, **own, "lora_alpha": by_pattern(scales, path, self.settings["lora_alpha"])}
+        """The adapter's settings on one layer or parameter."""
+        rank_pattern, alpha_pattern = self.patterns
+        path = self.trained_as.get(layer, layer)  # the patterns were written for the training's paths
+        return {
+            **self.settings,
+            "r": by_pattern(rank_pattern, path, self.settings["r"]),
+            "lora_alpha": by_pattern(alpha_pattern, path, self.settings["lora_alpha"]),
+        }
 
     @property
     def moves_the_base(self) -> bool:
@@ -59,10 +63,10 @@ class AdapterFile:
         return tensor
 
     def start(self, layer: str, weight: Tensor) -> Tensor:
-        """The rest of a layer's weight after the adapter's initialisation, in its number format."""
+        """The weight's rest after the adapter's initialisation, in the weight's number format."""
         if not self.moves_the_base or self._is_embedding(layer):
             return weight
-        remainder: Tensor = self._begun(layer, weight).get_base_layer().weight
+        remainder: Tensor = self._initial_layer(layer, weight).get_base_layer().weight
         return remainder.detach()
 
     def doubled(self, layer: str, weight: Tensor) -> dict[str, Tensor]:
@@ -75,37 +79,38 @@ class AdapterFile:
         settings = self.settings_of(layer)
         rank, alpha = settings["r"], settings["lora_alpha"]
         scale = alpha / rank**0.5 if settings["use_rslora"] else alpha / rank
-        if self._is_embedding(layer):  # peft begins these at zero under every initialisation
-            a, b = trained["embedding_A"], trained["embedding_B"]
-            made = {"embedding_A": torch.cat([a, torch.zeros_like(a)]), "embedding_B": scale * torch.cat([b, 0 * b], 1)}
+        if self._is_embedding(layer):  # under every initialisation B0 = 0, so nothing is subtracted
+            a, b = trained["embedding_A"], trained["embedding_B"]  # [r, rows], [width, r]
+            doubled = {
+                "embedding_A": torch.cat([a, torch.zeros_like(a)]),
+                "embedding_B": scale * torch.cat([b, 0 * b], 1),
+            }
         else:
-            begun: Any = self._begun(layer, weight)
-            first, second = (part["default"].weight.detach().float() for part in (begun.lora_A, begun.lora_B))
-            a, b = trained["A.weight"], trained["B.weight"]
-            if (a.shape, b.shape) != (first.shape, second.shape):
+            initial: Any = self._initial_layer(layer, weight)
+            a0, b0 = (part["default"].weight.detach().float() for part in (initial.lora_A, initial.lora_B))
+            a, b = trained["A.weight"], trained["B.weight"]  # [r, in], [out, r]
+            if (a.shape, b.shape) != (a0.shape, b0.shape):
                 raise FinetuneError(f"{layer}: the adapter does not fit this base; name its own base")
-            made = {"A.weight": torch.cat([a, first]), "B.weight": scale * torch.cat([b, -second], 1)}
-        if other := sorted(trained.keys() - made.keys()):
+            # B' A' = [s B, -s B0] [A; A0] = s (B A - B0 A0)
+            doubled = {"A.weight": torch.cat([a, a0]), "B.weight": scale * torch.cat([b, -b0], 1)}
+        if other := sorted(trained.keys() - doubled.keys()):
             raise FinetuneError(f"{self.path}: {layer}: {other[0]} has no place in plain LoRA; merge the adapter")
-        return made
+        return doubled
 
     def _is_embedding(self, layer: str) -> bool:
         return any(name.startswith("embedding") for name in self.layers[layer])
 
-    def _begun(self, layer: str, weight: Tensor) -> Any:
-        """peft's layer on this weight at the training's start. It holds the rest of the base weight."""
-        return (
-            _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
-            .get_base_model()
-            .layer
-        )
+    def _initial_layer(self, layer: str, weight: Tensor) -> Any:
+        """peft's layer on this weight at the training's start. It holds the base weight's rest."""
+        settings = {**self.settings_of(layer), "init_lora_weights": self.init}
+        return _adapted(nn.Linear, weight, settings).get_base_model().layer
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.
 
-        `weight` is the frozen one that the adapter was trained with, float32 [out, in], or [rows, width] for
-        embeddings. Two tensors with its size are held meanwhile, with DoRA four. Raises FinetuneError if adapter and
-        weight do not fit.
+        `weight` is the frozen weight of the adapter's training, float32 [out, in], or [rows, width] for embeddings. The
+        call needs memory for two tensors of this size, with DoRA four. Raises FinetuneError if adapter and weight do
+        not fit.
         """
         tensors = self.layers[layer]
         kind = nn.Embedding if self._is_embedding(layer) else nn.Linear
@@ -126,13 +131,14 @@ class AdapterFile:
 
 
 def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
-    """A finished run's adapter, by the trained model's names."""
+    """Open a finished run's adapter, by the trained model's names."""
     config = look_at_adapter(folder)
     with in_one_line(lambda error: FinetuneError(f"{folder}: not an adapter of this model: {words_of(error)}")):
-        return _opened(folder, config, names)
+        return _parse_adapter(folder, config, names)
 
 
-def _opened(folder: Path, config: Mapping[str, Any], names: WholeNames) -> AdapterFile:
+def _parse_adapter(folder: Path, config: Mapping[str, Any], names: WholeNames) -> AdapterFile:
+    """Sort the file's tensors into adapted layers, new tokens' rows, and tensors trained in full."""
     init = str(config.get("init_lora_weights", True))
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
@@ -140,14 +146,15 @@ def _opened(folder: Path, config: Mapping[str, Any], names: WholeNames) -> Adapt
     new_rows: dict[str, tuple[str, list[int]]] = {}
     with safe_open(path, framework="pt") as file:
         keys = [key.removeprefix(PEFT_PREFIX) for key in file.keys()]  # noqa: SIM118  # not a dict
+        # A text part's adapter holds each tensor under two names. Read the text part's own one.
         for key in sorted(set(keys) - names.second(keys)):
-            layer, lora, name = key.partition(".lora_")
+            layer, is_lora, name = key.partition(".lora_")
             key = PEFT_PREFIX + key
-            if lora:
+            if is_lora:
                 layers.setdefault(layer, {})[name] = key
             elif layer.endswith(TOKEN_ROWS):
-                place = layer.removesuffix(TOKEN_ROWS)
-                new_rows[f"{place}.weight"] = key, indices[place]
+                path_of_rows = layer.removesuffix(TOKEN_ROWS)
+                new_rows[f"{path_of_rows}.weight"] = key, indices[path_of_rows]
             else:
                 replaced[layer] = key
     refuse_slow_patterns(str(folder / ADAPTER_CONFIG), patterns_of(config), layers)
@@ -167,7 +174,7 @@ class _Holder(nn.Module):
 
 def _adapted(kind: type[nn.Linear | nn.Embedding], weight: Tensor, settings: Mapping[str, Any]) -> Any:
     rows, width = weight.shape
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory for weights that are replaced at once
         layer = nn.Embedding(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     with silenced_peft():
@@ -179,7 +186,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The file and the shape of each tensor, by name."""
+    """Each tensor's file and shape, by name."""
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
@@ -193,21 +200,21 @@ class BaseWeights:
         return BaseWeights(files, shapes, {**self.stored_as, new: old})
 
     def layer(self, path: str, names: WholeNames) -> str:
-        """The trained model's layer, by its name here."""
+        """The name in these files for the trained model's layer `path`."""
         return names.in_file(f"{path}.weight", self.files).removesuffix(".weight")
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in the number format on disk; a view of the file, so whoever keeps it makes a copy."""
+        """The tensor in the number format on disk. It is a view of the file, so copy it to keep it."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(self.stored_as.get(name, name))
         return tensor
 
 
 def open_base(section: ModelSection) -> BaseWeights:
-    """The recipe's base; files that are not on this machine are fetched from the Hub.
+    """Open the recipe's base. Files that are not on this machine are fetched from the Hub.
 
-    Raises FinetuneError when it has no safetensors or is stored quantised, EnvironmentMismatch when a file is only on
-    the Hub and the Hub does not answer.
+    Raises FinetuneError if it has no safetensors or is stored quantised. Raises EnvironmentMismatch if a file is only
+    on the Hub and the Hub does not answer.
     """
     config = read_settings(section, "config.json")
     if config is None:
@@ -246,7 +253,7 @@ def _open(files: Iterable[Path]) -> BaseWeights:
 
 
 def read_settings(section: ModelSection, name: str) -> dict[str, Any] | None:
-    """A JSON file of the base as it stands; None where it has none."""
+    """One of the base's JSON files, unchanged; None if there is none."""
     path = base_file(section, name)
     if path is None:
         return None
