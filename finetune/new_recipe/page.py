@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.data.columns import in_yaml
-from finetune.new_recipe.hardware import EMBEDDED, SMALL, Choice
+from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice
 from finetune.recipe.gpus import budget_of
 from finetune.recipe.schema import DataSet
 
@@ -47,7 +47,7 @@ class Settings:
 def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settings, file: Path) -> str:
     """The recipe as YAML."""
     name = choice.model.rpartition("/")[2]
-    if choice.model in (EMBEDDED, SMALL):
+    if choice.model in (EMBEDDED, ONLINE_SMOLLM):
         name = "SmolLM2-135M"
     method = "LoRA" if choice.method == "lora" else "QLoRA, LoRA over a 4-bit base,"
     where = "this CPU" if choice.gpus is None else f"{choice.ranks} x {choice.gpus.name}"

@@ -23,7 +23,7 @@ from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.new_recipe.columns import Reading, looks_like_data, readings
-from finetune.new_recipe.hardware import EMBEDDED, SMALL, Choice, choose, gpus_here
+from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
@@ -283,7 +283,7 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         epochs = 2 if counts.rows < 20_000 else 1
     if choice.gpus is None:
         batch = 1
-        most = CPU_TOKENS // length if choice.model in (EMBEDDED, SMALL) else None
+        most = CPU_TOKENS // length if choice.model in (EMBEDDED, ONLINE_SMOLLM) else None
         steps = epochs * packed
         max_steps = most if most is not None and steps > most else None
         return Settings(length, held_out, batch, 1, epochs, 2e-3, max_steps, max_steps or steps), counts

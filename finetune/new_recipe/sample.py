@@ -15,8 +15,8 @@ from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular
 
-ROWS = 2000
-SLICES, ROWS_A_SLICE = 8, 100  # of a large file of JSON Lines, besides its head: sorted files begin with one kind
+SAMPLED_ROWS = 2000
+SLICES, ROWS_OF_SLICE = 8, 100  # of a large file of JSON Lines, besides its head: sorted files begin with one kind
 SAMPLE_SECONDS = 4.0
 WHOLE_BELOW = 64 * 2**20  # bytes; smaller files are read whole
 MOST_BYTES_OF_OBJECT = 64 * 2**20
@@ -38,7 +38,7 @@ def read_sample(source: Source) -> Sample:
     nbytes = sum(file.stat().st_size for file in source.files)
     rows: list[Mapping[str, Any]] = []
     problems: list[str] = []
-    most = None if nbytes <= WHOLE_BELOW and source.kind != "hub" else ROWS
+    most = None if nbytes <= WHOLE_BELOW and source.kind != "hub" else SAMPLED_ROWS
     end = time.monotonic() + SAMPLE_SECONDS
     is_whole, read = True, 0
     for row in islice(source.rows(), most):
@@ -75,7 +75,7 @@ def _slices(file: Path, nbytes: int) -> Iterator[Mapping[str, Any]]:
         for index in range(1, SLICES + 1):
             stream.seek(nbytes * index // (SLICES + 1))
             stream.readline(WHOLE_BELOW)  # the rest of a line
-            for raw in islice(iter(stream.readline, b""), ROWS_A_SLICE):
+            for raw in islice(iter(stream.readline, b""), ROWS_OF_SLICE):
                 try:
                     yield parse_object(raw.decode("utf-8").strip())
                 except (BadRow, UnicodeDecodeError):
@@ -93,7 +93,7 @@ def _estimated_rows(file: Path, nbytes: int) -> int | None:
         for index in range(SLICES + 1):
             stream.seek(nbytes * index // (SLICES + 1))
             stream.readline(WHOLE_BELOW)
-            for raw in islice(iter(stream.readline, b""), ROWS_A_SLICE):
+            for raw in islice(iter(stream.readline, b""), ROWS_OF_SLICE):
                 lines, read = lines + 1, read + len(raw)
     return round(nbytes * lines / read) if read else None
 

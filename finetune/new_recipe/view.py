@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.data.formats import Chat, Passage
-from finetune.new_recipe.hardware import EMBEDDED, SMALL
+from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
 
@@ -33,7 +33,7 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if choice.gpus is None and choice.model in (EMBEDDED, SMALL):
+    if choice.gpus is None and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         note = "this model is small and mostly English: a first look. With --gpus 1x24GB, init chooses Qwen3-8B"
         console.print(note, style="dim", highlight=False, soft_wrap=True)
     run = f"runs/{proposal.file.stem}"

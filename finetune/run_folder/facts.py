@@ -41,8 +41,8 @@ def unfinished(run_dir: Path) -> FinetuneError:
     step = str(steps[-1])
     export = shlex.join(["finetune", "export", str(run_dir), "--step", step])
     return FinetuneError(
-        f"{run_dir}: this run has not finished; add --step {step} to use its last checkpoint, or {export}; or start its "
-        "training again, which continues it"
+        f"{run_dir}: this run has not finished; add --step {step} to use its last checkpoint, or {export}; or start "
+        "its training again, which continues it"
     )
 
 
