@@ -41,6 +41,9 @@ def compare(
         typer.Option(parser=user_path, help="YAML list of `name: [KEY=VALUE, ...]`, a row each.", show_default=False),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of each.", show_default=str(STEPS))] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=20, help="Run each row with so many seeds; shows mean and spread.")
+    ] = 1,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
     ] = None,
@@ -64,19 +67,32 @@ def compare(
 
         if folder is not None:
             check_output(folder, "--output", folder=True)
-        asked = _asked_rows(strategies, vary or [], rows)
-        comparison = plan_comparison(recipe, overrides, asked, steps=steps or STEPS, processes=processes, folder=folder)
+        asked = _asked_rows(strategies, vary or [], rows, seeds)
+        words, count = _steps_in(overrides, steps)
+        comparison = plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
         return {"ok": True, **run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
 
 
-def _asked_rows(strategies: str | None, vary: list[str], file: Path | None) -> list[AskedRow]:
+def _steps_in(overrides: list[str], steps: int | None) -> tuple[list[str], int]:
+    """The overrides without `training.max_steps`, which says the same as --steps, and the steps."""
+    key = "training.max_steps="
+    named = [word.removeprefix(key) for word in overrides if word.startswith(key)]
+    if steps is None and named and named[-1].isdigit() and int(named[-1]) > 0:
+        return [word for word in overrides if not word.startswith(key)], int(named[-1])
+    return overrides, steps or STEPS
+
+
+def _asked_rows(strategies: str | None, vary: list[str], file: Path | None, seeds: int) -> list[AskedRow]:
     """The rows from one of the three options, or from the usual strategies. Raises FinetuneError."""
     from finetune.preflight import rows_of_file, rows_of_options
 
     if file is None:
-        return rows_of_options(vary, STRATEGIES if strategies is None and not vary else strategies)
+        usual = strategies is None and not vary and seeds == 1
+        return rows_of_options(vary, STRATEGIES if usual else strategies, seeds)
+    if seeds > 1:
+        raise FinetuneError(f"--seeds: stands beside --rows {file}; name the seeds there: training.seed=1")
     if vary or strategies is not None:
         other = "--vary" if vary else "--strategies"
         raise FinetuneError(f"{other}: stands beside --rows {file}, which names every row; leave one of them out")

@@ -34,7 +34,7 @@ from finetune.tokens.estimate import estimated_rows, text_of
 SHOWN = 5  # rows
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 BYTES_A_TOKEN = 3.0  # where no tokenizer is at hand: English has 4, German 3
-FEW_ROWS = 10
+SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
 ROW_SIZES = (256, 512, 1024, 2048, 4096)
 MOST_ON_CPU = 1024
@@ -297,7 +297,7 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
 
 def _held_out(rows: int) -> float:
     """The share held out: a tenth of a small set, some 500 rows of a large one; none of ten rows or fewer."""
-    if rows <= FEW_ROWS:
+    if rows <= SMALLEST_SPLIT:
         return 0.0
     if rows <= 5000:
         return 0.1
@@ -328,7 +328,7 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
         lines.append(f"left out: {' and '.join(dropped)}; {counts.rows:,} rows remain")
     if counts.refused:
         lines.append(f"wrong rows: {counts.refused:,}; training will refuse them: {counts.problems[0]}")
-    if counts.rows <= FEW_ROWS:
+    if counts.rows <= SMALLEST_SPLIT:
         lines.append(f"{counts.rows} rows teach a model little, and none are held out; a hundred are a beginning")
     if counts.too_long:
         lines.append(f"longer than max_length: {counts.too_long:,} rows; they are cut, and counted")

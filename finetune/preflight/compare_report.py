@@ -79,8 +79,14 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     head = "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
     if rows:
         device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
-        memory = _memory_table(rows, head, device, host=result["device"] != "cpu")
-        for title, table in (memory, _traffic_table(rows, head)):
+        tables = []
+        if result.get("ranking"):
+            tables.append(_ranking_table(result["ranking"], head, device))
+        if not result.get("ranking") or memory_differs(rows):
+            tables.append(_memory_table(rows, head, device, host=result["device"] != "cpu"))
+        if not result.get("ranking") or traffic_differs(rows):
+            tables.append(_traffic_table(rows, head))
+        for title, table in tables:
             console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
             console.print(table)
     for row in result["rows"]:
@@ -90,6 +96,36 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(line, markup=False, highlight=False)
     for note in result["notes"]:
         console.print(note, markup=False, highlight=False, style="dim")
+
+
+def memory_differs(rows: Sequence[Row]) -> bool:
+    """Whether some phase's peak differs by more than a fiftieth between rows."""
+    for phase in SHOWN_PHASES:
+        peaks = [row["phases"][phase]["peak_bytes"] for row in rows if phase in row["phases"]]
+        if peaks and max(peaks) > 1.02 * min(peaks):
+            return True
+    return False
+
+
+def traffic_differs(rows: Sequence[Row]) -> bool:
+    """Whether rows move different numbers of bytes in a step."""
+    return len({moved_per_step(row) for row in rows}) > 1
+
+
+def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str) -> tuple[str, Table]:
+    """The rows by their best held-out loss, the lowest first."""
+    held_out = ranking[0]["step"] is not None
+    title = f"{'Best held-out loss' if held_out else 'Final training loss'}, the lowest first ({device})"
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column(head, overflow="fold")
+    for name in ("loss", *["seeds"] * any(len(entry["rows"]) > 1 for entry in ranking), "at step", "s a step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for entry in ranking:
+        seeds = len(entry["rows"])
+        loss = f"{entry['best']:.4f}" + (f" ± {entry['spread']:.4f}" if seeds > 1 else "")
+        cells = [loss, *[str(seeds)] * (len(table.columns) == 5), str(entry["step"] or "-"), f"{entry['seconds']:.2f}"]
+        table.add_row(escape(entry["name"]), *cells)
+    return title, table
 
 
 def _losses_in_words(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -170,9 +206,12 @@ def _multiple(row: Row) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """The picture: memory per phase, seconds, traffic."""
+    """The picture: held-out curves where rows learn differently, else memory per phase, seconds, traffic."""
     rows = [row for row in result["rows"] if row["ok"]]
     if not rows:
+        return
+    if result.get("ranking"):
+        _draw_curves(result, rows, file)
         return
     figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
@@ -181,6 +220,42 @@ def draw(result: dict[str, Any], file: Path) -> None:
     _draw_memory(memory, rows)
     _draw_seconds(seconds, rows)
     _draw_traffic(traffic, rows)
+    absent = [row["name"] for row in result["rows"] if not row["ok"]]
+    if absent:
+        figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
+    figure.savefig(file)
+
+
+def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> None:
+    """Held-out loss of every row by step: a colour for each setting, a line for each seed, the best one thick."""
+    from matplotlib import colormaps
+
+    figure = new_figure(figsize=(9.0, 5.5))
+    axes = figure.subplots()
+    by_name = {row["name"]: row for row in rows}
+    held_out = any(len(row["held_out"]) > 1 for row in rows)
+    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for place, entry in enumerate(result["ranking"]):
+        for number, name in enumerate(entry["rows"]):
+            row = by_name[name]
+            points = row["held_out"] if held_out else list(enumerate(row["losses"], 1))
+            loss = f"{entry['best']:.4f}" + (f" ± {entry['spread']:.4f}" if len(entry["rows"]) > 1 else "")
+            axes.plot(
+                [step for step, _ in points],
+                [loss for _, loss in points],
+                color=colours[place % len(colours)],
+                linewidth=2.6 if place == 0 else 1.4,
+                marker="o" if held_out else None,
+                markersize=3.5,
+                label=f"{entry['name']}: {loss}" if number == 0 else None,
+            )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("held-out loss" if held_out else "training loss")
+    where = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
+    axes.set_title(f"{Path(result['recipe']).stem}: {where}; the best first", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
     absent = [row["name"] for row in result["rows"] if not row["ok"]]
     if absent:
         figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")

@@ -21,6 +21,7 @@ from finetune.recipe.strategy import strategy_of
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
+SEED_KEY = "training.seed"
 PLACE_KEY = "output_dir"  # beside it is the comparison's folder, where -o names none
 # Keys that a comparison sets for every job, and what to write instead.
 OWN_KEYS = {
@@ -78,9 +79,16 @@ class ComparedRow:
         return json.dumps(curve_identity(self.recipe), sort_keys=True)
 
 
-def rows_of_options(vary: Sequence[str], strategies: str | None) -> list[AskedRow]:
-    """One row for each combination of values; `strategies` is one more list of values. Raises FinetuneError."""
+def rows_of_options(vary: Sequence[str], strategies: str | None, seeds: int = 1) -> list[AskedRow]:
+    """One row for each combination of values. Raises FinetuneError.
+
+    Args:
+        strategies: One more list of values, with commas between.
+        seeds: Above 1, each combination is run with the seeds 1 to `seeds`.
+    """
     options = [("--vary", word) for word in vary]
+    if seeds > 1:
+        options.append(("--seeds", f"{SEED_KEY}={','.join(map(str, range(1, seeds + 1)))}"))
     if strategies is not None:
         options.insert(0, ("--strategies", f"{STRATEGY}={strategies}"))
     axes: dict[str, list[str]] = {}

@@ -5,12 +5,14 @@ A row that fails, or that this machine refuses, keeps its reason. Trained weight
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,15 +24,19 @@ from finetune.launch.local_ranks import check_rank_count
 from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compared
+from finetune.preflight.compare_rows import SEED_KEY, AskedRow, ComparedRow, check_compared
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.untrusted.json_files import read_object
 
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # Largest relative difference of final losses, by the format of the computation. Another order of summation over 20
 # steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
+
+EVALUATIONS = 6  # of each row, where rows learn differently
+MOST_BYTES = 64 * 2**20  # of compare.json
 
 Row = dict[str, Any]
 StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
@@ -55,6 +61,16 @@ class Comparison:
     def log(self, row: ComparedRow) -> Path:
         """The output of one row's job."""
         return self.folder / "logs" / f"{row.folder}.log"
+
+    @property
+    def learns_differently(self) -> bool:
+        """Whether rows differ in what they learn, and not only in how it is computed: then their losses are ranked."""
+        return len({row.curve for row in self.rows}) > 1
+
+    @property
+    def eval_steps(self) -> int:
+        """Steps between evaluations: one at the end, or EVALUATIONS where curves are compared."""
+        return max(1, self.steps // EVALUATIONS) if self.learns_differently else self.steps
 
     @property
     def varied(self) -> tuple[str, ...]:
@@ -86,11 +102,48 @@ def plan_comparison(
 def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
     """Run every row's job and write compare.json; returns its content."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
+    earlier = _finished_rows(comparison)
     rows: list[Row] = []
-    for row in comparison.rows:
-        _write(comparison, rows)  # also marks the folder as ours
-        rows.append(_run(comparison, row, progress))
+    for number, row in enumerate(comparison.rows):
+        # Rows of an earlier call that are still to come stay in the file: this call may be stopped too.
+        to_come = [earlier[_key(comparison, other)] for other in comparison.rows[number:]
+                   if _key(comparison, other) in earlier]  # fmt: skip
+        _write(comparison, [*rows, *to_come])  # also marks the folder as ours
+        kept = earlier.get(_key(comparison, row))
+        if kept is not None:
+            progress(row.name, comparison.steps)
+            progress(row.name, None)
+        rows.append(kept or _run(comparison, row, progress))
     return _write(comparison, rows)
+
+
+def _key(comparison: Comparison, row: ComparedRow) -> str:
+    """What a row's figures follow from: its recipe, the job's command, and the data files' sizes and times."""
+    files = []
+    for entry in row.recipe.data.sets:
+        for name in [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []:
+            with suppress(OSError):
+                files.append([name, os.stat(name).st_size, os.stat(name).st_mtime_ns])
+    parts = [row.recipe.model_dump(mode="json"), job_command(comparison, row)[1:], comparison.device, files]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _finished_rows(comparison: Comparison) -> dict[str, Row]:
+    """Rows that an earlier call in this folder finished, by `_key`."""
+    try:
+        stored = read_object(comparison.folder / "compare.json", MOST_BYTES)
+        rows = stored.get("rows", [])
+        return {row["key"]: row for row in rows if row["ok"] and _has_its_folder(comparison, row)}
+    except (FinetuneError, KeyError, TypeError):
+        return {}
+
+
+def _has_its_folder(comparison: Comparison, row: Row) -> bool:
+    """Whether the job's folder of a finished row is still there, for `finetune report`."""
+    return any(
+        each.name == row["name"] and (comparison.job_folder(each) / "metrics.jsonl").is_file()
+        for each in comparison.rows
+    )
 
 
 def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
@@ -110,7 +163,7 @@ def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
         f"output_dir={comparison.job_folder(row)}",
         f"training.max_steps={comparison.steps}",
         f"save_steps={comparison.steps}",
-        f"eval_steps={comparison.steps}",
+        f"eval_steps={comparison.eval_steps}",
         "training.early_stopping_patience=null",
         "training.load_best_model_at_end=false",
         "training.resume=never",
@@ -146,6 +199,7 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
             while (code := _wait(process)) is None:
                 progress(compared.name, _steps_done(folder))
     row: Row = _facts(comparison, compared) | {"ok": code == 0, "reason": None, "log": str(log)}
+    row["key"] = _key(comparison, compared)
     if code == 0:
         row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
     else:
@@ -203,6 +257,7 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
         "seconds_per_20_steps": 20 * seconds,
         "losses": [line["loss"] for line in train],
         "final_loss": train[-1]["loss"],
+        "held_out": [[line["step"], line["loss"]] for line in lines if line["kind"] == "eval"],
         "phases": {name: _phase(records) for name, records in by_phase.items() if records},
     }
 
@@ -226,6 +281,7 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
         "losses": loss_agreement(rows),
+        "ranking": ranking(rows) if comparison.learns_differently else [],
         "notes": notes(comparison),
     }
     write_json(comparison.folder / "compare.json", result)
@@ -248,6 +304,40 @@ def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
     none = {"worst_relative_difference": 0.0, "bound": LOSS_TOLERANCE["no"], "agree": True}
     farthest = max(groups, key=lambda group: group["worst_relative_difference"] / group["bound"], default=none)
     return {key: farthest[key] for key in none} | {"groups": groups}
+
+
+def ranking(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows that differ only in their seed, together, ranked by their best held-out loss; by the final loss if nothing
+    is held out.
+
+    Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the first
+    seed's), `seconds` of a step.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["ok"]:
+            settings = {key: value for key, value in row["settings"].items() if key != SEED_KEY}
+            groups.setdefault(json.dumps(settings, sort_keys=True), []).append(row)
+    ranked = []
+    for group in groups.values():
+        found = [min(row["held_out"], key=lambda point: point[1], default=(None, row["final_loss"])) for row in group]
+        losses = [loss for _, loss in found]
+        ranked.append(
+            {
+                "name": without_seed(group[0]["name"]) or group[0]["name"],
+                "rows": [row["name"] for row in group],
+                "best": statistics.fmean(losses),
+                "spread": (max(losses) - min(losses)) / 2,
+                "step": found[0][0],
+                "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
+            }
+        )
+    return sorted(ranked, key=lambda entry: entry["best"])
+
+
+def without_seed(name: str) -> str:
+    """A row's name without its seed."""
+    return " ".join(word for word in name.split() if not word.startswith("seed="))
 
 
 def notes(comparison: Comparison) -> list[str]:

@@ -17,9 +17,18 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import compare_report
+from finetune.preflight import comparison as comparison_module
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
 from finetune.preflight.compare_rows import rows_of_options
-from finetune.preflight.comparison import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
+from finetune.preflight.comparison import (
+    Comparison,
+    figures,
+    job_command,
+    loss_agreement,
+    notes,
+    plan_comparison,
+    ranking,
+)
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from tests.support.models.tiny import save_tiny, write_chats
@@ -287,3 +296,75 @@ def test_zero_moves_what_the_textbook_says(recipe: Path, tmp_path: Path) -> None
         assert phases["backward"]["bytes"]["reduce_scatter"] == pytest.approx(weights, rel=0.001)
         assert 3 * weights - 1.2 * gathered < moved_per_step(rows[name]) < 3.05 * weights
     assert rows["zero1"]["phases"]["step"]["allocated_bytes"] < rows["ddp"]["phases"]["step"]["allocated_bytes"]
+
+
+def swept(rate: str, seed: int, held_out: list[list[float]]) -> dict[str, Any]:
+    settings = {"training.learning_rate": rate, "training.seed": str(seed)}
+    row = finished(f"learning_rate={rate} seed={seed}", curve=seed)
+    return row | {"settings": settings, "held_out": held_out}
+
+
+SWEPT = [
+    swept("1e-3", 1, [[0, 4.0], [6, 3.0], [12, 2.5]]),
+    swept("1e-3", 2, [[0, 4.0], [6, 3.1], [12, 2.7]]),
+    swept("5e-3", 1, [[0, 4.0], [6, 2.2], [12, 2.4]]),
+    swept("5e-3", 2, [[0, 4.0], [6, 2.0], [12, 2.6]]),
+]
+
+
+def test_rows_are_ranked_by_their_best_held_out_loss_over_seeds() -> None:
+    best, second = ranking(SWEPT)
+    assert (best["name"], best["step"]) == ("learning_rate=5e-3", 6)
+    assert (best["best"], best["spread"]) == pytest.approx((2.1, 0.1))
+    assert (second["best"], second["spread"]) == pytest.approx((2.6, 0.1))
+    assert second["rows"] == ["learning_rate=1e-3 seed=1", "learning_rate=1e-3 seed=2"]
+
+
+def test_what_is_the_same_in_all_rows_is_not_shown(tmp_path: Path) -> None:
+    """Neither memory nor traffic differ between learning rates."""
+    console = Console(file=io.StringIO(), width=120)
+    summary = result(*SWEPT) | {"ranking": ranking(SWEPT), "varied": ["training.learning_rate", "training.seed"]}
+    print_tables(summary, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.index("5e-3") < shown.index("1e-3")
+    assert "2.1000 ± 0.1000" in shown
+    assert "Memory of a rank" not in shown
+    assert "traffic" not in shown
+    larger = [SWEPT[0], SWEPT[1] | {"phases": finished(scale=2)["phases"]}]
+    print_tables(result(*larger) | {"ranking": ranking(larger)}, console)
+    assert "Memory of a rank" in console.file.getvalue()  # type: ignore[attr-defined]
+    draw(summary, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_seeds_are_one_more_axis() -> None:
+    rows = rows_of_options(["training.learning_rate=1e-3,2e-3"], None, seeds=2)
+    assert [row.name for row in rows] == [
+        "learning_rate=1e-3 seed=1", "learning_rate=1e-3 seed=2",
+        "learning_rate=2e-3 seed=1", "learning_rate=2e-3 seed=2",
+    ]  # fmt: skip
+
+
+def test_a_comparison_that_was_stopped_repeats_nothing_that_is_finished(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run(compared: Comparison, row: Any, progress: Any) -> dict[str, Any]:
+        started.append(row.name)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        (compared.job_folder(row) / "metrics.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        (compared.job_folder(row) / "metrics.jsonl").write_text("")
+        facts = finished(row.name) | {"settings": dict(row.settings), "key": comparison_module._key(compared, row)}
+        return facts | {"held_out": [[3, 1.0]]}
+
+    monkeypatch.setattr(comparison_module, "_run", run)
+    vary = {"vary": ["training.learning_rate=1e-3,2e-3,4e-3"], "strategies": None, "folder": tmp_path / "c"}
+    with pytest.raises(KeyboardInterrupt):
+        comparison_module.compare(comparison(recipe, **vary), lambda name, step: None)
+    summary = comparison_module.compare(comparison(recipe, **vary), lambda name, step: None)
+    assert started == [f"learning_rate={rate}" for rate in ("1e-3", "2e-3", "2e-3", "4e-3")]
+    assert [row["name"] for row in summary["rows"]] == [f"learning_rate={rate}" for rate in ("1e-3", "2e-3", "4e-3")]
+    comparison_module.compare(comparison(recipe, **vary, steps=4), lambda name, step: None)
+    assert len(started) == 7  # other steps are another comparison
