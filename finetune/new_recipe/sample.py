@@ -15,7 +15,7 @@ from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular
 
-SAMPLED_ROWS = 2000
+ROWS_OF_HEAD = 2000
 SLICES, ROWS_OF_SLICE = 8, 100  # of a large file of JSON Lines, besides its head: sorted files begin with one kind
 SAMPLE_SECONDS = 4.0
 WHOLE_BELOW = 64 * 2**20  # bytes; smaller files are read whole
@@ -38,7 +38,7 @@ def read_sample(source: Source) -> Sample:
     nbytes = sum(file.stat().st_size for file in source.files)
     rows: list[Mapping[str, Any]] = []
     problems: list[str] = []
-    most = None if nbytes <= WHOLE_BELOW and source.kind != "hub" else SAMPLED_ROWS
+    most = None if nbytes <= WHOLE_BELOW and source.kind != "hub" else ROWS_OF_HEAD
     end = time.monotonic() + SAMPLE_SECONDS
     is_whole, read = True, 0
     for row in islice(source.rows(), most):
