@@ -81,6 +81,7 @@ def evaluate(
 
     opened, device = finished_run(run_at(run, step)), best_device()
     result: dict[str, Any] = {}
+    # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
     if not tasks or opened.recipe.data.eval is not None:
         result["held_out"] = held_out_figures(opened, device)
         say(held_out_in_words(result["held_out"]))

@@ -69,7 +69,7 @@ class ChatSession:
             prompt = self.encoder.prompt_ids(messages)
         except BadRow as error:
             raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
-        if settings.seed is not None:
+        if settings.seed is not None:  # for each answer, so that base and tuned draw the same numbers
             torch.manual_seed(settings.seed)
         with answering(speaker.model), speaker.turn_off_adapter():
             reply = answer(
@@ -162,7 +162,7 @@ def _save(session: ChatSession, path: Path) -> str:
     if not rows:
         return "nothing to show yet"
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except FileExistsError:
         return f"{path}: is there already; choose another name"

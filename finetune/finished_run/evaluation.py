@@ -38,6 +38,7 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     prepared = prepare(recipe, load_tokenizer(recipe))
     if prepared.eval is None:
         raise FinetuneError(f"{run.folder}: data.eval leaves no held-out row; name other rows")
+    # The trainer's own plan and autocast, so that the figure equals the run's own one.
     accelerator = Accelerator(cpu=device.type == "cpu")
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
@@ -49,7 +50,7 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
         with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
             try:
                 loss = evaluate(accelerator, model, prepared.eval, plan, objective_of(recipe))["loss"]
-            except NotFinite:
+            except NotFinite:  # its text is about a training
                 raise NotFinite(
                     f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
                 ) from None
@@ -67,7 +68,7 @@ def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Ite
         yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
         return
     adapted: Any = load_adapted(run, device, with_loss=with_loss)
-    if run.base_is_inside:
+    if run.base_is_inside:  # one model serves as both
         with adapted.disable_adapter():
             yield "base", adapted
     yield "tuned", adapted
@@ -131,7 +132,7 @@ def task_figures(
                     limit=limit,
                     log_samples=False,
                 )
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError) as error:  # most often a data set that is not on this machine
                 reason = " ".join(str(error).split())[:300]
                 raise EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}") from error
         # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.

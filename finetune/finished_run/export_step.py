@@ -76,9 +76,10 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     """
     folder = to or _default_folder(run_dir, step)
     resolved = require_run_folder(run_dir)
-    _refuse_foreign(folder)
+    _refuse_foreign(folder)  # before minutes of hashing and building
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)
+    # export_weights writes into its recipe's output_dir. Point that to the temporary folder, so the run stays as it is.
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with disk_errors(folder, "the run is untouched; "):
         remove_folder(temporary)
@@ -117,6 +118,7 @@ def _refuse_foreign(folder: Path) -> None:
     if folder.is_dir() and (_record(folder) or not any(folder.iterdir())):
         return
     if folder.exists() or folder.is_symlink():
+        # publish_folder deletes the folder that it replaces, so replace only our own.
         raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
 
 
@@ -169,6 +171,7 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
+        # The checkpoint holds a tied tensor under its first name.
         first = first_names.setdefault(id(parameter), name)
         if first not in weights:
             if first not in stored or stored[first].shape != tuple(parameter.shape):

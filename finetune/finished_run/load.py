@@ -65,6 +65,7 @@ def finished_run(run_dir: Path) -> FinishedRun:
 def recipe_of_run(resolved: Path) -> Recipe:
     """The recipe in a run's folder, for a verb that loads its model. Raises FinetuneError."""
     recipe = recipe_from_resolved(resolved)
+    # recipe.yaml may be a stranger's. Code that this user never accepted must not run.
     if recipe.model.trust_remote_code:
         refuse_unknown_code(resolved.parent, recipe.model.name_or_path, recipe.model.revision)
     return recipe
@@ -123,11 +124,12 @@ def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss
 
 
 def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
-    if not with_loss:  # answers and comparisons have no packed rows to isolate, and need a cache
+    if not with_loss:
+        # Answers and comparisons have no packed rows to isolate, and answers need a key-value cache.
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
-        add_rows(model, recipe.model, fill=path is None)
+        add_rows(model, recipe.model, fill=path is None)  # a tuned model's file has the new tokens' rows
         if with_loss:
             refuse_unsuitable(model, recipe).taught_to(model)
         else:

@@ -100,7 +100,7 @@ def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[
         return ["own"]
     if base is not None:
         return [base]
-    if compared:
+    if compared:  # measure both: either may agree better with the adapter
         return ["dequantized", "own"]
     return ["dequantized"]
 
@@ -139,6 +139,7 @@ def _compared(folder: Path, reference: Reference, device: torch.device) -> Agree
         folder, dtype="auto", use_safetensors=True, output_loading_info=True
     )
     model, info = loaded
+    # Missing, unexpected and mismatched names: transformers only warns about them.
     wrong = sorted(str(name) for names in info.values() for name in names)
     if wrong:
         raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")

@@ -44,6 +44,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
     """
     run, folder = finished_run(run_dir), to or run_dir / PLAIN
     _refuse(run_dir, run.recipe)
+    # Only an earlier export of our own is replaced.
     if (folder.exists() or folder.is_symlink()) and not (folder / PLAIN_RECORD).is_file():
         raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
     merge = plan_merge(run.recipe, run_dir, torch.device("cpu"))

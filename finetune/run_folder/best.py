@@ -40,6 +40,7 @@ def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
     if state.best_step is None or not recipe.training.exports_best:
         return ""
     folder, ranks = step_folder(Path(recipe.run_dir), state.best_step), all_ranks()
+    # Rank 0 decides for all: ranks that disagree about the best step would export different weights.
     problem = None
     if ranks.rank == 0:
         found = examine(folder, hashes=False)
@@ -59,7 +60,7 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Ex
     metric, step = recipe.training.metric_for_best_model, state.best_step
     if not recipe.training.exports_best or step is None:
         return Exported(state.step, False, metric, state.last_eval_loss)
-    if step != state.step:
+    if step != state.step:  # else the model has these weights already
         _load(parts, step_folder(Path(recipe.run_dir), step))
     return Exported(step, True, metric, state.best_eval_loss)
 

@@ -43,7 +43,7 @@ from finetune.strategies.pieces import Ranks, Stored, covers
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import words_of
 
-FORMAT = 2
+FORMAT = 2  # the manifest's version; `examine` refuses others
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -163,6 +163,7 @@ def _gathered(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any
         result = act()
     except Exception as error:
         failure = error
+    # Gather before raising: the other ranks wait in this collective.
     everyone = ranks.gather((result, failure and str(failure)))
     if failure is not None:
         raise failure
@@ -200,6 +201,8 @@ def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], written: l
     hashes = {group_part["file"]: group_part["sha256"] for group_part in group_parts if "file" in group_part}
     hashes["state.json"] = sha256_of(temporary / "state.json")
     files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
+    # Join the ranks' pieces to one entry per tensor. A part is [file, first element, elements]: a [4, 3] tensor on two
+    # ranks has the parts [..-00000.., 0, 6] and [..-00001.., 6, 6].
     groups: dict[str, dict[str, Any]] = {group: {} for group in written[0]}
     for ranks_part in written:
         for group, group_part in ranks_part.items():
@@ -248,6 +251,7 @@ def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
     The checkpoint after `step` was just written and is valid. Bad ones do not count towards `keep`. Checkpoints from
     later steps can only be bad: the run passed over them when it resumed, and will write them again.
     """
+    # Sizes are enough here: hashing would read every checkpoint at every save.
     earlier = [path for path in _folders(run_dir) if _step(path) <= step]
     good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
     kept = [*good[: max(keep, 1)], *(path for path in good if _step(path) == best)]
@@ -273,6 +277,7 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
         aliases = known_aliases(manifest, groups)
         if hashes and (problem := state_problem(read_object(folder / STATE_FILE))):
             return f"{STATE_FILE}: {problem}"
+    # A crash, a damaged disk or a stranger wrote the content, so each mistake becomes a text, whatever its type.
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except FinetuneError as error:
@@ -305,6 +310,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]
     groups: dict[str, dict[str, Tensor]] = {}
     for group, stored in checkpoint.groups.items():
         named = {name: entry.read_all() for name, entry in stored.items()}
+        # Tied tensors were stored once; both names get the same tensor.
         groups[group] = named | {name: named[stored_name] for name, stored_name in checkpoint.aliases[group].items()}
     return groups, read_state_of(checkpoint)
 

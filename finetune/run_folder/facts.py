@@ -192,8 +192,8 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         content = read_object(path, MOST_RECORD_BYTES)
         for key in _SECTIONS & content.keys():
             if not isinstance(content[key], dict):
-                what = f"{key} is {kind_of_value(content[key])}, where a run writes a section"
-                raise unreadable(path, what, "take the file of the run itself")
+                problem = f"{key} is {kind_of_value(content[key])}, where a run writes a section"
+                raise unreadable(path, problem, "take the file of the run itself")
         return content
 
     def lines(name: str) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def go_on(
     Raises FinetuneError if early stopping ended the run, or no checkpoint is left.
     """
     planned, done = asked.as_before(previous["identity"]), int(previous["step"])
-    if asked.steps <= planned.steps:
+    if asked.steps <= planned.steps:  # the caller then refuses the changed keys
         return None
     start_with = f"model.name_or_path={run_dir / 'model'}"
     if (run_dir / "adapter").is_dir():
@@ -108,6 +108,7 @@ def _in_words(asked: Asked, planned: Asked, start: int) -> str:
     training, rate = asked.training, learning_rate_schedule(asked.training, asked.steps)
     before = learning_rate_schedule(planned.training, planned.steps)
     finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
+    # Equal rates for all finished steps, as with a constant schedule, make the longer run's curve that of a new run.
     if all(before(step) == rate(step) for step in range(start)):
         return f"{finished}; its learning rates so far are those of a run planned with {asked.steps} steps"
     return (
@@ -129,6 +130,7 @@ def set_aside(run_dir: Path, start: int, done: int) -> None:
     except (OSError, ValueError):
         step = done
     write_json(folder / EXPORT_RECORD, {"run": run_dir.resolve().name, "step": step})
+    # A crash may have come between two of these renames. Then the next start moves the rest.
     for name in HANDED_OVER:
         if (run_dir / name).exists() and not (folder / name).exists():
             os.rename(run_dir / name, folder / name)

@@ -46,6 +46,7 @@ def save(
     `then` is called when the checkpoint exists.
     """
     run_dir, tensors, keep = Path(recipe.run_dir), checkpoint_tensors(parts), recipe.save_total_limit
+    # Pruning keeps the best evaluation's checkpoint too, because its weights are exported at the end.
     best = state.best_step if recipe.training.exports_best else None
     saves.save(run_dir, state.step, tensors, state.as_json(), keep=keep, best=best, then=then)
 
@@ -68,6 +69,7 @@ def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
     if parts.engine is not None:
         load_masters_from(parts.engine, checkpoint.groups["model"])
     else:
+        # After an evaluation FSDP2's head is still gathered. Its parameters are then not the optimizer's, but copies.
         reshard(parts.unwrapped_model)
         load_model(parts.unwrapped_model, parts.of_this_stage(checkpoint.groups["model"]))
 
@@ -100,6 +102,7 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
     """This rank's part of a checkpoint: group -> name -> tensor or piece."""
     if parts.engine is not None:
         return trained_pieces(parts.engine)
+    # Save the optimizer's shards, not gathered copies in the compute format.
     reshard(parts.unwrapped_model)
     return {
         "model": parts.to_write(model_tensors(parts.unwrapped_model)),
@@ -127,6 +130,7 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
 
     Returns the folder. Raises NotFinite, on every rank, if a number does not fit the export's number format.
     """
+    # Gathering is collective. Only the writing rank keeps the unsharded weights, in host memory.
     weights = parts.trained_weights(dtype=export_dtype(recipe), keep=write)
     bad: list[str] = []
     if write:
@@ -231,8 +235,9 @@ def export_model(
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
+    # The result appears under its name when all files are complete and synced.
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
-    remove_folder(temporary)
+    remove_folder(temporary)  # from a process that was killed during an export
     with disk_errors(target, "checkpoints are intact; "):
         write(temporary)
         publish_folder(temporary, target)

@@ -35,6 +35,7 @@ def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] |
 def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:
     """The names with the start's checksums. Raises NothingTrained if these are all names."""
     unchanged = sorted(name for name, checksum in now.items() if start.get(name) == checksum)
+    # A single tensor may rightly stay, for example an expert that no token reached. All of them may not.
     if start and len(unchanged) == len(start):
         raise NothingTrained(
             f"training: its steps changed no bit of the {len(start)} trained tensors, first {unchanged[0]}; nothing is "

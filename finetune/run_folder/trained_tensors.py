@@ -44,6 +44,7 @@ def load_model(model: nn.Module, tensors: Readable) -> None:
             mistakes.append(f"{name}: {_kind(saved)} in the checkpoint, {_kind(parameter)} in the model")
         else:
             own_shards[name] = _shard_of(saved, parameter)
+    # Refuse before the first copy: a model with some new and some old weights must not train.
     _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(own_shards)])
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -54,7 +55,7 @@ def _shard_of(saved: Tensor | Stored, parameter: Tensor) -> Tensor:
     """The saved tensor's elements for this rank's shard of `parameter`, in the shard's shape."""
     local, start = local_part(parameter)
     if isinstance(saved, Stored):
-        if not local.numel():
+        if not local.numel():  # FSDP2 gives no rows to the last ranks of a small tensor
             return torch.empty(local.shape, dtype=saved.dtype)
         return saved.read(start, local.numel()).view(local.shape)
     return saved.reshape(-1)[start : start + local.numel()].view(local.shape)
@@ -107,6 +108,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     # Fused and capturable kernels read a parameter's step count on the device; the others read it on the CPU.
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     step_on_device = {id(parameter) for group in groups for parameter in group["params"]}
+    # Free the present state before the new one is allocated.
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
     named = {key.partition(":")[0] for key in placed}
@@ -184,6 +186,7 @@ def _sharded_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
 def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in members}
+    # named_parameters lists a tied parameter once, as param_groups do.
     assert len(named) == len(members), "the optimizer holds parameters that are not the model's"
     return named
 

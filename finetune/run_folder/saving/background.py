@@ -31,11 +31,11 @@ from finetune.run_folder.saving.own_pieces import HostCopies, OwnPieces, Tensors
 from finetune.strategies.pieces import Ranks, all_ranks
 
 SPARE_BYTES = GIB  # host memory that a copy leaves free on each machine
-BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the present file
+BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being written
 
 
 class BrokenOff(Exception):
-    """A write was given up between two files."""
+    """A write was given up between two phases."""
 
 
 @contextmanager
@@ -114,6 +114,7 @@ class Saves:
             if then is not None:
                 then()
 
+        # One write at a time: a second one would need a second copy in host memory.
         self.wait()
         _finish_kernels()
         refuse_not_finite(step, tensors, self._ranks)
@@ -122,12 +123,12 @@ class Saves:
             write(pieces, self._ranks)
             return
         copies = self._copies.copied(pieces)
-        _finish_kernels()
+        _finish_kernels()  # the copies are asynchronous, and the next step changes their sources
 
         def write_behind() -> None:
             try:
                 write(copies, self._behind)
-            except BaseException as error:
+            except BaseException as error:  # raised by the training's thread, in `wait`
                 self._failure = error
 
         self._thread = threading.Thread(target=write_behind, name="checkpoint", daemon=True)
@@ -155,12 +156,13 @@ class Saves:
             self._thread = None
 
     def break_off(self) -> None:
-        """Stop the thread after its present file, and wait for that BREAK_OFF_SECONDS."""
+        """Stop the thread after its present phase. Wait for that, BREAK_OFF_SECONDS at most."""
         self._broken_off.set()
         if self._thread is not None:
             self._thread.join(BREAK_OFF_SECONDS)
 
     def _gather(self, gather: Callable[[Any], list[Any]], thing: Any) -> list[Any]:
+        # Each phase of a write ends in a collective, so a write stops between two phases.
         if self._broken_off.is_set():
             raise BrokenOff
         return gather(thing)
@@ -181,7 +183,7 @@ class Saves:
                     f"checkpoints: a copy in host memory beside the training's peak needs {needed / GIB:.1f} GiB of a "
                     f"machine, {left / GIB:.1f} are left: training waits while a checkpoint is written"
                 )
-                self._log = lambda _: None
+                self._log = lambda _: None  # once is enough
                 return False
         return True
 

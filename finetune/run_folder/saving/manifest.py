@@ -51,6 +51,7 @@ def listed_files(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 def stored_groups(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
     """Group -> name -> the elements' places. Raises ValueError if the files do not have them all."""
+    # Compare the manifest with each file's own header, so that no piece lies outside its file.
     headers: dict[str, Mapping[str, TensorFacts]] = {}
     for file in manifest["files"]:
         if file != STATE_FILE:
