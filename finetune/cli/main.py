@@ -201,6 +201,10 @@ def plan(
         str | None,
         typer.Option("--max", help="max_length or per_device_batch_size: how far it goes.", show_default=False),
     ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Memory by component, operations, spare memory.")] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="Of one GPU for one hour: adds the cost.", show_default=False)
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="The arithmetic, in this recipe's figures.")] = False,
     model: Annotated[
         str | None, typer.Option(help="A Hub name or a folder: plan LoRA on it, or --pick.", show_default=False)
@@ -219,7 +223,10 @@ def plan(
 
         if file is not None:
             check_output(file, "--output")
-        options, note = planner.PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
+        options, note = (
+            planner.PlanOptions(gpus, nodes, largest, explain, details, price),
+            partial(typer.echo, err=True),
+        )
         if audit:
             result, text = planner.audit([user_path(word) for word in words or []], note)
         elif pick:

@@ -24,7 +24,7 @@ from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import require_run_folder, unfinished
+from finetune.run_folder.facts import not_finished_yet, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_unknown_code
@@ -58,7 +58,7 @@ def finished_run(run_dir: Path) -> FinishedRun:
         transformers_logging.disable_progress_bar()
     run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
     if not run.product.is_dir():
-        raise unfinished(run_dir)
+        raise not_finished_yet(run_dir)
     return run
 
 

@@ -33,7 +33,7 @@ from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import unfinished
+from finetune.run_folder.facts import not_finished_yet
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
@@ -144,7 +144,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     if recipe.lora is None:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
-        raise unfinished(run_dir)
+        raise not_finished_yet(run_dir)
     base = open_base(recipe.model)  # this fetches the files that decide the structure
     found, structure = stored_structure(recipe.model), structure_alone(recipe)
     whole = names_in_whole(structure) or WholeNames({}, structure)

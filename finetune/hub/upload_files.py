@@ -21,7 +21,7 @@ from finetune.errors import FinetuneError
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.redaction import find_secret, hide_secrets
-from finetune.run_folder.facts import require_run_folder, unfinished
+from finetune.run_folder.facts import not_finished_yet, require_run_folder
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.safetensors_header import read_header
 
@@ -168,7 +168,7 @@ def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
     if merged and (run_dir / "model").is_dir():
         raise FinetuneError(f"{run_dir}: all weights were trained, there is nothing to merge; push it without --merged")
     require_run_folder(run_dir)
-    raise unfinished(run_dir)
+    raise not_finished_yet(run_dir)
 
 
 def collect(

@@ -47,7 +47,7 @@ NUMBER = re.compile(r"[-+]?\d[\d.,' ]*%?")
 DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?|\d{1,2}:\d{2}(:\d{2})?")
 ADDRESS = re.compile(r"(https?://|www\.)\S+|\S+@\S+\.\w+|/\S+\.\w{2,4}")
 CLEAR = 3.5  # points between the best reading and the next: more than order and length give together
-FEW = 30  # texts from which the share of different ones says something
+FIRST_TEXTS = 30  # texts from which the share of different ones says something
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def looks_like_data(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> 
     """
     if any(NUMBER.fullmatch(name.strip()) or DATE.fullmatch(name.strip()) for name in names if name.strip()):
         return True
-    texts = [column for column in profiles(rows[:FEW]) if column.is_text and not column.repeats]
+    texts = [column for column in profiles(rows[:FIRST_TEXTS]) if column.is_text and not column.repeats]
     return bool(texts) and all(_is_like_a_value(column) for column in texts)
 
 

@@ -33,7 +33,7 @@ from finetune.tokens.estimate import estimated_rows, text_of
 
 SHOWN = 5  # rows
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
-BYTES_A_TOKEN = 3.0  # where no tokenizer is at hand: English has 4, German 3
+ASSUMED_TOKEN_BYTES = 3.0  # where no tokenizer is at hand: English has 4, German 3
 SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
 ROW_SIZES = (256, 512, 1024, 2048, 4096)
@@ -247,7 +247,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
 
 def _row_length(longest_bytes: int, most: int) -> int:
     """max_length: the next size that holds the longest row, by its bytes."""
-    tokens = longest_bytes / BYTES_A_TOKEN * 1.2 + 32
+    tokens = longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
     return min(most, next((length for length in ROW_SIZES if length >= tokens), most))
 
 
@@ -273,8 +273,8 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, tokens)
         longest = measured.too_long[2] if measured.too_long else round(counts.longest_bytes / bytes_a_token)
     else:
-        tokens = round(counts.rows * (counts.mean_bytes / BYTES_A_TOKEN + 12))
-        too_long, longest = 0, round(counts.longest_bytes / BYTES_A_TOKEN + 12)
+        tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
+        too_long, longest = 0, round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
         packed = math.ceil(tokens / length)
     counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long)
 

@@ -11,7 +11,7 @@ from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
 
 LONGEST_SHOWN = 300  # of one text
-COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
+ROLE_COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 
 
 def print_proposal(proposal: Proposal, console: Console) -> None:
@@ -60,5 +60,5 @@ def _print_example(example: Chat | Passage, console: Console) -> None:
         if len(text) > LONGEST_SHOWN:
             text = text[:LONGEST_SHOWN] + " ..."
         line = Text(f"  {role:<10} ", style="dim")
-        line.append(text.replace("\n", "\n" + " " * 13), style="green" if supervised else COLOURS.get(role, ""))
+        line.append(text.replace("\n", "\n" + " " * 13), style="green" if supervised else ROLE_COLOURS.get(role, ""))
         console.print(line, soft_wrap=False)

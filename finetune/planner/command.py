@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -26,6 +27,7 @@ from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.number_formats import fastest_for
 from finetune.recipe.schema import Recipe
+from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan
@@ -45,6 +47,8 @@ class PlanOptions:
     nodes: int | None = None
     largest: str | None = None
     explain: bool = False
+    details: bool = False  # everything that is known, not one screen
+    price: float | None = None  # of one GPU for one hour, in any currency
 
     def gpus_for(self, recipe: Recipe) -> Gpus | None:
         """The GPUs of `--gpus`, without it the recipe's; None for a CPU. Raises FinetuneError."""
@@ -127,7 +131,7 @@ def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: 
             recipe = changed(recipe, {"training.activation_checkpointing": True})
         return _largest(recipe, gpus, options.largest, note)
     chosen = choose_recomputation(recipe, gpus)
-    result, text = _plan_one(chosen.recipe, gpus, note, explained=options.explain)
+    result, text = _plan_one(chosen.recipe, gpus, note, options)
     if not chosen.line:
         return result, text
     return result | {"recomputation": chosen.facts}, f"{text}\n{chosen.line}"
@@ -146,21 +150,24 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note
     return _plan_loaded(recipe, gpus, options, note)
 
 
-def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
+def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions) -> Output:
     planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model")
     with without_gc():
         from finetune.probe.forked import probed_in_child
 
     with probed_in_child(recipe) as probed:
-        result, text = _planned(recipe, gpus, note, explained=explained)
+        result, text = _planned(recipe, gpus, note, options)
         found = probed()
-    return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"
+    if options.details:
+        return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"
+    lines = [text, found.line().partition("\n")[0], "more: --details; the arithmetic: --explain"]
+    return result | {"probe": found.as_json()}, "\n".join(lines)
 
 
-def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
+def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions) -> Output:
     planned = plan_by_trace(recipe, gpus)
-    from finetune.planner.memory_table import plan_json, plan_text
+    from finetune.planner.memory_table import plan_bars, plan_json, plan_text, verdict
     from finetune.planner.roofline import roofline_json, roofline_lines
     from finetune.training.batch_notes import notes_before_launch
 
@@ -168,7 +175,13 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
     batches = notes_before_launch(recipe, ranks=planned.ranks)
     result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
     result["batches"] = batches
-    text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
+    result["run"] = whole_run(recipe, result, options.price)
+    if options.details:
+        text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
+        text.insert(1, run_in_words(result["run"], result, gpus))
+    else:
+        text = [verdict(planned), run_in_words(result["run"], result, gpus), "", *plan_bars(planned), ""]
+        text += [f"assumed: {'; '.join(['full rows of data.max_length', *planned.notes])}"]
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}, does not fit; now changes that may")
@@ -178,13 +191,60 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
     elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
         result["spare"] = [each.as_json() for each in spare]
-        if spare:
+        if spare and options.details:
             text += ["", "the spare memory could be used for one of these (by the closed form):"]
             text += remedies.lines(spare)
-    if explained:
+        elif spare:
+            text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
+    if options.explain:
         result["explanation"] = explain_plan(recipe, config, gpus)
         text += ["", result["explanation"]]
     return result, "\n".join(text)
+
+
+def whole_run(recipe: Recipe, plan: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """Steps, tokens, seconds and cost of a whole run; None for what is not known.
+
+    Args:
+        plan: A plan's JSON: `batches` has the steps if the data are here, `speed` the seconds if a GPU is named.
+        price: Of one GPU for one hour.
+
+    Seconds are a lower bound, as the speed is an upper one: 600 steps of 12 s are 2 hours; on 4 GPUs at 1.50 an hour
+    they cost 12.
+    """
+    batches, speed = plan["batches"], plan.get("speed") or {}
+    steps = batches.get("steps") or recipe.training.max_steps
+    seconds = None if steps is None or not speed.get("step_seconds") else steps * speed["step_seconds"]
+    tokens = None
+    if steps is not None and batches.get("tokens_per_step"):
+        tokens = round(steps * batches["tokens_per_step"])
+    gpus = recipe.budget.gpus * recipe.budget.nodes or speed.get("ranks", 1)
+    cost = None if price is None or seconds is None else round(seconds / 3600 * price * speed.get("ranks", gpus), 2)
+    return {"steps": steps, "tokens": tokens, "seconds": seconds, "cost": cost}
+
+
+def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -> str:
+    """Time, steps and cost in a line, or what would have to be added to know them."""
+    speed = plan.get("speed") or {}
+    parts = []
+    if run["steps"] is not None:
+        tokens = f" ({run['tokens'] / 1e6:.3g} M tokens)" if run["tokens"] else ""
+        parts.append(f"{counted(run['steps'], 'step')}{tokens}")
+    if run["seconds"] is not None:
+        hours, minutes = divmod(math.ceil(run["seconds"] / 60), 60)
+        parts.append(f"at least {hours} h {minutes} min" if hours else f"at least {minutes} min")
+    if speed.get("step_seconds"):
+        parts.append(f"{speed['step_seconds']:.3g} s a step, at most {speed['tokens_per_second']:,.0f} tokens/s")
+    if run["cost"] is not None:
+        parts.append(f"from {run['cost']:,.2f} at that price")
+    missing = []
+    if run["steps"] is None:
+        missing.append("the number of rows is not known here, so neither steps nor time")
+    if gpus is not None and not speed.get("step_seconds"):
+        missing.append("a GPU's name, --gpus L4, adds time and cost")
+    if gpus is None:
+        missing.append("its time on a CPU is not planned")
+    return "the run: " + "; ".join([*parts, *missing])
 
 
 def _noted(note: Note) -> remedies.PlanFunction:

@@ -30,7 +30,7 @@ assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 def plan_text(planned: Plan) -> str:
     """Verdict, reason, table, bars, and assumptions."""
     stages = ["", *_stages(planned)] if planned.stages else []
-    return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), *stages, "", *_rest(planned)])
+    return "\n".join([verdict(planned), "", *_table(planned), "", *plan_bars(planned), *stages, "", *_rest(planned)])
 
 
 def verdict(planned: Plan) -> str:
@@ -62,7 +62,7 @@ def _table(planned: Plan) -> Iterator[str]:
     yield f"{'all tensors':<24}" + "".join(f"{phase.peak.nbytes / GIB:>10.2f}" for phase in phases.values())
 
 
-def _bars(planned: Plan) -> Iterator[str]:
+def plan_bars(planned: Plan) -> Iterator[str]:
     """Each phase's peak as a bar, relative to the GPU's memory or to the largest peak."""
     outside, phases = sum(planned.outside.values()), planned.phases
     largest = max(phase.peak.nbytes for phase in phases.values()) + outside

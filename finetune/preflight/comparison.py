@@ -36,7 +36,7 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
 EVALUATIONS = 6  # of each row, where rows learn differently
-MOST_BYTES = 64 * 2**20  # of compare.json
+LARGEST_RESULT = 64 * 2**20  # of compare.json
 
 Row = dict[str, Any]
 StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
@@ -131,7 +131,7 @@ def _key(comparison: Comparison, row: ComparedRow) -> str:
 def _finished_rows(comparison: Comparison) -> dict[str, Row]:
     """Rows that an earlier call in this folder finished, by `_key`."""
     try:
-        stored = read_object(comparison.folder / "compare.json", MOST_BYTES)
+        stored = read_object(comparison.folder / "compare.json", LARGEST_RESULT)
         rows = stored.get("rows", [])
         return {row["key"]: row for row in rows if row["ok"] and _has_its_folder(comparison, row)}
     except (FinetuneError, KeyError, TypeError):

@@ -32,7 +32,7 @@ def require_run_folder(run_dir: Path) -> Path:
     return resolved
 
 
-def unfinished(run_dir: Path) -> FinetuneError:
+def not_finished_yet(run_dir: Path) -> FinetuneError:
     """The error for a run that has no result yet: its checkpoints can be used, or it can be continued."""
     folders = (run_dir / "checkpoints").glob("step-*")
     steps = sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
