@@ -31,3 +31,14 @@ def recomputation_in_words(setting: bool | int | str) -> str:
 def first_lines(lines: Sequence[str], most: int) -> list[str]:
     """The first of a message's lines, and how many more there are."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def duration(seconds: float) -> str:
+    """3 s, 2:05 or 1:02:03."""
+    total = round(seconds)
+    hours, rest = divmod(total, 3600)
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    if total >= 60:
+        return f"{total // 60}:{total % 60:02d}"
+    return f"{total} s"

@@ -19,6 +19,7 @@ import torch
 from finetune.measure.phases import peak_bytes
 from finetune.measure.units import GIB
 from finetune.output_stream import lasting
+from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 FEWEST_BARS, MOST_BARS = 8, 24
@@ -99,17 +100,6 @@ def sparkline(values: list[float], width: int = MOST_BARS) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
-
-
-def duration(seconds: float) -> str:
-    """3 s, 2:05 or 1:02:03."""
-    total = round(seconds)
-    hours, rest = divmod(total, 3600)
-    if hours:
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    if total >= 60:
-        return f"{total // 60}:{total % 60:02d}"
-    return f"{total} s"
 
 
 class Terminal:

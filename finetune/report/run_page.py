@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,11 @@ from finetune.report.curves import (
 )
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, save_png
+from finetune.wording import counted, duration
 
 PAGE_SAMPLES = 8  # prompts
+_CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<bos>")
+_ROLE = re.compile(r"^(?:user|human|system|model|assistant)\n+")
 PAGE_NAME = "report.html"
 PICTURES = {"loss.png": loss_chart, "memory.png": memory_chart}
 
@@ -59,11 +63,14 @@ def report(runs: Sequence[ReportedRun]) -> str:
         error=alone.facts.state.get("error") if alone else None,
         missing=[missing for run in runs if (missing := _missing(run, alone))],
         process=_process(alone) if alone else "",
-        curves=curves(runs),
+        told=_told(alone) if alone else [],
+        first_chart=loss_chart(runs) if alone and loss_chart(runs).shown else None,
+        curves=curves(runs)[1 if alone and loss_chart(runs).shown else 0 :],
         memory=memory,
         memory_rows=list(_memory_rows(memory)),
         answers=[("" if alone else run.name, answers) for run, answers in samples if answers],
-        receipt=_receipt(alone) if alone else [],
+        question_of=question_of,
+        receipt=_receipt(alone) if alone else {},
         documents=_documents(alone) if alone else [],
     )
 
@@ -102,9 +109,53 @@ def _memory_rows(chart: Chart) -> Iterator[list[str]]:
         yield [series.name, *(f"{peaks[index]:.3f}" if index in peaks else "" for index in range(len(chart.groups)))]
 
 
-def _receipt(run: ReportedRun) -> list[tuple[str, str]]:
+def question_of(prompt: str) -> str:
+    """The user's words in a rendered prompt: its last stretch between control tokens that is not a role's name."""
+    stretches = [stretch.strip() for stretch in _CONTROL.split(prompt)]
+    words = [_ROLE.sub("", stretch) for stretch in stretches]
+    questions = [text for text in words if text and text.lower() not in ("user", "assistant", "model", "system")]
+    return questions[-1] if questions and len(stretches) > 1 else prompt
+
+
+def _told(run: ReportedRun) -> list[str]:
+    """The run in sentences, for a reader who did not train it: the task, the data in numbers, the result."""
+    recipe, receipt = run.facts.recipe, run.facts.receipt
+    data, parameters = receipt.get("data") or {}, receipt.get("parameters") or {}
+    trained, evals = run.facts.trained(), run.facts.evals()
+    names = ", ".join(dict.fromkeys(entry.short_name for entry in recipe.data.train))
+    told = []
+    if data.get("documents"):
+        shown = f"{data['documents']:,} examples of {names}, {data.get('tokens', 0):,} tokens"
+        if data.get("supervised_tokens"):
+            shown += f", of which {data['supervised_tokens']:,} are supervised (the answers)"
+        told.append(f"Data: {shown}.")
+    if parameters.get("trained"):
+        whole = parameters["trained"] + parameters.get("frozen", 0)
+        told.append(
+            f"Trained: {parameters['trained']:,} of {whole:,} parameters ({parameters['trained'] / whole:.1%})."
+        )
+    if trained:
+        seconds = sum(line["step_seconds"] for line in trained)
+        where = "one CPU" if receipt.get("device") == "cpu" else f"{receipt.get('world_size', 1)} GPU"
+        told.append(f"Time: {counted(trained[-1]['step'], 'step')} in {duration(seconds)} on {where}.")
+    if len(evals) > 1:
+        best = (receipt.get("export") or {}).get("loss") or evals[-1]["loss"]
+        before = evals[0]["loss"]
+        change = f"{1 - best / before:.0%} lower" if best <= before else "it got worse"
+        told.append(f"Result on held-out examples: loss {before:.3f} before, {best:.3f} after ({change}).")
+    return told
+
+
+def _receipt(run: ReportedRun) -> dict[str, list[tuple[str, str]]]:
+    """The receipt's values by their section, without those that say nothing."""
     receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
-    return [(dotted(path), _cell(value)) for path, value in leaves(receipt, lists="none")]
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for path, value in leaves(receipt, lists="none"):
+        if value in (None, "", {}, []):
+            continue
+        group = str(path[0]) if len(path) > 1 else "the run"
+        groups.setdefault(group, []).append((dotted(path[1:] or path), _cell(value)))
+    return dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run"))
 
 
 def _documents(run: ReportedRun) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import yaml
 from finetune.cli.main import main as cli
 from finetune.report.curves import curves, loss_chart, read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
-from finetune.report.run_page import report, write_page, write_pages
+from finetune.report.run_page import question_of, report, write_page, write_pages
 from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import tiny, write_recipe
@@ -373,3 +373,43 @@ def test_a_runs_name_is_no_formula_in_a_picture(tmp_path: Path) -> None:
     chart = Chart("t", [Series(name, [(1, 1.0), (2, 2.0)]) for name in names])
     save_png(chart, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
+    """Sentences, answers and the loss come before what the trainer looks at; empty values of the receipt are left out."""
+    folder = write_run(tmp_path / "one", steps=5)
+    receipt = json.loads((folder / "receipt.json").read_text())
+    receipt["parameters"]["frozen"] = 87_655
+    receipt |= {
+        "data": {"documents": 252, "tokens": 20_481, "supervised_tokens": 8_313},
+        "pipeline": None,
+        "float8": {},
+    }
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    text = text_of(report(read_runs([folder])))
+    for sentence in (
+        "252 examples of rows, 20,481 tokens, of which 8,313 are supervised",
+        "12,345 of 100,000 parameters (12.3%)",
+        "5 steps in 11 s on one CPU",
+        "loss 4.500 before, 2.500 after (44% lower)",
+    ):
+        assert sentence in text
+    places = [text.index(words) for words in ("What was learned", "before!", "For the trainer", "Learning rate")]
+    assert places == sorted(places)
+    assert "pipeline" not in text
+    assert "float8" not in text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [
+        ("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nWas?<|im_end|>\n<|im_start|>assistant\n", "Was?"),
+        ("<|start_header_id|>user<|end_header_id|>\n\nWas?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+         "Was?"),
+        ("<bos><start_of_turn>user\nWas?<end_of_turn>\n<start_of_turn>model\n", "Was?"),
+        ("<s>[INST] Was? [/INST]", "Was?"),
+        ("A text that goes on", "A text that goes on"),
+    ],
+)  # fmt: skip
+def test_the_question_is_found_in_a_rendered_prompt(prompt: str, question: str) -> None:
+    assert question_of(prompt) == question
