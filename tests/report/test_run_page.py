@@ -376,7 +376,7 @@ def test_a_runs_name_is_no_formula_in_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
-    """Sentences, answers and the loss come before what the trainer looks at; empty values of the receipt are left out."""
+    """Sentences, answers and the loss come first, then the trainer's part, without the receipt's empty values."""
     folder = write_run(tmp_path / "one", steps=5)
     receipt = json.loads((folder / "receipt.json").read_text())
     receipt["parameters"]["frozen"] = 87_655
