@@ -44,7 +44,8 @@ WEIGHTS = {
 
 
 def recipe(model: str = "meta-llama/Llama-3.1-8B", **keys: Any) -> Recipe:
-    training = {"activation_checkpointing": False} | keys.pop("training", {})
+    # bf16, not auto, which asks this machine's processor.
+    training = {"activation_checkpointing": False, "mixed_precision": "bf16"} | keys.pop("training", {})
     return Recipe(
         model=ModelSection(name_or_path=model),
         data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=keys.pop("max_length", 4096)),
