@@ -39,7 +39,7 @@ COMPONENTS = (
 
 
 def loss_chunk_rows(vocabulary: int) -> int:
-    """Tokens that the loss applies the head to at a time; architecture/loss.py: chunk_rows."""
+    """Tokens to which the loss applies the head at once; architecture/loss.py: chunk_rows."""
     return max(1, LOSS_CHUNK_BYTES // (FLOAT32 * vocabulary * LOSS_TILE)) * LOSS_TILE
 
 

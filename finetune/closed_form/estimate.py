@@ -9,7 +9,7 @@ is the largest of a few moments.
     peaks.py     the moments of forward and backward at which these add up to a peak
     estimate.py  the largest moment of each phase
 
-Each of them says at its top how to add a tensor.
+Each file says at its top how to add a tensor.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
-# What the allocator may reserve besides what is needed, as a share of that: the most that it reserved in the replays of
-# the grid of benchmarks/closed_form.py, with all the room it asked for, rounded up. Sharding frees and allocates large
-# buffers of different sizes all the time, on several streams; its most is a 7B model on 64 GPUs, of 5 GiB each.
+# The allocator may reserve this share of the needed bytes on top of them. It is the largest share in the replays of
+# benchmarks/closed_form.py's grid, with all the room that the allocator asked for, rounded up. Sharding frees and
+# allocates large buffers of different sizes all the time, on several streams. Its largest share is that of a 7B model
+# on 64 GPUs, with 5 GiB on each.
 RESERVED = {"single": 0.18, "ddp": 0.14, "fsdp": 0.42}
 
 
@@ -38,8 +39,8 @@ class Estimate:
     """A recipe's memory on one rank's GPU: bytes by component at each phase's peak."""
 
     phases: dict[str, dict[str, int]]
-    outside: dict[str, int]  # not of tensors
-    reserved: float = 0.0  # by the allocator besides what is needed, at most: a share of that
+    outside: dict[str, int]  # bytes outside of tensors
+    reserved: float = 0.0  # bytes that the allocator reserves on top, at most: a share of the needed bytes
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -90,7 +91,9 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
         "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: rank.static[c.OTHER] + _update(rank)},
         "save": rank.static,
     }
-    outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if rank.ranks > 1 else {})
+    outside = {"CUDA context": CUDA_CONTEXT}
+    if rank.ranks > 1:
+        outside["NCCL"] = NCCL_BUFFERS
     nonzero = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
     return Estimate(nonzero, outside, RESERVED[rank.strategy.kind])
 
@@ -100,15 +103,14 @@ def _largest(moments: Iterable[Bytes]) -> Bytes:
 
 
 def _update(rank: RankSizes) -> int:
-    """Memory that an update holds for a moment. torch's fused kernel holds none. model/optimizers/rounded_adamw.py
-    holds six tensors with 4 bytes per element of the largest weight, up to a limit: weight, moments, gradient,
-    random bits, their shift.
+    """Bytes that an update holds for a moment. torch's fused kernel holds none.
 
-    Adapters are so small that their update is no peak.
+    model/optimizers/rounded_adamw.py holds six float32 tensors for the largest weight, up to a limit: weight, two
+    moments, gradient, random bits, their shift. Adapters are so small that their update is no peak.
     """
     if rank.trained_weight_bytes != HALF or not rank.base_trained:
         return 0
-    largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the table's, [vocabulary, h]
+    largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the embeddings' shard of [vocabulary, h]
     return 6 * FLOAT32 * min(ROUNDED_AT_ONCE, largest)
 
 
@@ -118,8 +120,11 @@ def _load(rank: RankSizes) -> Mapping[str, int]:
         return {c.PARAMETERS: rank.parameter_bytes} | rank.ddp_buckets
     # Rank 0 holds each tensor unsharded while it scatters it: the embeddings first, the head or the last matrix last.
     width = rank.trained_weight_bytes if rank.base_trained else HALF
-    table = shape.embedding_weights  # [vocabulary, h]
-    last = shape.linears["down"].weights // (4 if rank.four_bit else 1) if shape.tied else table
+    last = table = shape.embedding_weights  # [vocabulary, h]
+    if shape.tied:  # the last matrix is down's [h, f]; four 4-bit weights take the bytes of one in bfloat16
+        last = shape.linears["down"].weights
+        if rank.four_bit:
+            last //= 4
     first_shard = width * rank.shard_of(shape.vocabulary, shape.hidden)
     at_first = Bytes({c.PARAMETERS: first_shard, c.COMMUNICATION_BUFFERS: width * table})
     at_last = Bytes({c.PARAMETERS: rank.parameter_bytes, c.COMMUNICATION_BUFFERS: width * last})

@@ -1,9 +1,9 @@
-"""The bytes of one decoder layer, step by step: what each step saves for backward, and what is allocated while it runs.
+"""One decoder layer's bytes, step by step: the tensors that each step saves for backward, and its temporaries.
 
 Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, apply_rotary_pos_emb),
 architecture/own_layers/ (lora_linear.py, norm_and_gate.py), bitsandbytes (autograd/_functions.py: MatMul4Bit) and
-CUDA's autocast lists (ATen/autocast_mode.h). tests/closed_form/test_closed_form.py compares it with the trace, which
-runs them.
+CUDA's autocast lists (ATen/autocast_mode.h). The trace runs all of these; tests/closed_form/test_closed_form.py
+compares the two.
 Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
 
 To add a tensor: find the step that makes it, and write one line with its shape, times HALF or FLOAT32 bytes.
@@ -11,7 +11,7 @@ To add a tensor: find the step that makes it, and write one line with its shape,
     saved_for_backward     it lives until this step's own backward: an input or output that autograd saves
     forward_transient      it is there when the step ends forward, and nothing saves it: a result, a float32 copy
     backward_transient     it is there while the step's backward runs: gradients of its inputs and outputs
-    kept_when_selective    selective recomputation keeps it: the result of a product, attention's output
+    kept_when_selective    selective recomputation keeps it: a product's result, attention's output
 
 A transient that several steps see (a norm's output, the gradient that bypasses attention) is added to each of them, as
 `norm_output` and `residual_gradient` are below. Then run tests/closed_form/test_closed_form.py; if the trace has
@@ -42,26 +42,20 @@ class LayerNumerics:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """One step of a layer; all sizes in bytes.
-
-    `saved_for_backward` (activations) and `cast_weights` live until this step's backward. `forward_transient` lives
-    besides them when the step ends forward, without the layer's input. `recompute_transient` replaces it during
-    recomputation, where that is less: recomputation stops as soon as everything that backward needs is there; 0: the
-    same. `backward_transient` lives while the step's backward runs. `dequantised_weights` are 4-bit weights in
-    bfloat16, for a part of the step; forward, `dequantise_transient` lives at that time. `weight_gradients` are those
-    that the step's backward makes, in the computation's number format. `kept_when_selective` lives from forward until
-    the step is recomputed, where the layer is recomputed but for its products; it is part of what the step makes then.
-    """
+    """One step of a layer; all sizes in bytes."""
 
     name: str
-    saved_for_backward: int = 0
-    cast_weights: int = 0
-    forward_transient: int = 0
-    backward_transient: int = 0
+    saved_for_backward: int = 0  # activations; they live until this step's backward
+    cast_weights: int = 0  # they live until this step's backward
+    forward_transient: int = 0  # besides these two when the step ends forward, without the layer's input
+    backward_transient: int = 0  # it lives while the step's backward runs
+    # In place of `forward_transient` during recomputation, where that is less: recomputation stops as soon as
+    # everything that backward needs is there. 0: as many bytes.
     recompute_transient: int = 0
-    dequantised_weights: int = 0
-    dequantise_transient: int = 0
-    weight_gradients: int = 0
+    dequantised_weights: int = 0  # 4-bit weights in bfloat16, for a part of the step
+    dequantise_transient: int = 0  # it lives forward, while those do
+    weight_gradients: int = 0  # made by the step's backward, in the computation's number format
+    # Under selective recomputation it lives from forward until the step is recomputed, whose result includes it.
     kept_when_selective: int = 0
 
 
@@ -79,7 +73,7 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
     tokens, residual = numerics.tokens, _residual(shape, numerics)
     residual_gradient = residual  # [T, h], which bypasses attention
     # [T, h]: LlamaDecoderLayer.forward refers to it until attention returns; counted here unless q, k, v save it.
-    norm_output = 0 if _norm_output_saved(shape, numerics, "qkv") else residual
+    norm_output = residual * (not _norm_output_saved(shape, numerics, "qkv"))
     queries = HALF * tokens * shape.query_size  # [T, q] bfloat16
     keys_values = HALF * tokens * 2 * shape.key_size  # [T, k] bfloat16 each
     log_sums = FLOAT32 * tokens * shape.heads  # [heads, T] float32: logsumexp of each row of scores
@@ -91,8 +85,16 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
         bypassing = residual_gradient + 2 * residual
         yield _linear(shape.linears[name], numerics, norm_output + projected, bypassing + projected)
         projected += HALF * tokens * shape.linears[name].outputs
-    if shape.normed_heads:
-        yield _norm_of_heads(shape, numerics, norm_output + projected, residual_gradient + projected)
+    if shape.normed_heads:  # Qwen3's RMSNorm over each head's queries and keys
+        # The norms' inputs [T, q + k] bfloat16, and a root for each head, [heads, T] float32.
+        head_roots = FLOAT32 * tokens * (shape.heads + shape.key_value_heads)
+        yield LayerStep(
+            "norm of heads",
+            saved_for_backward=HALF * tokens * (shape.query_size + shape.key_size) + head_roots,
+            forward_transient=norm_output + projected,  # where the outputs take the place of the inputs
+            # For the queries [T, q]: their gradient times the weight in bfloat16, and one tensor in float32.
+            backward_transient=residual_gradient + projected + (HALF + FLOAT32) * tokens * shape.query_size,
+        )
     # q * cos, rotate_half(q), and that times sin: [T, q] bfloat16 each. Backward: gradients of q, k, v before and after
     # the rotation, and three of [T, q] again.
     rotating = 3 * HALF * tokens * shape.query_size
@@ -113,31 +115,17 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
     yield _linear(shape.linears["o"], numerics, norm_output, residual_gradient + output)
 
 
-def _norm_of_heads(shape: Shape, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
-    """Qwen3's RMSNorm over each head's queries and keys."""
-    tokens = numerics.tokens
-    return LayerStep(
-        "norm of heads",
-        # The norms' inputs [T, q + k] bfloat16, and a root for each head, [T, heads] float32.
-        saved_for_backward=HALF * tokens * (shape.query_size + shape.key_size)
-        + FLOAT32 * tokens * (shape.heads + shape.key_value_heads),
-        forward_transient=forward_live,  # where the outputs take the place of the inputs
-        # Of the queries [T, q]: what their gradient is times the weight, in bfloat16, and one float32.
-        backward_transient=backward_live + (HALF + FLOAT32) * tokens * shape.query_size,
-    )
-
-
 def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     residual = _residual(shape, numerics)
     residual_gradient = residual  # [T, h], which bypasses the MLP
     inner = HALF * numerics.tokens * shape.inner  # [T, f] bfloat16
-    norm_output_saved = _norm_output_saved(shape, numerics, ("gate", "up"))
-    live = 0 if norm_output_saved else residual  # from the norm to the MLP's end
+    # The norm's output [T, h] lives from the norm to the MLP's end; counted here unless gate and up save it.
+    live = residual * (not _norm_output_saved(shape, numerics, ("gate", "up")))
 
     norm = _rms_norm(NORMS[1], shape, numerics, users=("gate", "up"))
     # Its input [T, h], which is added to the MLP's output.
     yield replace(norm, saved_for_backward=norm.saved_for_backward + residual)
-    # Backward: the gradient of the norm's output [T, h] besides what bypasses the MLP, and gate's gradient [T, f].
+    # Backward: gradients of the norm's output [T, h], of the stream that bypasses the MLP [T, h], and of gate [T, f].
     yield _linear(shape.linears["gate"], numerics, live, 2 * residual_gradient + inner)
     # Forward: gate's output [T, f] besides. Backward: gradients of up's output and of gate's, [T, f] each.
     yield _linear(shape.linears["up"], numerics, live + inner, residual_gradient + 2 * inner)
@@ -148,11 +136,11 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     down = shape.linears["down"]
     # [T, f] bfloat16: the product is saved by down itself where a weight's gradient needs it as it is.
     product_saved = numerics.base_trained or down.rank > 0
-    product = 0 if product_saved else inner
+    product = inner * (not product_saved)
     step = _linear(down, numerics, live + product, residual_gradient)
     yield replace(
         step,
-        saved_for_backward=step.saved_for_backward + (inner if product_saved else 0),
+        saved_for_backward=step.saved_for_backward + inner * product_saved,
         # x A^T [T, r] alone: backward does not ask for the last product of a layer.
         kept_when_selective=HALF * numerics.tokens * down.rank,
         recompute_transient=live + product,  # which ends before the product: its weight and its input are there
@@ -162,11 +150,12 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
 def _rms_norm(name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str) -> LayerStep:
     """x * rsqrt(mean(x^2)), rounded to bfloat16, times the weight; without its input x.
 
-    `users`: the linears that take its output.
+    Args:
+        users: The linears that take its output.
     """
     residual = _residual(shape, numerics)  # [T, h]
     saved = FLOAT32 * numerics.tokens  # rsqrt [T, 1] float32
-    # Backward: the gradient of the output, the same times the weight, one [T, h] float32 (or that and the result), and
+    # Backward: the output's gradient, that gradient times the weight, one [T, h] float32 (or that and the result), and
     # the gradient that bypasses the norm.
     backward = 3 * residual + FLOAT32 * numerics.tokens * shape.hidden
     if _norm_output_saved(shape, numerics, users):  # which is freed before this step's backward
@@ -182,8 +171,11 @@ def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, 
 def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
     """The base product plus the two adapter products, which add into the same output and input gradient.
 
-    `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. Its input is counted where it
-    is made.
+    The step that makes the input counts it.
+
+    Args:
+        forward_live: Bytes of other steps' tensors that live during forward.
+        backward_live: Bytes that live during backward.
     """
     given = HALF * numerics.tokens * linear.inputs  # [T, inputs] bfloat16: the input, or its gradient
     result = HALF * numerics.tokens * linear.outputs  # [T, outputs] bfloat16: the output, or its gradient
@@ -196,7 +188,9 @@ def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward
             kept_when_selective=result,
         )
     # bitsandbytes: the weight [outputs, inputs] in bfloat16, and a float32 scale for each block.
-    dequantised = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK if numerics.four_bit else 0
+    dequantised = 0
+    if numerics.four_bit:
+        dequantised = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK
     base = LayerStep(
         linear.name,
         forward_transient=forward_live + result,
@@ -212,7 +206,7 @@ def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward
     return replace(
         base,
         saved_for_backward=inner,
-        cast_weights=adapter_weights if numerics.adapters_cast else 0,
+        cast_weights=adapter_weights * numerics.adapters_cast,
         backward_transient=base.backward_transient + inner,
         weight_gradients=adapter_weights,
         kept_when_selective=result + inner,
@@ -220,10 +214,11 @@ def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward
 
 
 def _flash(shape: Shape, numerics: LayerNumerics) -> int:
-    """flash_attn/flash_api.cpp, mha_varlen_bwd: its float32 sums, and gradients of each head where heads share keys."""
+    """flash_attn/flash_api.cpp, mha_varlen_bwd: float32 sums, and each head's own gradients where heads share keys."""
     rows = numerics.tokens + FLASH_BLOCK * numerics.documents  # documents are a block apart
     rounded = rounded_up(shape.head_size, 32 if shape.head_size <= 128 else 64)
     query_sums = rows * shape.heads * rounded * FLOAT32  # dq_accum [rows, heads, rounded head size]
     row_sums = rows * shape.heads * FLOAT32  # softmax_d [heads, rows]
-    expanded = 2 * HALF * numerics.tokens * shape.query_size  # dk_expanded and dv_expanded [T, q]
-    return query_sums + row_sums + (expanded if shape.heads != shape.key_value_heads else 0)
+    if shape.heads == shape.key_value_heads:
+        return query_sums + row_sums
+    return query_sums + row_sums + 2 * HALF * numerics.tokens * shape.query_size  # dk_expanded and dv_expanded [T, q]

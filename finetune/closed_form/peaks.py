@@ -1,11 +1,11 @@
 """The moments at which forward or backward may reach its peak, each with its bytes by component.
 
 Forward: in the first layer and in the last, at the head, and in the loss. Backward: where it begins, in its last layers
-and its first, and at the embeddings. estimate.py takes the largest of each phase.
+and its first, and at the embeddings. estimate.py takes each phase's largest moment.
 
 To add a tensor that lives at such a moment: find the function that yields it, and add `{COMPONENT: bytes}` with a
-comment that gives the tensor's shape. Which moment is the peak differs from recipe to recipe, so add it to every moment
-at which the tensor lives.
+comment that gives the tensor's shape. The peak is at another moment in another recipe, so add the tensor to every
+moment at which it lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune.closed_form.rank import Bytes, RankSizes
 
 
 def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: int) -> Bytes:
-    """The bytes at every moment of forward and backward."""
+    """The bytes at every moment in forward and backward."""
     rope = 2 * HALF * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
     batch = 32 * rank.tokens  # input_ids, position_ids, shift_labels and supervised [T] int64
     live = {
@@ -32,11 +32,11 @@ def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: in
 
 
 def _before_backward(rank: RankSizes, *, activations: int, casts: int) -> Bytes:
-    """The same in a step's last micro-batch, before its backward makes a gradient."""
-    existing = rank.gradient_bytes if rank.gradients_exist else 0
-    live = _always_live(rank, gradients=existing, activations=activations, casts=casts)
+    """The bytes in a step's last micro-batch, before its backward makes a gradient."""
+    gradients = rank.gradient_bytes * rank.gradients_exist
+    live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
     if rank.data_parallel and rank.micro_steps > 1:
-        # Gradients of the micro-batches before, which are not views of DDP's buckets.
+        # Earlier micro-batches' gradients, which are not views of DDP's buckets.
         live = live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes})
     return live
 
@@ -65,31 +65,36 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
     saved, cast = rank.saved_by_layers(last)
     # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers where neither
     # checkpointing nor the first norm saves it.
-    saved += residual * (1 if rank.recompute_period or rank.base_trained else 2)
+    saved += residual
+    if not rank.recompute_period and not rank.base_trained:
+        saved += residual
     live = _before_backward(rank, activations=saved, casts=cast)
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
         yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
-    saved_in_layer = casts = kept_in_layer = of_norm = 0
+    saved_in_layer = casts_in_layer = kept_in_layer = norm_bytes = 0
     for step in rank.layer_steps:
-        saved_in_layer, casts = saved_in_layer + step.saved_for_backward, casts + step.cast_weights
-        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step, a norm's (the
-        # stream beside it, and its output) up to the next one, and of what it keeps q, k and v are counted twice up to
-        # attention. Its recomputation takes more in any case.
-        of_norm = 0 if step.name in NORMS else of_norm
-        alive = step.saved_for_backward + of_norm + kept_in_layer if rank.recomputed(last) else saved_in_layer
-        of_norm = step.saved_for_backward if step.name in NORMS else of_norm
-        kept_in_layer += step.kept_when_selective * rank.keeps_products
-        in_layer = live.plus(
-            {c.ACTIVATIONS: alive, c.CAST_WEIGHTS: step.cast_weights if rank.recomputed(last) else casts}
-        )
-        yield from _in_step(step, in_layer, step.forward_transient)
+        saved_in_layer += step.saved_for_backward
+        casts_in_layer += step.cast_weights
+        activations, casts = saved_in_layer, casts_in_layer
+        if rank.recomputed(last):
+            # Approximate: a step's tensors live a little longer than the step, and a norm's tensors (the stream beside
+            # it, and its output) up to the next norm. If products are kept, q, k and v are counted twice up to
+            # attention. The layer's recomputation takes more in any case.
+            if step.name in NORMS:
+                norm_bytes = 0
+            activations = step.saved_for_backward + norm_bytes + kept_in_layer
+            casts = step.cast_weights
+            if step.name in NORMS:
+                norm_bytes = step.saved_for_backward
+            kept_in_layer += step.kept_when_selective * rank.keeps_products
+        yield from _in_step(step, live.plus({c.ACTIVATIONS: activations, c.CAST_WEIGHTS: casts}))
     yield from _at_the_head(rank)
 
 
-def _in_step(step: LayerStep, live: Bytes, transient: int) -> Iterator[Bytes]:
+def _in_step(step: LayerStep, live: Bytes) -> Iterator[Bytes]:
     """At a step's end, and while its weights are dequantised."""
-    yield live.plus({c.ACTIVATIONS: transient})
+    yield live.plus({c.ACTIVATIONS: step.forward_transient})
     if step.dequantised_weights:
         dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
         yield live.plus({c.ACTIVATIONS: step.dequantise_transient} | dequantised)
@@ -112,17 +117,19 @@ def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
 
 
 def _loss(rank: RankSizes) -> Iterator[int]:
-    """Bytes besides the hidden states' gradient, by architecture/loss.py: chunks of logits [chunk, vocabulary], and the
-    head's gradient [vocabulary, h] where it is trained."""
+    """Bytes besides the hidden states' gradient, by architecture/loss.py.
+
+    They are a chunk's logits [chunk, vocabulary], and the head's gradient [vocabulary, h] where it is trained.
+    """
     shape = rank.shape
     chunk = min(rank.tokens, loss_chunk_rows(shape.vocabulary))
     logits, table = chunk * shape.vocabulary, shape.embedding_weights
     head_gradient = FLOAT32 * table * rank.base_trained  # [vocabulary, h] float32
-    # The hidden states [chunk, h] bfloat16, their gradient, and that of the chunk before.
+    # The hidden states [chunk, h] bfloat16, their gradient, and the chunk before's gradient.
     states = HALF * chunk * shape.hidden
-    held = (2 + (rank.tokens > chunk)) * states
+    live_states = (2 + (rank.tokens > chunk)) * states
     # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
-    yield head_gradient + held + (HALF + FLOAT32) * logits
+    yield head_gradient + live_states + (HALF + FLOAT32) * logits
     if rank.base_trained:  # the head's gradient [vocabulary, h] in bfloat16
         yield head_gradient + HALF * table + 2 * states
 
@@ -167,38 +174,42 @@ def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
         {
             c.UNSHARDED_GRADIENTS: HALF * unsharded,  # [vocabulary, h] bfloat16
             c.COMMUNICATION_BUFFERS: FLOAT32 * (unsharded + shard),  # the collective's input, and its output
-            c.BACKWARD_WORKSPACE: HALF * shard if rank.trained_weight_bytes == HALF else 0,  # the output, cast
+            c.BACKWARD_WORKSPACE: HALF * shard * (rank.trained_weight_bytes == HALF),  # the output, cast
         }
     )
 
 
 def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
-    """The head's gradient [vocabulary, h], where it stays: a tied one is added to the embeddings' at the end, another
-    becomes the weight's."""
+    """Add the head's gradient [vocabulary, h], where it stays.
+
+    A tied head's gradient is added to the embeddings' at the end. An untied head's becomes the weight's own.
+    """
     if rank.sharded:
         return live.plus({c.UNSHARDED_GRADIENTS: rank.head_gradient_bytes})
     if rank.shape.tied:
         return live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
-    becomes = rank.trained_weight_bytes * rank.shape.embedding_weights * rank.base_trained
     if rank.gradients_exist:
         return live
-    return live.plus({c.GRADIENTS: becomes})
+    return live.plus({c.GRADIENTS: rank.trained_weight_bytes * rank.shape.embedding_weights * rank.base_trained})
 
 
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     """Recomputation, where there is one, and backward, step by step."""
     activations, casts = rank.saved_by_layers(layer)
     activations += rank.residual_bytes  # its input [T, h]
-    finished = rank.shape.layers - 1 - layer  # layers whose backward is over
-    reduced = rank.trained_weight_bytes * rank.reduced_weights(finished)
-    gradients = rank.gradient_bytes if rank.gradients_exist else reduced
+    finished = rank.shape.layers - 1 - layer  # layers behind this one: their backward is over
+    gradients = rank.gradient_bytes
+    if not rank.gradients_exist:
+        gradients = rank.trained_weight_bytes * rank.reduced_weights(finished)
     live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
     live = live.plus({c.BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
     live = _with_head_gradient(rank, live)
     if rank.sharded:
-        # The all-gather of the layer whose backward is next; of the embeddings [vocabulary, h], where they are untied.
-        following = rank.gathered_layer_bytes if layer else HALF * rank.shape.embedding_weights * (not rank.shape.tied)
-        prefetched = following * rank.strategy.reshard_after_forward
+        # The next all-gather in backward: the layer before, or after layer 0 untied embeddings [vocabulary, h].
+        prefetched = rank.gathered_layer_bytes
+        if layer == 0:
+            prefetched = HALF * rank.shape.embedding_weights * (not rank.shape.tied)
+        prefetched *= rank.strategy.reshard_after_forward
         kept = rank.gathered_layer_bytes + rank.unresharded_bytes(layer)
         if rank.weights_kept:  # until the last micro-batch
             kept = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
@@ -212,7 +223,7 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
 def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     live = live.plus({c.BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
     saved = casts = 0
-    kept = rank.kept_layer_bytes  # of the steps that are not there again
+    kept = rank.kept_layer_bytes  # by steps that are not recomputed yet
     for step in rank.layer_steps:
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
         kept -= step.kept_when_selective * rank.keeps_products
@@ -222,20 +233,21 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
         elif step.recompute_transient:
             yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient})
         else:
-            yield from _in_step(step, in_layer, step.forward_transient)
+            yield from _in_step(step, in_layer)
 
 
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     """The steps in backward's order. A step's saved tensors are freed after it."""
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
-    casting = rank.numerics.adapters_cast or rank.casts_once
+    # A step's weight gradients are bfloat16. If its weights were cast, there are float32 copies of these: 2 + 4 bytes.
+    gradient_copies = 3 if rank.numerics.adapters_cast or rank.casts_once else 1
     for step in reversed(rank.layer_steps):
         in_step = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
         in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.backward_transient})
         if rank.sharded:  # bfloat16 gradients of the layer's weights as far as backward has come
             in_step = in_step.plus({c.UNSHARDED_GRADIENTS: layer_gradients + step.weight_gradients})
-        else:  # of this step's weights, and those in float32 where bfloat16 casts of them were multiplied
-            in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
+        else:
+            in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * gradient_copies})
         yield in_step
         if step.dequantised_weights:
             yield in_step.plus({c.QUANTISATION_WORKSPACE: step.dequantised_weights})
@@ -244,7 +256,7 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
 
 
 def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
-    """The gradient of trained embeddings [vocabulary, h], made from their output's gradient [T, h]."""
+    """Trained embeddings' gradient [vocabulary, h], made from their output's gradient [T, h]."""
     if not rank.base_trained:
         return
     shape = rank.shape
@@ -255,7 +267,7 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
     table = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
     if rank.sharded:
         yield from _sharded_embeddings(rank, live, workspace, table)
-        if rank.weights_kept:  # of a micro-batch before the last
+        if rank.weights_kept:  # in a micro-batch before the last
             everything = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
             kept = live.plus({c.GATHERED_LAYERS: everything})
             yield from _sharded_embeddings(rank, kept, workspace, table)
@@ -263,25 +275,23 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
     live = live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
     private = rank.ddp_private_gradient_bytes(0)
     if rank.casts_once:
-        yield from _copied_embeddings(rank, live.plus({c.BACKWARD_WORKSPACE: private}), workspace, table)
+        # The bfloat16 copy's gradient is made, or made and added to the head's; then it is cast to float32.
+        live = live.plus({c.BACKWARD_WORKSPACE: private})
+        in_float32 = FLOAT32 * shape.embedding_weights  # [vocabulary, h]; a second one if a gradient exists
+        not_yet_made = in_float32 * (not rank.gradients_exist)
+        yield live.plus({c.BACKWARD_WORKSPACE: table + max(workspace, table * shape.tied), c.GRADIENTS: -not_yet_made})
+        casting = live.plus({c.LOGITS_AND_LOSS: -rank.head_gradient_bytes * shape.tied})
+        yield casting.plus({c.BACKWARD_WORKSPACE: table + in_float32 * rank.gradients_exist})
         return
     # A new table [vocabulary, h] where one exists to which it is added, and one more where the head is tied.
     tables = table * (rank.gradients_exist + shape.tied)
     yield live.plus({c.BACKWARD_WORKSPACE: private + workspace + tables})
-    if private:  # of the first micro-batch, whose gradients are all outside of DDP's buckets by now
+    if private:  # the first micro-batch, whose gradients are all outside DDP's buckets by now
         yield live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes + max(workspace, table * shape.tied)})
 
 
-def _copied_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
-    """Of bfloat16 copies: the table is made, or made and added to the head's; then cast to float32."""
-    in_float32 = FLOAT32 * rank.shape.embedding_weights  # [vocabulary, h]; another one where one exists
-    made = {c.BACKWARD_WORKSPACE: table + max(workspace, table * rank.shape.tied)}
-    yield live.plus(made | {c.GRADIENTS: 0 if rank.gradients_exist else -in_float32})
-    casting = live.plus({c.LOGITS_AND_LOSS: -rank.head_gradient_bytes * rank.shape.tied})
-    yield casting.plus({c.BACKWARD_WORKSPACE: table + in_float32 * rank.gradients_exist})
-
-
 def _sharded_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
+    """The embeddings' gradient under FSDP2: made unsharded, then reduced and scattered."""
     shape = rank.shape
     gathered = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
     buffers = rank.reduction_buffer_bytes(shape.layers)

@@ -1,8 +1,8 @@
 """The bytes that one rank holds all through a training, and those that each of its layers leaves for backward.
 
-To add a tensor that lives all through a training (a buffer, a copy of the weights): give it a property of `RankSizes`
-that names its shape, and add it to `static`. One that a layer makes belongs to layer.py, one that lives at a certain
-moment of a step to peaks.py.
+To add a tensor that lives all through a training (a buffer, a copy of the weights): give `RankSizes` a property that
+names its shape, and add it to `static`. A tensor that a layer makes belongs to layer.py. One that lives at a certain
+moment in a step belongs to peaks.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankSizes:
         self.base_trained = recipe.lora is None
         self.casts_once = strategy.casts_weights_once(recipe)  # bfloat16 copies of all weights, for a whole step
         self.four_bit = recipe.quantization is not None
-        # Of one trained weight, of its gradient, and of each of AdamW's moments.
+        # Bytes of one trained weight, of its gradient, and of each AdamW moment.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
         self.tokens = training.per_device_batch_size * recipe.data.max_length  # of a micro-batch
         self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
@@ -58,7 +58,7 @@ class RankSizes:
         # Whether later micro-batches find all weights gathered.
         self.weights_kept = self.micro_steps > 1 and strategy.gathers_once
         # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
-        # until backward ends. A float32 gradient that is the first of its weight is this buffer itself.
+        # until backward ends. A weight's first float32 gradient is this buffer itself.
         self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)
         self.recompute_period = training.recompute_every  # every n-th layer, in backward; 0: none
         self.keeps_products = training.keeps_products  # of recomputed layers
@@ -67,8 +67,11 @@ class RankSizes:
 
     @cached_property
     def numerics(self) -> LayerNumerics:
-        """FSDP2 casts sharded weights before it gathers them; elsewhere all weights are cast once a step, and float32
-        adapters by autocast at each use."""
+        """A layer's tokens and number formats.
+
+        FSDP2 casts sharded weights before it gathers them. Elsewhere all weights are cast once a step, and autocast
+        casts float32 adapters at each use.
+        """
         return LayerNumerics(
             tokens=self.tokens,
             documents=self.recipe.training.per_device_batch_size,
@@ -88,14 +91,14 @@ class RankSizes:
 
     @cached_property
     def kept_layer_bytes(self) -> int:
-        """Of a recomputed layer besides its input: products and attention's output, where it keeps those."""
+        """A recomputed layer's tensors besides its input: products and attention's output, where it keeps those."""
         if self.keeps_products:
             return sum(step.kept_when_selective for step in self.layer_steps)
         return 0
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Copies of all weights in bfloat16, from a step's first forward to its last backward: cast_weights.py."""
+        """All weights' copies in bfloat16, from a step's first forward to its last backward: cast_weights.py."""
         return HALF * self.trained_weights * self.casts_once
 
     @cached_property
@@ -115,7 +118,7 @@ class RankSizes:
 
     @cached_property
     def trained_layer_weights(self) -> int:
-        """Of one layer, unsharded."""
+        """One layer's trained weights, unsharded."""
         base = self.shape.matrix_weights + self.shape.vector_weights
         if self.base_trained:
             return base
@@ -125,10 +128,12 @@ class RankSizes:
         return bool(self.recompute_period) and layer % self.recompute_period == 0
 
     def saved_by_layers(self, layers: int) -> tuple[int, int]:
-        """Bytes of activations and cast weights that the first `layers` layers leave for backward."""
-        recomputed = -(-layers // self.recompute_period) if self.recompute_period else 0
+        """Bytes that the first `layers` layers leave for backward: activations, and cast weights."""
+        recomputed = 0
+        if self.recompute_period:  # layers 0, period, 2 * period: rounded up
+            recomputed = -(-layers // self.recompute_period)
         others = layers - recomputed
-        # Of each layer its input [T, hidden]; of a recomputed one its products besides, where it keeps them.
+        # Each layer leaves its input [T, hidden]; a recomputed one its products too, where it keeps them.
         activations = (
             layers * self.residual_bytes + recomputed * self.kept_layer_bytes + others * self.saved_layer_bytes
         )
@@ -138,33 +143,33 @@ class RankSizes:
             activations -= self.residual_bytes + FLOAT32 * self.tokens
         return activations, others * self.cast_layer_bytes
 
-    # Weights of this rank.
+    # Weights of this rank. "sharded" means rank 0's share.
 
     def shard_of(self, rows: int, columns: int) -> int:
-        """Weights of a [rows, columns] tensor on rank 0; FSDP2 shards rows, and rounds rank 0's up."""
+        """Rank 0's weights in a [rows, columns] tensor. FSDP2 shards rows, and rounds rank 0's up."""
         return -(-rows // self.shards) * columns
 
     @cached_property
     def sharded_end_weights(self) -> int:
-        """Of embeddings and head [vocabulary, hidden], once where they are tied, and of the last norm [hidden]."""
+        """Embeddings and head [vocabulary, hidden], counted once where they are tied, and the last norm [hidden]."""
         shape = self.shape
-        return self.shard_of(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.shard_of(shape.hidden, 1)
+        return self.shard_of(shape.vocabulary, shape.hidden) * (2 - shape.tied) + self.shard_of(shape.hidden, 1)
 
     @cached_property
     def sharded_matrix_weights(self) -> int:
-        """Of one layer's matrices [outputs, inputs]."""
+        """One layer's matrices [outputs, inputs]."""
         return sum(self.shard_of(linear.outputs, linear.inputs) for linear in self.shape.linears.values())
 
     @cached_property
     def sharded_vector_weights(self) -> int:
-        """Of one layer's biases [outputs], two norms [hidden] and two norms of heads [head_size]."""
+        """One layer's biases [outputs], two norms [hidden] and two norms of heads [head_size]."""
         shape = self.shape
         biases = sum(self.shard_of(linear.outputs, 1) for linear in shape.linears.values() if linear.bias)
         return biases + 2 * self.shard_of(shape.hidden, 1) + 2 * self.shard_of(shape.head_size, 1) * shape.normed_heads
 
     @cached_property
     def trained_weights(self) -> int:
-        """Of the whole model on this rank."""
+        """The whole model's trained weights on this rank."""
         if self.base_trained:
             layer = self.sharded_matrix_weights + self.sharded_vector_weights
             return self.shape.layers * layer + self.sharded_end_weights
@@ -175,7 +180,7 @@ class RankSizes:
 
     @cached_property
     def frozen_layer_bytes(self) -> int:
-        """Of one layer's base weights under adapters: bfloat16, or packed 4-bit matrices and their scales."""
+        """One layer's base weights under adapters: bfloat16, or packed 4-bit matrices and their scales."""
         vectors = HALF * self.sharded_vector_weights
         if not self.four_bit:
             return vectors + HALF * self.sharded_matrix_weights
@@ -189,8 +194,8 @@ class RankSizes:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Of weights and buffers of the whole model on this rank."""
-        inverse_frequencies = FLOAT32 * self.shape.head_size  # of the rotary embedding: two of [head_size / 2] float32
+        """The whole model's weights and buffers on this rank."""
+        inverse_frequencies = FLOAT32 * self.shape.head_size  # the rotary embedding's two [head_size / 2] float32
         trained = self.trained_weight_bytes * self.trained_weights
         if self.base_trained:
             return trained + inverse_frequencies
@@ -199,8 +204,9 @@ class RankSizes:
 
     @cached_property
     def static(self) -> dict[str, int]:
-        """Memory that lives all through a training: weights, the optimizer's moments, cuBLAS workspaces for the two
-        threads that multiply matrices (forward's and backward's), and DDP's buckets.
+        """Memory that lives all through a training: weights, the optimizer's moments, workspaces, DDP's buckets.
+
+        cuBLAS has a workspace for each thread that multiplies matrices: forward's and backward's.
         """
         moments = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.trained_weight_bytes) * self.trained_weights
         workspaces = 2 * CUBLAS_WORKSPACE_HOPPER
@@ -210,16 +216,18 @@ class RankSizes:
 
     @cached_property
     def gathered_layer_bytes(self) -> int:
-        """One unsharded layer, bfloat16; of 4-bit matrices half a byte a weight."""
+        """One unsharded layer in bfloat16; 4-bit matrices take half a byte a weight."""
         shape = self.shape
         if self.base_trained:
             return HALF * self.trained_layer_weights
-        matrices = shape.matrix_weights // 2 if self.four_bit else HALF * shape.matrix_weights
+        matrices = HALF * shape.matrix_weights
+        if self.four_bit:
+            matrices = shape.matrix_weights // 2
         return matrices + HALF * (shape.vector_weights + shape.adapter_weights)
 
     @cached_property
     def gathered_head_bytes(self) -> int:
-        """The unsharded head [vocabulary, hidden] bfloat16, where FSDP2 gathers it by itself: not where it is tied."""
+        """The unsharded head [vocabulary, hidden] bfloat16, if FSDP2 gathers it by itself; 0 if it is tied."""
         return HALF * self.shape.embedding_weights * (self.sharded and not self.shape.tied)
 
     @cached_property
@@ -228,7 +236,7 @@ class RankSizes:
         return HALF * (self.shape.hidden + self.shape.embedding_weights * self.shape.tied) * self.sharded
 
     def unresharded_bytes(self, layers: int) -> int:
-        """Of `layers` layers, and of untied embeddings, where forward leaves them gathered for backward."""
+        """`layers` layers and untied embeddings, if forward leaves them gathered for backward; else 0."""
         if self.strategy.reshard_after_forward:
             return 0
         return layers * self.gathered_layer_bytes + HALF * self.shape.embedding_weights * (not self.shape.tied)
@@ -237,7 +245,7 @@ class RankSizes:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of the whole model on this rank, as the optimizer reads them."""
+        """The whole model's gradients on this rank, as the optimizer reads them."""
         return self.trained_weight_bytes * self.trained_weights
 
     @cached_property
@@ -248,8 +256,10 @@ class RankSizes:
         return {}
 
     def ddp_private_gradient_bytes(self, layers: int) -> int:
-        """Gradients beside DDP's buckets, for `layers` layers and the embeddings. A micro-batch without reduction makes
-        its own tensors. The reducing backward copies them into the buckets, the last layer first.
+        """Gradients outside DDP's buckets, for `layers` layers and the embeddings.
+
+        A micro-batch without reduction makes its own tensors. The reducing backward copies them into the buckets, the
+        last layer first.
         """
         if not self.data_parallel or self.micro_steps == 1:
             return 0
@@ -258,19 +268,21 @@ class RankSizes:
 
     @cached_property
     def head_gradient_bytes(self) -> int:
-        """The head's gradient [vocabulary, hidden] that stays unsharded until backward ends; 0 where it is reduced at
-        once."""
+        """The head's gradient [vocabulary, hidden], unsharded until backward ends; 0 if it is reduced at once."""
         if not self.base_trained or self.gathered_head_bytes:
             return 0
-        computed = HALF if self.sharded or self.casts_once else self.trained_weight_bytes
-        return computed * self.shape.embedding_weights
+        if self.sharded or self.casts_once:
+            return HALF * self.shape.embedding_weights
+        return self.trained_weight_bytes * self.shape.embedding_weights
 
     def reduced_weights(self, layers: int) -> int:
-        """This rank's weights whose gradients exist after backward for an untied head and `layers` layers."""
+        """This rank's weights that have gradients after backward for an untied head and `layers` layers."""
         head = self.shape.embedding_weights * bool(self.base_trained and self.gathered_head_bytes)
         return (head + layers * self.trained_layer_weights) // self.shards
 
     def reduction_buffer_bytes(self, layers: int) -> int:
         """After backward for `layers` layers: the latest reduce-scatter's float32 input, and HSDP's buffers."""
-        latest = self.trained_layer_weights if layers else self.reduced_weights(0) * self.shards
+        latest = self.trained_layer_weights
+        if not layers:  # the head's, as far as it is reduced by itself
+            latest = self.reduced_weights(0) * self.shards
         return FLOAT32 * (latest + self.reduced_weights(layers) * self.keeps_all_reduce_buffers) * self.sharded

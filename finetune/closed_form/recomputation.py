@@ -9,7 +9,7 @@ take 35 to 48 % of the estimate. Python and its libraries come on top.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED
 from finetune.wording import recomputation_in_words
 
-ON_HOST = 2  # bytes of a tensor on a CPU, of those on a GPU, at most
+ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
 
 
 @dataclass(frozen=True)
@@ -63,52 +63,50 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
     try:
         config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     except FinetuneError:
-        return _with(recipe, True, "the configuration of the model is not known")
+        return Chosen(_changed(recipe, True), "the configuration of the model is not known")
     room = gpus or Gpus(ranks, available_bytes() // ranks, "host memory")
     if why := unsupported(_estimated(recipe, False, gpus), config, room):
-        return _with(recipe, True, f"there is no closed form for {why}")
-    return _least(recipe, config, gpus, room)
-
-
-def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """A recipe file's overrides, with `auto` resolved for its own GPUs."""
-    asked = load_recipe(recipe, overrides).recipe
-    chosen = choose_recomputation(asked, gpus_of(asked.budget))
-    setting = chosen.recipe.training.activation_checkpointing
-    words = [] if chosen.why is None else [f"training.activation_checkpointing={str(setting).lower()}"]
-    return [*overrides, *words]
-
-
-def _least(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, room: Gpus) -> Chosen:
+        return Chosen(_changed(recipe, True), f"there is no closed form for {why}")
+    settings = RECOMPUTATIONS
+    if gpus is not None and recipe.training.compile is not False:
+        settings = RECOMPUTATIONS_IF_COMPILED
+    # The settings are tried from the least recomputation on; the last one stays if none fits.
     needs: list[int] = []
-    compiled = gpus is not None and recipe.training.compile is not False
-    settings = RECOMPUTATIONS_IF_COMPILED if compiled else RECOMPUTATIONS
     for setting in settings:
         found = estimate(_estimated(recipe, setting, gpus), config, room)
         needs.append(found.upper if gpus else ON_HOST * found.needed)
         if needs[-1] <= room.memory:
             break
-    fits, of = needs[-1] <= room.memory, f"{room.memory / GIB:.1f} GiB{'' if gpus else ' of free host memory'}"
-    why = f"the plan needs at most {needs[-1] / GIB:.1f} of {of}"
-    if not fits:
-        why = f"even so the plan may need {needs[-1] / GIB:.1f} of {of}"
-    elif len(needs) > 1:
-        why += f", and {needs[-2] / GIB:.1f} with {recomputation_in_words(settings[len(needs) - 2])}"
-    return _with(recipe, settings[len(needs) - 1], why)
+    memory = f"{room.memory / GIB:.1f} GiB"
+    if gpus is None:
+        memory += " of free host memory"
+    if needs[-1] > room.memory:
+        why = f"even so the plan may need {needs[-1] / GIB:.1f} of {memory}"
+    else:
+        why = f"the plan needs at most {needs[-1] / GIB:.1f} of {memory}"
+        if len(needs) > 1:
+            why += f", and {needs[-2] / GIB:.1f} with {recomputation_in_words(settings[len(needs) - 2])}"
+    return Chosen(_changed(recipe, settings[len(needs) - 1]), why)
+
+
+def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """A recipe file's overrides, with `auto` resolved for its own GPUs."""
+    loaded = load_recipe(recipe, overrides).recipe
+    chosen = choose_recomputation(loaded, gpus_of(loaded.budget))
+    if chosen.why is None:
+        return [*overrides]
+    setting = chosen.recipe.training.activation_checkpointing
+    return [*overrides, f"training.activation_checkpointing={str(setting).lower()}"]
 
 
 def _estimated(recipe: Recipe, setting: bool | int | str, gpus: Gpus | None) -> Recipe:
-    """As the closed form knows it: float32 throughout is covered by ON_HOST."""
-    changes: dict[str, Any] = {"activation_checkpointing": setting}
-    if gpus is None:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-        changes["mixed_precision"] = "bf16"
-    return _changed(recipe, changes)
+    """The recipe with a setting, in formats that the closed form knows: on a CPU ON_HOST covers float32."""
+    if gpus is not None:
+        return _changed(recipe, setting)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+    return _changed(recipe, setting, mixed_precision="bf16")
 
 
-def _with(recipe: Recipe, setting: bool | int | str, why: str) -> Chosen:
-    return Chosen(_changed(recipe, {"activation_checkpointing": setting}), why)
-
-
-def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=dict(changes))})
+def _changed(recipe: Recipe, setting: bool | int | str, **further: Any) -> Recipe:
+    changes = {"activation_checkpointing": setting, **further}
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=changes)})

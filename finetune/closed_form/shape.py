@@ -24,7 +24,7 @@ class Linear:
     name: str
     inputs: int
     outputs: int
-    rank: int  # of its adapter; 0: none
+    rank: int  # the adapter's; 0: no adapter
     bias: bool = False
 
     @property
@@ -36,7 +36,7 @@ class Linear:
         return self.rank * (self.inputs + self.outputs)
 
     def scale_bytes(self, double: bool) -> int:
-        """Of a 4-bit matrix's QuantState (bitsandbytes/functional.py); `double`: scales are quantised too."""
+        """A 4-bit matrix's QuantState (bitsandbytes/functional.py); `double`: scales are quantised too."""
         blocks = -(-self.weights // QUANTISED_BLOCK)
         if not double:
             return FLOAT32 * (blocks + 16)  # absmax [blocks] and code [16], float32
@@ -49,7 +49,7 @@ class Shape:
     """The sizes that decide how large a model's tensors are."""
 
     hidden: int
-    inner: int  # of the MLP
+    inner: int  # the MLP's width
     layers: int
     heads: int
     key_value_heads: int
@@ -65,23 +65,23 @@ class Shape:
 
     @property
     def key_size(self) -> int:
-        """Of the values too."""
+        """All keys of one token. Its values have as many numbers."""
         return self.key_value_heads * self.head_size
 
     @property
     def matrix_weights(self) -> int:
-        """Of one layer's seven matrices."""
+        """In one layer's seven matrices."""
         return sum(linear.weights for linear in self.linears.values())
 
     @property
     def vector_weights(self) -> int:
-        """Of one layer's norms and biases."""
+        """In one layer's norms and biases."""
         biases = sum(linear.outputs for linear in self.linears.values() if linear.bias)
         return 2 * self.hidden + 2 * self.head_size * self.normed_heads + biases
 
     @property
     def adapter_weights(self) -> int:
-        """Of one layer."""
+        """In one layer."""
         return sum(linear.adapter_weights for linear in self.linears.values())
 
     @property
@@ -91,27 +91,30 @@ class Shape:
 
     @property
     def total_weights(self) -> int:
-        """Of the model without adapters."""
-        ends = self.embedding_weights * (1 if self.tied else 2) + self.hidden
+        """In the model without adapters."""
+        # Embeddings, an untied head as large as they are, and the last norm [hidden].
+        ends = self.embedding_weights * (2 - self.tied) + self.hidden
         return self.layers * (self.matrix_weights + self.vector_weights) + ends
 
 
 def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """Adapter weights in all layers, each with its own path's rank; and rows for new tokens, [tokens, hidden], in the
-    embeddings and in an untied head.
+    """Adapter weights in all layers, each with its own path's rank, and rows for new tokens.
+
+    Those rows are [tokens, hidden], in the embeddings and in an untied head.
     """
     if recipe.lora is None:
         return 0
     layers, shape = int(config["num_hidden_layers"]), shape_of(recipe, config)
-    rows = len(recipe.model.new_tokens) * shape.hidden * (1 if shape.tied else 2)
+    rows = len(recipe.model.new_tokens) * shape.hidden * (2 - shape.tied)
     if not recipe.lora.names_single_layers:
         return rows + layers * shape.adapter_weights
     return rows + sum(shape_of(recipe, config, layer).adapter_weights for layer in range(layers))
 
 
 def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape:
-    """The sizes from config.json, with one layer's adapters. Raises KeyError if a key that every decoder has is
-    missing.
+    """The sizes from config.json, with one layer's adapters.
+
+    Raises KeyError if a key that every decoder has is missing.
     """
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     key_value_heads = config.get("num_key_value_heads") or heads
@@ -148,18 +151,21 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
 
 
 def _rank(lora: Lora | None, name: str, layer: int) -> int:
-    """peft's choice (tuners/tuners_utils.py: check_target_module_exists): all linear layers, a pattern that the whole
-    name matches, or the last words of names; without those that are excluded in the same way."""
+    """The rank that peft gives a module's adapter; 0 for none (tuners/tuners_utils.py: check_target_module_exists).
+
+    Targets are all linear layers, a pattern that the whole name matches, or names' last words. Exclusions are written
+    like the latter two.
+    """
     if lora is None:
         return 0
     path = f"model.layers.{layer}.{name}"
-    targeted = lora.target_modules == "all-linear" or _means(lora.target_modules, path)
-    if targeted and not _means(lora.exclude_modules, path):
+    targeted = lora.target_modules == "all-linear" or _matches(lora.target_modules, path)
+    if targeted and not _matches(lora.exclude_modules, path):
         return lora.rank_of(path)
     return 0
 
 
-def _means(names: str | list[str], path: str) -> bool:
+def _matches(names: str | list[str], path: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
     return any(ends_of([path], name) for name in names)

@@ -44,6 +44,7 @@ WEIGHTS = {
 
 
 def recipe(model: str = "meta-llama/Llama-3.1-8B", **keys: Any) -> Recipe:
+    # bf16, not auto, which asks this machine's processor.
     training = {"activation_checkpointing": False, "mixed_precision": "bf16"} | keys.pop("training", {})
     return Recipe(
         model=ModelSection(name_or_path=model),

@@ -25,8 +25,10 @@ def recipe(setting: Any = "auto", model: str = MODEL, **keys: Any) -> Recipe:
     return Recipe(
         model=ModelSection(name_or_path=model),
         data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=4096),
+        # Not auto, which asks this machine's processor.
         training=Training(
-            activation_checkpointing=setting, **{"compile": False, "mixed_precision": "bf16"} | keys.pop("training", {})
+            activation_checkpointing=setting,
+            **{"compile": False, "mixed_precision": "bf16"} | keys.pop("training", {}),
         ),
         **keys,
     )

@@ -1,22 +1,24 @@
 """Bytes that torch's caching allocator reserves on a GPU for a timeline: a replay of its rules.
 
-Tensors request bytes (*allocated*); the allocator requests segments from CUDA (*reserved*) and splits blocks off them,
-which it keeps when a tensor is freed. A free block between live ones may be too small for the next request, so more may
-be reserved than was ever allocated at a time. Rules as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13:
+Tensors request bytes (*allocated*). The allocator requests segments from CUDA (*reserved*), splits blocks off them, and
+keeps a block when its tensor is freed. A free block between live ones may be too small for the next request, so more
+may be reserved than was ever allocated at a time. Rules as in torch 2.13's c10/cuda/CUDACachingAllocator.cpp:
 
-    sizes are rounded up to 512 bytes
-    up to 1 MiB come from the pool of small blocks, in segments of 2 MiB
-    more than that from the pool of large ones: up to 10 MiB in segments of 20 MiB, else in their own, rounded to 2 MiB
-    the smallest free block that is large enough is taken, of the same stream and pool, and split where the rest is at
-    least 512 bytes (small) or more than 1 MiB (large); a freed block is merged with its free neighbours
+    rounding    sizes are rounded up to 512 bytes
+    small       up to 1 MiB, in segments with 2 MiB
+    large       more than 1 MiB: up to 10 MiB in segments with 20 MiB, else in their own segment, rounded to 2 MiB
+    choice      the smallest free block that is large enough, in the same stream and pool
+    splitting   if the rest is at least 512 bytes (small) or more than 1 MiB (large)
+    merging     a freed block is merged with its free neighbours
 
-With expandable segments, which a training asks for (launch/gpu_environment.py), each pool of a stream is one range of
-addresses, of which pages of 2 MiB (small) or 20 MiB (large) are mapped as they are needed:
+A training asks for expandable segments (launch/gpu_environment.py). Then each stream's pool is one range of addresses.
+Pages with 2 MiB (small) or 20 MiB (large) are mapped as they are needed:
 
-    a request that no free block is large enough for maps pages after the first free block that they make large enough,
-    nearly always the one at the range's end; a free block before unmapped pages is taken last
-    what is left of a block is split off from 512 bytes on in both pools
-    emptying the cache unmaps the whole pages within each free block, also between live ones
+    mapping     if no free block is large enough, pages are mapped after the first free block that they make large
+                enough; that is nearly always the one at the range's end
+    choice      a free block before unmapped pages is taken last
+    splitting   from 512 bytes on, in both pools
+    emptying    unmaps the whole pages within each free block, also between live ones
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20
 ROUND = 512
-SMALL = MIB  # the largest request of the pool of small blocks
+SMALL = MIB  # the largest request to the pool of small blocks
 SMALL_SEGMENT = 2 * MIB
-MIDDLE = 10 * MIB  # larger ones get a segment of their own
+MIDDLE = 10 * MIB  # a request from this size on gets a segment of its own
 MIDDLE_SEGMENT = 20 * MIB
 ENDLESS = 2**62  # bytes of a range's unmapped end
 
@@ -46,7 +48,7 @@ class NoMemory(Exception):
 class _Block:
     nbytes: int
     address: int
-    pool: tuple[int, bool]  # stream, and whether of small blocks
+    pool: tuple[int, bool]  # stream, and whether it has small blocks
     free: bool = True
     before: _Block | None = None  # neighbours in the segment
     after: _Block | None = None
@@ -54,9 +56,15 @@ class _Block:
 
     @property
     def expanded(self) -> int:
-        """Bytes with those not mapped behind it."""
-        behind = self.after.nbytes if self.after is not None and not self.after.mapped else 0
-        return self.nbytes + behind
+        """The block's bytes, and the unmapped bytes right behind it."""
+        if self.after is None or self.after.mapped:
+            return self.nbytes
+        return self.nbytes + self.after.nbytes
+
+    @property
+    def page(self) -> int:
+        """Bytes that CUDA maps at once for the block's pool."""
+        return SMALL_SEGMENT if self.pool[1] else MIDDLE_SEGMENT
 
 
 _Free = tuple[int, int, _Block]  # in a pool's list: bytes, address; smallest first, then lowest
@@ -64,7 +72,7 @@ _Free = tuple[int, int, _Block]  # in a pool's list: bytes, address; smallest fi
 
 @dataclass
 class CachingAllocator:
-    """The allocator of one device; bytes. With a `capacity` it raises NoMemory where that is not enough."""
+    """One device's allocator; all sizes in bytes. It raises NoMemory if a `capacity` is not enough."""
 
     capacity: int | None = None
     expandable: bool = False
@@ -83,9 +91,21 @@ class CachingAllocator:
             return
         nbytes = rounded_up(nbytes, ROUND)
         pool = stream, nbytes <= SMALL
-        more = self._expand if self.expandable else self._new_segment
-        block = self._best_fit(pool, nbytes) or more(pool, nbytes)
-        self._split(block, nbytes)
+        blocks = self._pools.setdefault(pool, [])
+        index = bisect.bisect_left(blocks, (nbytes, -1))
+        while self.expandable and index + 1 < len(blocks) and blocks[index + 1][2].expanded < blocks[index][2].expanded:
+            index += 1
+        if index < len(blocks):
+            block = blocks.pop(index)[2]
+        else:
+            block = self._expand(pool, nbytes) if self.expandable else self._new_segment(pool, nbytes)
+        rest = block.nbytes - nbytes
+        if rest >= ROUND and (block.pool[1] or self.expandable or rest > SMALL):  # split it off
+            free = _Block(rest, block.address + nbytes, block.pool, True, block, block.after)
+            if block.after is not None:
+                block.after.before = free
+            block.after, block.nbytes = free, nbytes
+            self._insert(free)
         block.free = False
         self._blocks[key] = block
         self.allocated += block.nbytes
@@ -107,11 +127,11 @@ class CachingAllocator:
         self._insert(block)
 
     def restart_peaks(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
+        """Do as `torch.cuda.reset_peak_memory_stats`."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def empty_cache(self) -> None:
-        """Return segments without a live block to CUDA; of expandable ones, pages."""
+        """Return segments without a live block to CUDA; with expandable segments, pages."""
         if self.expandable:
             for blocks in self._pools.values():
                 for _, _, block in list(blocks):
@@ -121,18 +141,13 @@ class CachingAllocator:
             self._pools[pool] = [free for free in blocks if free[2].before is not None or free[2].after is not None]
             self.reserved -= sum(free[0] for free in blocks) - sum(free[0] for free in self._pools[pool])
 
-    def _best_fit(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
-        blocks = self._pools.setdefault(pool, [])
-        index = bisect.bisect_left(blocks, (nbytes, -1))
-        while self.expandable and index + 1 < len(blocks) and blocks[index + 1][2].expanded < blocks[index][2].expanded:
-            index += 1
-        if index < len(blocks):
-            return blocks.pop(index)[2]
-        return None
-
     def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
-        own = rounded_up(nbytes, 2 * MIB)
-        nbytes = SMALL_SEGMENT if nbytes <= SMALL else MIDDLE_SEGMENT if nbytes < MIDDLE else own
+        if nbytes <= SMALL:
+            nbytes = SMALL_SEGMENT
+        elif nbytes < MIDDLE:
+            nbytes = MIDDLE_SEGMENT
+        else:
+            nbytes = rounded_up(nbytes, 2 * MIB)
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.empty_cache()
             if self.reserved + nbytes > self.capacity:
@@ -143,7 +158,7 @@ class CachingAllocator:
         return _Block(nbytes, self._segments << 48, pool)  # far apart; the later, the higher
 
     def _expand(self, pool: tuple[int, bool], nbytes: int) -> _Block:
-        """A free block of at least so many bytes, with pages that were not mapped."""
+        """A free block with at least so many bytes, with pages that were not mapped."""
         if pool not in self._unmapped:
             self._unmapped[pool] = [_Block(ENDLESS, 0, pool, free=False, mapped=False)]
         block = self._mapped(pool, nbytes)
@@ -155,26 +170,25 @@ class CachingAllocator:
         return block
 
     def _mapped(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
-        """As torch's try_allocate_expandable_block; None where the capacity is not enough."""
+        """Map pages as torch's try_allocate_expandable_block does; None if the capacity is not enough."""
         block = next(start for start in map(_start, self._unmapped[pool]) if _has_room(start, nbytes))
         if block.mapped:
             self._remove(block)
         while block.nbytes < nbytes or not block.mapped:
-            hole = block.after if block.mapped else block
-            assert hole is not None
-            wanted = nbytes - block.nbytes if block.mapped else nbytes
-            page = SMALL_SEGMENT if pool[1] else MIDDLE_SEGMENT
-            mapped = min(rounded_up(wanted, page), hole.nbytes)
-            if self.capacity is not None and self.reserved + mapped > self.capacity:
+            hole, missing_bytes = block, nbytes
+            if block.mapped:
+                assert block.after is not None
+                hole, missing_bytes = block.after, nbytes - block.nbytes
+            mapped_bytes = min(rounded_up(missing_bytes, block.page), hole.nbytes)
+            if self.capacity is not None and self.reserved + mapped_bytes > self.capacity:
                 if block.mapped:
                     self._insert(block)
                 return None
-            block = self._map(hole, mapped)
+            block = self._map(hole, mapped_bytes)
         return block
 
     def _map(self, hole: _Block, nbytes: int) -> _Block:
-        """Map the first unmapped bytes; returns the free block from these and its free neighbours, which is in no
-        list."""
+        """Map a hole's first bytes. Returns the free block with them and their free neighbours; it is in no list."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         block = _Block(nbytes, hole.address, hole.pool, True, hole.before, hole)
@@ -190,15 +204,18 @@ class CachingAllocator:
         if block.after is not None and block.after.free:
             self._remove(block.after)
             block = _merged(block, block.after)
-        if block.before is not None and block.before.free:  # where the request begins: in no list either
+        if block.before is not None and block.before.free:  # the request's first block, which is in no list either
             block = _merged(block.before, block)
         return block
 
     def _unmap(self, block: _Block) -> None:
-        """Unmap the whole pages within a free block; the rest before and behind them stays free."""
-        page = SMALL_SEGMENT if block.pool[1] else MIDDLE_SEGMENT
+        """Unmap the whole pages within a free block. The rest before and behind them stays free.
+
+        address     first              last    end
+           | free     |    unmapped      | free |      first and last are multiples of a page
+        """
         end = block.address + block.nbytes
-        first, last = rounded_up(block.address, page), end // page * page
+        first, last = rounded_up(block.address, block.page), end // block.page * block.page
         if first >= last:
             return
         self._remove(block)
@@ -229,16 +246,6 @@ class CachingAllocator:
             holes.remove(hole.after)
             _merged(hole, hole.after)
 
-    def _split(self, block: _Block, nbytes: int) -> None:
-        remainder = block.nbytes - nbytes
-        if remainder < ROUND or not (block.pool[1] or self.expandable or remainder > SMALL):
-            return
-        rest = _Block(remainder, block.address + nbytes, block.pool, True, block, block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.nbytes = rest, nbytes
-        self._insert(rest)
-
     def _insert(self, block: _Block) -> None:
         block.free = True
         bisect.insort(self._pools.setdefault(block.pool, []), (block.nbytes, block.address, block))
@@ -251,14 +258,14 @@ class CachingAllocator:
 
 
 def _start(hole: _Block) -> _Block:
-    """The start for a request that ends in unmapped memory: the free block before it."""
+    """The block at which a request starts that ends in this hole: the free block before it, or the hole."""
     if hole.before is not None and hole.before.free:
         return hole.before
     return hole
 
 
 def _has_room(block: _Block | None, nbytes: int) -> bool:
-    """Whether free and unmapped blocks from this one on make up so many bytes."""
+    """Whether free and unmapped blocks from this one on have so many bytes together."""
     while nbytes > 0 and block is not None and (block.free or not block.mapped):
         nbytes -= block.nbytes
         block = block.after
@@ -284,7 +291,7 @@ class AllocatorPeak:
 def replay(
     changes: Iterable[StorageChange], capacity: int | None = None, *, expandable: bool = False
 ) -> dict[str, AllocatorPeak]:
-    """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
+    """Each phase's peak, over all its runs. Raises NoMemory if `capacity` bytes are not enough."""
     allocator, peaks, running = CachingAllocator(capacity, expandable), dict[str, AllocatorPeak](), ""
     for storage, nbytes, phase, stream in chain(changes, [StorageChange(None, 0, "")]):  # the end of the last phase
         if running and (storage is None or phase != running):
@@ -305,8 +312,8 @@ def least_room(changes: Sequence[StorageChange], allocated: int, reserved: int, 
     """Bytes in which a replay of the changes succeeds, found by bisection to 20 MiB, a page of the allocator.
 
     Args:
-        allocated: Bytes at the peak, which is the least that there can be.
-        reserved: Bytes that the allocator reserves where nothing limits it, which are enough.
+        allocated: Bytes at the peak. No fewer can suffice.
+        reserved: Bytes that the allocator reserves if nothing limits it. They suffice.
     """
     while reserved - allocated > MIDDLE_SEGMENT:
         middle = (allocated + reserved) // 2

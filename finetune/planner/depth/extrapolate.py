@@ -1,12 +1,18 @@
 """A deep model's peaks from two shallow traces: decoder layers are alike, so each further layer adds the same bytes.
 
-Each run of a phase (one a micro-batch) is divided into segments by the module that is running: the layers of the front
-half, counted from the first, those of the back half, counted from the last, and the modules around them. The peak of a
-segment grows by the same bytes with each layer (or with each period of layers, where they are of several kinds or every
-n-th is recomputed), component by component; the phase's peak is the largest segment at full depth. Runs are apart,
-since buffers that only the first has and gradients that only later ones have do not grow alike. From one layer to the
-next a peak changes by the same bytes, so none of the layers that only the deeper model has can have a larger peak than
-all others.
+A phase runs once a micro-batch. Each run is divided into segments by the module that is running:
+
+    front half    layers, counted from the first
+    back half     layers, counted from the last
+    others        the modules around the layers
+
+With each layer a segment's peak grows by the same bytes, component by component. (It is each period if layers are of
+several kinds or every n-th is recomputed.) The phase's peak is the largest segment at full depth. Runs are separate,
+because the first alone has some buffers and only later ones have gradients, and these do not grow alike. From one layer
+to the next a peak changes by the same bytes, so no layer that only the deeper model has can exceed all others.
+
+    layers      4      5      6          32
+    peak        10     12     14  ...    10 + (32 - 4) x 2 = 66
 """
 
 from __future__ import annotations
@@ -31,10 +37,9 @@ SHALLOW = 4  # where layers are alike: the first, the last, and two between
 
 
 def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
-    """What takes memory in each decoder layer of the full model, built on meta: its modules and parameter shapes,
-    without windows and rotary angles.
+    """Each decoder layer's modules and parameter shapes, without windows and rotary angles, from a model on meta.
 
-    Layers whose names a timeline does not know each have their own kind.
+    If a timeline does not know the layers' names, each layer has its own kind.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -53,24 +58,26 @@ def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
 
 
 def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
-    """The number of layers after which kinds and recomputation repeat, and a depth from which each such period adds the
-    same.
+    """The period and a depth from which each period adds the same.
 
-    As many irregular layers as a replay keeps at either end (repeat_layers.py: FIRST) may have other kinds. All layers
-    if nothing repeats, or if two shallow models would have as many layers as the full one.
+    The period is the number of layers after which kinds and recomputation repeat. As many layers as a replay keeps at
+    either end (repeat_layers.py: FIRST) may have other kinds. The depth is all layers if nothing repeats, or if two
+    shallow models would have as many layers as the full one.
 
     Args:
         every: Every n-th layer is recomputed in backward.
     """
     layers = len(kinds)
     for alike in range(1, layers):
-        differ = [at for at in range(layers - alike) if kinds[at] != kinds[at + alike]]
-        if any(FIRST <= at < layers - alike - FIRST for at in differ):
+        different = [at for at in range(layers - alike) if kinds[at] != kinds[at + alike]]
+        if any(FIRST <= at < layers - alike - FIRST for at in different):
             continue
         period = math.lcm(alike, every)
-        if alike == 1 and not differ:
+        if alike == 1 and not different:
             return period, SHALLOW
-        depth = 2 * (period + (FIRST if differ else 0))
+        depth = 2 * period
+        if different:
+            depth += 2 * FIRST
         few = depth + (layers - depth) % period
         if 2 * few + period < layers:
             return (period, depth)
@@ -83,63 +90,61 @@ def extrapolate(
 ) -> dict[str, PhaseMemory]:
     """Phases for a model with `layers` layers, from traces at two depths; for few layers, from one trace at full depth.
 
-    `period`: the number of layers after which they repeat. `shallow`: the depth from which each layer adds the same.
+    Args:
+        period: The number of layers after which they repeat.
+        shallow: The depth from which each layer adds the same.
     """
     few, more = depths(layers, period, shallow)
     if layers <= more:
         return timeline_of(layers).phases(device)
-    shallow_timeline, deep = timeline_of(few), timeline_of(more)
+    shallow_timeline, deep_timeline = timeline_of(few), timeline_of(more)
     times = (layers - few) // period
-    first, second = _segments(shallow_timeline, device, few, few), _segments(deep, device, more, few)
-    ends, deep_ends = shallow_timeline.ends(device), deep.ends(device)
+    segments = _segments(shallow_timeline, device, few, few)
+    deep_segments = _segments(deep_timeline, device, more, few)
+    ends, deep_ends = shallow_timeline.ends(device), deep_timeline.ends(device)
     result = {}
-    for phase, peaks in first.items():
-        assert peaks.keys() == second[phase].keys(), f"{phase}: {peaks.keys() ^ second[phase].keys()}"
-        extrapolated = [_extrapolated_peak(peak, second[phase][name], times, layers) for name, peak in peaks.items()]
+    for phase, peaks in segments.items():
+        deep_peaks = deep_segments[phase]
+        assert peaks.keys() == deep_peaks.keys(), f"{phase}: {peaks.keys() ^ deep_peaks.keys()}"
+        extrapolated = []
+        for name, peak in peaks.items():
+            parts = _extrapolated_parts(peak.parts, deep_peaks[name].parts, times)
+            module, match = peak.module, LAYER.search(peak.module)
+            deep_module = deep_peaks[name].module
+            if match is not None and int(match.group(1)) > 0 and deep_module != module:  # counted from the last layer
+                index = int(match.group(1))
+                shift = int(LAYER.search(deep_module).group(1)) - index  # type: ignore[union-attr]
+                module = LAYER.sub(f".layers.{min(index + shift * times, layers - 1)}", module)
+            extrapolated.append(Peak(sum(parts.values()), parts, module))
         end = _extrapolated_parts(ends[phase], deep_ends[phase], times)
         result[phase] = PhaseMemory(max(extrapolated, key=lambda peak: peak.nbytes), end)
     return result
 
 
 def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
-    """The depths of two shallow models whose layers repeat like those of a model with `layers` layers."""
+    """Two shallow models' depths, so that their layers repeat as they do in a model with `layers` layers."""
     few = shallow + (layers - shallow) % period
     return few, few + period
 
 
 def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[tuple[int, str], Peak]]:
-    """Each segment's largest peak, under names that do not depend on the number of layers. Layers that the model with
-    `few` layers lacks have none.
+    """Each segment's largest peak, by phase and by (run, name). A name does not depend on the number of layers.
+
+    Layers that the model with `few` layers lacks are left out.
     """
     result: dict[str, dict[tuple[int, str], Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
         named = result.setdefault(phase, {})
         for (run, module), peak in peaks.items():
-            if (name := _segment(module, layers, few)) is None:
-                continue
+            name, match = module, LAYER.search(module)
+            if match is not None:
+                index, front = int(match.group(1)), few // 2
+                if front <= index < layers - (few - front):
+                    continue
+                position = f"{index}" if index < front else f"last-{layers - 1 - index}"
+                name = module[: match.start()] + f".layers.{position}" + module[match.end() :]
             named[run, name] = max(named.get((run, name), peak), peak, key=lambda peak: peak.nbytes)
     return result
-
-
-def _segment(module: str, layers: int, few: int) -> str | None:
-    match = LAYER.search(module)
-    if match is None:
-        return module
-    index, front = int(match.group(1)), few // 2
-    if front <= index < layers - (few - front):
-        return None
-    which = f"{index}" if index < front else f"last-{layers - 1 - index}"
-    return module[: match.start()] + f".layers.{which}" + module[match.end() :]
-
-
-def _extrapolated_peak(peak: Peak, deep: Peak, times: int, layers: int) -> Peak:
-    parts = _extrapolated_parts(peak.parts, deep.parts, times)
-    match = LAYER.search(peak.module)
-    module = peak.module
-    if match is not None and int(match.group(1)) > 0 and deep.module != peak.module:  # counted from the last layer
-        behind = int(LAYER.search(deep.module).group(1)) - int(match.group(1))  # type: ignore[union-attr]
-        module = LAYER.sub(f".layers.{min(int(match.group(1)) + behind * times, layers - 1)}", module)
-    return Peak(sum(parts.values()), parts, module)
 
 
 def _extrapolated_parts(shallow: dict[str, int], deep: dict[str, int], times: int) -> dict[str, int]:
@@ -173,11 +178,13 @@ def with_more_of_the_same(
 def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: Path) -> Recipe:
     """The recipe for a model with `layers` layers, with its config.json in `folder` and without weights.
 
-    They are the full model's first and last layers, or as many as it has, repeated.
+    The layers are the full model's first and last ones. If more are asked than it has, its layers repeat.
     """
     full, front = int(config["num_hidden_layers"]), layers // 2
-    chosen = [*range(front), *range(full - (layers - front), full)] if layers < full else [*range(full)]
-    chosen += [at % full for at in range(full, layers)]
+    if layers < full:
+        chosen = [*range(front), *range(full - (layers - front), full)]
+    else:
+        chosen = [at % full for at in range(layers)]
     changed = with_layers_alone(config, full, chosen)
     for key in ("quantization_config", "auto_map"):
         changed.pop(key, None)
@@ -189,18 +196,21 @@ def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: 
 
 
 def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
-    """How many layers' worth of weights ZeRO-3 may keep gathered at once (strategies/zero.py), twice: two layers and
-    the largest tensor, which is the embedding. A model with fewer layers is all gathered for a while, so its layers
-    add more bytes than later ones. Once was too few for 70B over 4 bits: of 11 layers each added what it gathers (45.7
-    GiB at the full depth), of 18 or 26 its shard (22.3).
+    """Twice the number of layers' weights that ZeRO-3 may keep gathered at once (strategies/zero.py).
 
-    `packed`: weights of a quantised layer to one element of its container.
+    It keeps two layers and the largest tensor, the embedding. A model with fewer layers is all gathered for a while, so
+    its layers add more bytes than later ones. Once that number was too few for 70B over 4 bits: with 11 layers each
+    added its gathered bytes (45.7 GiB at full depth), with 18 or 26 its shard (22.3).
+
+    Args:
+        packed: A quantised layer's weights in one element of its container.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or hidden // heads)
-    attention = 2 * hidden * size * (heads + int(config.get("num_key_value_heads") or heads))
-    inner = config.get("intermediate_size")
-    # GPT-2 and its like name no width: their MLP has two matrices, four times as wide as the model.
-    mlp = 3 * hidden * int(inner) if inner else 2 * hidden * 4 * hidden
+    head_size = int(config.get("head_dim") or hidden // heads)
+    # q and o are [heads x head size, h] each, k and v [key-value heads x head size, h] each.
+    attention = 2 * hidden * head_size * (heads + int(config.get("num_key_value_heads") or heads))
+    mlp = 8 * hidden * hidden  # GPT-2 and its like name no width: two matrices, four times as wide as the model
+    if inner := config.get("intermediate_size"):
+        mlp = 3 * hidden * int(inner)
     layer = (attention + mlp) // packed
     return 2 * (2 + math.ceil(int(config["vocab_size"]) * hidden / layer))

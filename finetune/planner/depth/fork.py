@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 @contextmanager
 def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
-    """Start each function in a child, and yield a callable that waits for one's result. Children end with the context.
+    """Start each function in a child, and yield a callable that waits for a result. Children end with the context.
 
-    A single function, and one whose child failed, runs in this process. So do all if it cannot be forked. Their errors
-    are raised here. Results are pickled.
+    A function runs in this process if it is the only one, if its child failed, or if this process cannot be forked.
+    Their errors are raised here. Results are pickled.
     """
     children = {}
     if len(functions) > 1 and can_fork():
@@ -29,7 +29,7 @@ def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[
 
     def result(name: int) -> T:
         if name in children:
-            with suppress(EOFError):  # it failed
+            with suppress(EOFError):  # the child failed
                 return children[name][1].recv()  # type: ignore[no-any-return]
         return functions[name]()
 

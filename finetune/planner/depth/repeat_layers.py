@@ -1,14 +1,15 @@
-"""The storage changes of a deep model from those of a shallow one, for the replay of the allocator: its reserved bytes
-depend on the order of requests, so they cannot be extrapolated by a line as peaks can.
+"""A deep model's storage changes from a shallow one's, for the allocator's replay.
 
-A trace is a list of events: a storage has N bytes from now on. It is divided into *runs*: consecutive events of one
-decoder layer, which is the one whose module is running or, where none is running, the one that the storage belongs to.
-The first two layers and the last two are kept as they are. The layer between them (or the `period` of layers, where
-every n-th is recomputed) is repeated, run by run, in the order in which the phase goes through the layers.
+The allocator's reserved bytes depend on the order of requests, so they cannot be extrapolated by a line as peaks can.
+
+A trace is a list of events: a storage has N bytes from now on. It is divided into *runs*: consecutive events in one
+decoder layer. That is the layer that is running or, if none is running, the storage's own layer. The first two layers
+and the last two are kept as they are. The layer between them (or the `period` of layers, where every n-th is
+recomputed) is repeated, run by run, in the phase's order through the layers.
 
 A storage is identified by the layer that made it, the index of that layer's run (its *visit*), and its position in that
-run. Layer 2's third storage of its first run is (2, 0, 2); the copies' are (3, 0, 2), (4, 0, 2). So a run that frees
-what the layer before it made, or fills what the next one needs, does the same in each of its copies.
+run. In layer 2's first run the third storage is (2, 0, 2); the copies' are (3, 0, 2), (4, 0, 2). So if a run frees the
+storages of the layer before it, or fills those of the next one, each of its copies does so too.
 
 An example: 5 traced layers become 7, period 1 (5 are the fewest: two, one that repeats, and two). In forward layer i
 allocates a storage (+i); in backward, which runs from right to left, it frees that of the layer before it (-(i-1)):
@@ -20,7 +21,7 @@ allocates a storage (+i); in backward, which runs from right to left, it frees t
     deep, backward                -0   -1   -2   -3   -4   -5     each copy frees its own neighbour's; traced layer 3
     is deep layer             0    1    2    3    4    5    6     frees that of the last copy, which is next to it
 
-A storage that a run far away frees (an optimizer step does so for all gradients) is freed in all copies.
+A storage that a distant run frees is freed in all copies: an optimizer step does so for all gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FIRST = 2  # index of the first layer that is repeated; as many layers follow th
 
 
 class StorageChange(NamedTuple):
-    """An event of the deep model: a storage has `nbytes` from now on; 0 is its end."""
+    """An event in the deep model: a storage has `nbytes` from now on; 0 is its end."""
 
     storage: Hashable  # None: a phase begins
     nbytes: int
@@ -55,28 +56,31 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerRepeat:
-    """Where the layers of the shallow model are in the deep one."""
+    """The shallow model's layers in the deep model."""
 
     period: int
-    copies: int  # of the repeated layers, in addition to the traced ones
+    copies: int  # copies of the repeated layers, in addition to the traced ones
 
     def repeats(self, layer: int | None) -> bool:
         return layer is not None and FIRST <= layer < FIRST + self.period
 
     def positions(self, layer: int, copy: int | None) -> list[int]:
-        """Indices of a traced layer in the deep model: in one copy or, with None, in all."""
+        """A traced layer's indices in the deep model: in one copy or, with None, in all."""
         if copy is not None:
             return [layer + copy * self.period]
         if self.repeats(layer):
             return [layer + each * self.period for each in range(self.copies + 1)]
-        return [layer if layer < FIRST else layer + self.copies * self.period]
+        if layer < FIRST:
+            return [layer]
+        return [layer + self.copies * self.period]
 
     def positions_of(self, layer: int, run: int | None, copy: int) -> list[int]:
         """Indices of the layer that copy `copy` of layer `run`'s run refers to."""
         near = run is not None and abs(layer - run) <= 1
-        if self.repeats(run):
-            return self.positions(layer, copy if near or self.repeats(layer) else None)
-        if near and self.repeats(layer):  # layer 1 refers to the first copy, the layer after them to the last
+        if self.repeats(run) and (near or self.repeats(layer)):
+            return self.positions(layer, copy)
+        if near and self.repeats(layer):
+            # The layer before the repeated ones refers to the first copy, the layer after them to the last.
             return self.positions(layer, 0 if run == FIRST - 1 else self.copies)
         return self.positions(layer, None)
 
@@ -90,27 +94,36 @@ def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, perio
     assert repeat.copies * period == deep - layers
     assert not repeat.copies or layers >= FIRST + period + FIRST, "no layers are left around those that repeat"
     runs = _runs(timeline, device)
-    names = _names(runs)
+    # Layer, visit and position of each storage's first event.
+    names: dict[int, tuple[int | None, int, int]] = {}
+    for run in runs:
+        position = 0
+        for event in run.events:
+            if event.storage != NONE and event.storage not in names:
+                names[event.storage] = run.layer, run.visit, position
+                position += 1
     previous_layer: int | None = None
     for repeated, group in groupby(runs, key=lambda run: repeat.repeats(run.layer)):
         block = list(group)
-        copies = range(repeat.copies + 1 if repeated else 1)
-        upwards = previous_layer is None or previous_layer < FIRST  # forward; backward goes downwards
-        for copy in copies if upwards else reversed(copies):
+        copies = [*range(repeat.copies + 1)] if repeated else [0]
+        if previous_layer is not None and previous_layer >= FIRST:  # backward goes from the last layer to the first
+            copies.reverse()
+        for copy in copies:
             for run in block:
                 yield from _changes(timeline, names, run, repeat, copy)
         previous_layer = block[-1].layer
 
 
 def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, int]) -> Iterator[StorageChange]:
-    """The changes, with storages added that have `short` bytes together in each phase: those that belong to no layer
-    and grow with depth, as DDP's buckets and ZeRO's flat partitions.
+    """The changes, with further storages that have `short` bytes together in each phase.
 
-    Bytes that all phases lack are one storage that stays; those that only some lack are allocated and freed.
+    They belong to no layer and grow with depth: DDP's buckets, ZeRO's flat partitions. Bytes that all phases lack are
+    one storage that stays. Bytes that only some phases lack are allocated and freed. If forward lacks 3 bytes and
+    backward 5, there is a storage with 3 bytes in both, and one with 2 in backward.
     """
     levels = sorted({0, *(nbytes for nbytes in short.values() if nbytes > 0)})
     pieces = list(pairwise(levels))
-    allocated = 0  # of the pieces
+    allocated = 0  # pieces
     for change in changes:
         if change.storage is None:  # before the phase's peak is watched
             needed = sum(top <= short.get(change.phase, 0) for _, top in pieces)
@@ -123,8 +136,10 @@ def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, 
 
 
 def _runs(timeline: Timeline, device: str) -> list[_Run]:
-    """All events on the device, in order. Events without a layer belong to the run before them. Weight copies are made
-    before the layers run, each in its layer's run.
+    """All events on the device, in order.
+
+    Events without a layer belong to the run before them. Weight copies are made before the layers run, each in its
+    layer's run.
     """
     in_layers = {phase for phase, module in timeline.places if layer_of(module) is not None}
     owners = dict(timeline.layers)
@@ -147,21 +162,10 @@ def _runs(timeline: Timeline, device: str) -> list[_Run]:
     return runs
 
 
-def _names(runs: list[_Run]) -> dict[int, tuple[int | None, int, int]]:
-    """Layer, visit and position of each storage's first event."""
-    names: dict[int, tuple[int | None, int, int]] = {}
-    for run in runs:
-        position = 0
-        for event in run.events:
-            if event.storage != NONE and event.storage not in names:
-                names[event.storage] = run.layer, run.visit, position
-                position += 1
-    return names
-
-
 def _changes(
     timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, repeat: LayerRepeat, copy: int
 ) -> Iterator[StorageChange]:
+    """A run's changes, in one of its copies."""
     for event in run.events:
         phase = timeline.places[event.place][0]
         if event.storage == NONE:
@@ -169,5 +173,8 @@ def _changes(
             continue
         layer, *visit_and_position = names[event.storage]
         stream = timeline.streams.get(event.storage, 0)
-        for position in [None] if layer is None else repeat.positions_of(layer, run.layer, copy):
+        positions: list[int | None] = [None]
+        if layer is not None:
+            positions = [*repeat.positions_of(layer, run.layer, copy)]
+        for position in positions:
             yield StorageChange((position, *visit_and_position), event.nbytes, phase, stream)

@@ -1,5 +1,6 @@
-"""A rank's trace at full depth: extrapolated from a shallow model, or with all layers; a pipeline's stage has all
-layers and few micro-batches.
+"""A rank's trace at full depth: extrapolated from shallow models, or traced with all layers.
+
+A pipeline's stage is traced with all layers and few micro-batches.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class TraceRequest:
     """The trace's subject and place."""
 
     recipe: Recipe
-    config: Mapping[str, Any]  # of the model at full depth
+    config: Mapping[str, Any]  # the model's at full depth
     strategy: Strategy
     batches: Sequence[MicroBatch]
     ranks: int
-    node: int
+    node: int  # ranks on one machine
     on_gpu: bool
-    outside_bytes: int  # bytes that are not of tensors
+    outside_bytes: int  # bytes outside of tensors
     must_fit_bytes: int | None  # stop as soon as more are certain to be needed
-    rank: int  # which is traced
+    rank: int  # the one that is traced
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class DeepTrace:
 
     phases: dict[str, PhaseMemory]
     work: StepWork
-    host: dict[str, int] = field(default_factory=dict)  # this and the following where a GPU is planned
-    changes: list[StorageChange] = field(default_factory=list)  # of the GPU's memory
+    host: dict[str, int] = field(default_factory=dict)  # these and the following only if a GPU is planned
+    changes: list[StorageChange] = field(default_factory=list)  # in the GPU's memory
     reserved_share: float | None = None  # instead of `changes`: reserved over allocated bytes, at most
-    stage_layers: tuple[range, ...] = ()
+    stage_layers: tuple[range, ...] = ()  # the layers that a pipeline's stage holds
 
 
 def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
-    """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
+    """Trace shallow models and extrapolate to the request's depth, or trace it at `full_depth`."""
     if not full_depth and (counts := _fewer_micro_batches(request)) is not None:
         return _of_few_micro_batches(request, folder, *counts)
     config = request.config
@@ -77,10 +78,14 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
         # ZeRO's pinned flat buffers are rounded up to a power of two, so they do not grow linearly with layers.
         shallow = layers
     elif not request.strategy.layers_repeat:
-        shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
+        quantization, packed = request.recipe.quantization, 1
+        if quantization is not None and not quantization.load_in_8bit:
+            # 4-bit weights in one element of their container: 4 in bfloat16's two bytes.
+            packed = 2 * int(getattr(torch, quantization.bnb_4bit_quant_storage).itemsize)
+        shallow += layers_kept_gathered(config, packed)
     elif request.strategy.uses_engine:
-        # ZeRO-1 and 2 reduce by buckets whose size follows what is trained, and make the buffer of a rank's gradients
-        # with the first of its part of the weights: in a shallow model the embeddings', in a deep one a layer's.
+        # ZeRO-1 and 2 reduce by buckets, with a size that follows the trained weights. They make the buffer for a
+        # rank's gradients with its first weight: in a shallow model the embeddings', in a deep one a layer's.
         shallow = layers
     if request.strategy.schedule or (request.recipe.lora and request.recipe.lora.names_single_layers):
         shallow = layers  # a stage has some of them; or adapters differ, so that no layer stands for another
@@ -89,57 +94,69 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:
         work: dict[int, StepWork] = {}
         timelines: dict[int, Timeline] = {}
-        held: dict[int, tuple[range, ...]] = {}
+        stage_layers: dict[int, tuple[range, ...]] = {}
 
         def timeline_of(depth: int) -> Timeline:
             if depth not in timelines:
-                timelines[depth], work[depth], held[depth] = traced(depth)
+                timelines[depth], work[depth], stage_layers[depth] = traced(depth)
             return timelines[depth]
-
-        def changes_of(depth: int) -> list[StorageChange]:
-            return list(repeat_layers(timeline_of(depth), DEVICE_NAME, depth, layers, period))
 
         if full_depth:
             phases = timeline_of(layers).phases("cpu")
-            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=held[layers])
+            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=stage_layers[layers])
         phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
         if not request.on_gpu:
-            return DeepTrace(phases_on("cpu"), work_at_depth(work, layers), stage_layers=held.get(layers, ()))
-        repeats = request.strategy.layers_repeat
-        if request.must_fit_bytes is not None and repeats:
-            _refuse_if_larger(changes_of(needed[0]), request.outside_bytes, request.must_fit_bytes)
-        phases, host = phases_on(DEVICE_NAME), {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
-        if not repeats:
+            phases = phases_on("cpu")
+            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=stage_layers.get(layers, ()))
+        if not request.strategy.layers_repeat:
+            phases = phases_on(DEVICE_NAME)
+            host = {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
             # ZeRO-3 gathers weights in an order that does not repeat from layer to layer, so runs cannot be repeated.
-            reserved_share = max(_reserved_share(timeline, count) for count, timeline in timelines.items())
-            return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=reserved_share)
-        done = phases, work_at_depth(work, layers), host, changes_of(needed[0])
-        return DeepTrace(*done, stage_layers=held.get(layers, ()))
+            shares = []
+            for depth, timeline in timelines.items():
+                own_changes = repeat_layers(timeline, DEVICE_NAME, depth, depth)
+                peaks = replay(own_changes, expandable=expands_segments()).values()
+                shares.append(max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks))
+            return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=max(shares))
+        deepest = needed[0]
+        changes = list(repeat_layers(timeline_of(deepest), DEVICE_NAME, deepest, layers, period))
+        if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
+            try:
+                replay(changes, request.must_fit_bytes - request.outside_bytes, expandable=expands_segments())
+            except NoMemory:
+                nbytes = request.outside_bytes + max(peak.allocated for peak in replay(changes).values())
+                message = f"it needs {nbytes} bytes of a GPU's {request.must_fit_bytes}"
+                raise DoesNotFit(message, nbytes) from None
+        phases = phases_on(DEVICE_NAME)
+        host = {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
+        done = phases, work_at_depth(work, layers), host, changes
+        return DeepTrace(*done, stage_layers=stage_layers.get(layers, ()))
 
 
 def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
     """Two numbers of micro-batches to trace, instead of all in a pipeline's step."""
     schedule, lora = request.strategy.schedule, request.recipe.lora
-    if schedule is None or (lora and lora.names_single_layers):  # a model of few layers may lack those that it names
+    if schedule is None or (lora and lora.names_single_layers):  # a model with few layers may lack the named ones
         return None
     return steps_alike(schedule, request.strategy.stage_count(request.ranks), len(request.batches))
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
-    """A stage's trace with `few` micro-batches, and each further one's addition: its own tensors, and one buffer per
-    message. That does not depend on depth, so it is seen in a thin model with one layer per run. Full training is
-    the exception, because it casts all layers' weights once a step.
+    """A stage's trace with `few` micro-batches, plus the addition of each further one.
+
+    A micro-batch adds its own tensors, and one buffer per message. That does not depend on depth, so a thin model with
+    one layer per run shows it. Full training is the exception, because it casts all layers' weights once a step.
     """
     thin, depth = request, int(request.config["num_hidden_layers"])
     if request.recipe.lora:
         runs = request.strategy.stage_count(request.ranks) * RUNS.get(request.strategy.schedule or "", 1)
         thin = replace(request, config=with_layers_alone(request.config, depth, range(runs)))
-    asked = {0: (request, few), 1: (thin, few), 2: (thin, more)}
+    traces = {0: (request, few), 1: (thin, few), 2: (thin, more)}
     if thin is request:
-        del asked[1]
+        del traces[1]
     functions = {
         key: partial(trace_to_depth, replace(each, batches=each.batches[:count]), folder / f"{key}", full_depth=False)
-        for key, (each, count) in asked.items()
+        for key, (each, count) in traces.items()
     }
     with run_in_forks(functions) as traced:
         deep, second = traced(0), traced(2)
@@ -155,7 +172,7 @@ def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: i
 
 
 def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:
-    """Trace the model with `layers` layers; also says which of them a pipeline's stage holds."""
+    """Trace the model with `layers` layers. The last result is the layers that a pipeline's stage holds."""
     shallow = with_layers(request.recipe, request.config, layers, folder)
     options: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
     options["gpu"] = request.on_gpu
@@ -171,24 +188,3 @@ def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Ti
         compiles=traced.compiles,
     )
     return traced.timeline, work, traced.stage_layers
-
-
-def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
-    try:
-        replay(changes, must_fit_bytes - outside_bytes, expandable=expands_segments())
-    except NoMemory:
-        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
-        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {must_fit_bytes}", needed) from None
-
-
-def _reserved_share(timeline: Timeline, layers: int) -> float:
-    changes = repeat_layers(timeline, DEVICE_NAME, layers, layers)
-    peaks = replay(changes, expandable=expands_segments()).values()
-    return max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks)
-
-
-def _weights_an_element(recipe: Recipe) -> int:
-    """Weights to one element of a quantised layer's tensor."""
-    if recipe.quantization is None or recipe.quantization.load_in_8bit:
-        return 1
-    return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)

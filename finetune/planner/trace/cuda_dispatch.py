@@ -1,8 +1,8 @@
-"""The two decisions of CUDA's dispatch before a kernel runs: autocast's number formats, and the choice of attention.
+"""CUDA's two decisions before a kernel runs: autocast's number formats, and the attention kernel.
 
-Both are made here for the pretend device, because they decide which tensors exist. Autocast's lists are read from
-torch's own header, which it ships for devices of other makers; attention is chosen as `sdp_utils.cpp` chooses it on a
-GPU of compute capability 8.0 or more, whose order is flash, memory-efficient, and plain matrix products.
+Both are made here for the pretend device, because tensors depend on them. Autocast's lists are read from torch's own
+header, which it ships for other makers' devices. Attention is chosen as `sdp_utils.cpp` chooses it on a GPU with
+compute capability 8.0 or more: flash, then memory-efficient, then plain matrix products.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _keep: list[torch.library.Library] = []  # a registration lasts as long as its o
 
 
 def register_dispatch(device: str) -> None:
-    """Register both for the one device that a program may add to torch. Once a process."""
+    """Register both for the one device that a program may add to torch. Call it once in a process."""
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    # One kernel on CUDA; on a device of another maker torch would compose it of seven others.
+    # One kernel on CUDA; on another maker's device torch would compose it from seven others.
     aten.impl("silu_backward", lambda grad, _: torch.empty_like(grad), "PrivateUse1")
     _keep.extend((others, aten))
     casts = _Casts(device)
@@ -42,9 +42,9 @@ def register_dispatch(device: str) -> None:
         for name, overload in autocast_list(macro):
             packet = getattr(torch.ops.aten, name)
             if (overload or "default") in packet.overloads():
-                full = f"{name}.{overload}" if overload else name
-                aten.impl(full, wrap(getattr(packet, overload or "default")), "AutocastPrivateUse1")
-    # Casts are kept while autocast is on. torch drops its own at the end of the outermost, by this function.
+                full_name = f"{name}.{overload}" if overload else name
+                aten.impl(full_name, wrap(getattr(packet, overload or "default")), "AutocastPrivateUse1")
+    # Casts are kept while autocast is on. torch calls this function at the outermost block's end to drop its own.
     drop = torch.clear_autocast_cache
 
     def drop_all() -> None:
@@ -55,7 +55,7 @@ def register_dispatch(device: str) -> None:
 
 
 def autocast_list(macro: str) -> list[tuple[str, str]]:
-    """Operations and overloads of one of CUDA autocast's lists, from the installed torch's header."""
+    """Operations and overloads in one of CUDA autocast's lists, from the installed torch's header."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lines = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?[^\\])\n", header.read_text("utf-8"), re.DOTALL)
     assert lines is not None, macro
@@ -81,13 +81,13 @@ class _Casts:
 
     def float32_result(self, op: Any) -> Callable[..., Any]:
         """The operation casts inside its kernel, without a copy."""
-        at = [argument.name for argument in op._schema.arguments].index("dtype")
+        position = [argument.name for argument in op._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            given = args[at] if at < len(args) else kwargs.get("dtype")
+            dtype = args[position] if position < len(args) else kwargs.get("dtype")
             with self._below():
-                if given is None and self._eligible(args[0]):
-                    return op(*args[:at], **kwargs | {"dtype": torch.float32})
+                if dtype is None and self._eligible(args[0]):
+                    return op(*args[:position], **kwargs | {"dtype": torch.float32})
                 return op(*args, **kwargs)
 
         return kernel
@@ -148,7 +148,9 @@ def _attention(
     size = query.shape[-1]
     if attn_mask is None and query.dtype in HALF and size <= FLASH_HEAD:
         scale = size**-0.5 if scale is None else scale
-        padded = [F.pad(x, (0, -size % 8)) if size % 8 else x for x in (query, key, value)]
+        padded = [query, key, value]
+        if size % 8:
+            padded = [F.pad(each, (0, -size % 8)) for each in padded]
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
         return output[..., :size]  # type: ignore[no-any-return]
     if enable_gqa and key.shape[1] != query.shape[1]:

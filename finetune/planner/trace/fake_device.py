@@ -1,11 +1,11 @@
 """A fake accelerator, "pretend": a device that is not the host, in a torch without a GPU.
 
-torch lets a program register one device of its own ("PrivateUse1"). This one computes nothing, for fake tensors run no
-kernels. A trace on it takes the branches that a GPU run takes (streams, pinned host memory, fused and foreach kernels,
-CUDA's lists for autocast, CUDA's attention), and separates device memory from host memory.
+torch lets a program register one device of its own ("PrivateUse1"). This one computes nothing, because fake tensors run
+no kernels. A trace on it takes a GPU run's branches (streams, pinned host memory, fused and foreach kernels, CUDA's
+lists for autocast, CUDA's attention), and separates device memory from host memory.
 
-The registration cannot be undone: from then on torch sees an accelerator in this process. So it is not for a process
-that trains.
+The registration cannot be undone: from then on torch sees an accelerator in this process. So do not register it in a
+process that trains.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ DEVICE_NAME = "pretend"
 
 
 class _Event(torch.Event):
-    """torch's own, which a backend in Python cannot wait for: everything before it has completed."""
+    """torch's own event. A backend in Python cannot wait for that; here everything before it has completed."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
 
 class _Stream(torch.Stream):
-    """torch's own, with events that can be waited for."""
+    """torch's own stream, with events that can be waited for."""
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """An event at this place of the stream."""
+        """An event at this place in the stream."""
         event = event or _Event(device=torch.device(DEVICE_NAME, 0))
         event.record(self)
         return event
@@ -100,7 +100,7 @@ _module = _Module()
 
 
 def stream_in_use() -> int:
-    """The number of the current stream; the allocator does not reuse one stream's memory on another."""
+    """The current stream's number. The allocator does not reuse one stream's memory on another."""
     return _module.current
 
 

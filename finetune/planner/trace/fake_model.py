@@ -1,7 +1,7 @@
 """Tensors without data, and the trainer's model on them.
 
-torch's fake tensors have shapes, number formats, devices and storages, and every operation on them returns fakes of the
-shapes and formats that the real one returns, without computing. So a 405B model's step runs on a laptop.
+torch's fake tensors have shapes, number formats, devices and storages. Every operation on them returns fakes with the
+real result's shapes and formats, without computing. So a 405B model's step runs on a laptop.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ OnParameter = Callable[[nn.Parameter], None]
 
 
 class _Answers(TorchDispatchMode):
-    """Answers each read of a fake tensor's value, which it does not have, and what torch's fakes refuse and GPUs
-    compute. torch's device meshes are real tensors.
+    """Answers each read of a fake tensor's value, and operations that torch's fakes refuse and GPUs compute.
 
-    `all` is answered yes (transformers: are positions those of one document?), `any` no (DeepSpeed: is a norm not
-    finite?).
+    `all` is answered yes (transformers: are these one document's positions?), `any` no (DeepSpeed: is a norm not
+    finite?). torch's device meshes are real tensors.
     """
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._answer = answer
-        self._any: Callable[[], Any] = lambda: None  # the result of the latest `any`, while it lives
+        self._latest_any: Callable[[], Any] = lambda: None  # the latest result of `any`, while it lives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,20 +51,22 @@ class _Answers(TorchDispatchMode):
             # pipeline an int32 that says whether all shapes were given.
             if args[0].dtype == torch.int32:
                 return 1
-            if args[0].dtype == torch.uint8 or args[0] is self._any():
+            if args[0].dtype == torch.uint8 or args[0] is self._latest_any():
                 return 0
             return self._answer
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _experts_product(*args[:3], **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.any.default:
-            self._any = weakref.ref(result)
+            self._latest_any = weakref.ref(result)
         return result
 
 
 def _experts_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None) -> torch.Tensor:
-    """An empty result of `grouped_mm` in float32 or float16, which transformers asks of every GPU from Ampere on
-    (integrations/moe.py), while torch 2.13's fake of the operation knows bfloat16 alone.
+    """An empty result for `grouped_mm` in float32 or float16.
+
+    transformers asks it of every GPU from Ampere on (integrations/moe.py), but torch 2.13's fake operation knows
+    bfloat16 alone.
 
     [tokens, in] x [experts, in, out] -> [tokens, out]; [in, tokens] x [tokens, out] -> [experts, in, out]; with the
     experts in `left`: [experts, out, in] x [in, tokens] -> [out, tokens].
@@ -73,12 +74,15 @@ def _experts_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor
     if left.ndim == right.ndim == 2:
         assert offs is not None
         return left.new_empty(len(offs), left.shape[0], right.shape[1])
-    return left.new_empty(*left.shape[-2 if right.ndim == 2 else 0 : -1], right.shape[-1])
+    first = -2 if right.ndim == 2 else 0
+    return left.new_empty(*left.shape[first:-1], right.shape[-1])
 
 
 class SharedFakeMode(FakeTensorMode):
-    """A mode that is shared by copies of its tensors (peft copies modules). A copied mode would own the same weak
-    references to storages, and torch frees those of each owner."""
+    """A mode that copies of its tensors share (peft copies modules).
+
+    A copied mode would own the same weak references to storages, and torch frees each owner's.
+    """
 
     def __deepcopy__(self, _: dict[int, Any]) -> SharedFakeMode:
         return self
@@ -88,20 +92,20 @@ class SharedFakeMode(FakeTensorMode):
 def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     """Every tensor created in the block is without data, and every value read to the host is `host_reads`, not 0.
 
-    transformers reads from position ids whether a row has several documents, for which it builds a mask; `masks`
-    answers that. The patched names are not documented: tests/planner/test_planned.py watches them.
+    transformers reads from position ids whether a row has several documents, and if so builds a mask. `masks` is the
+    answer. The patched names are not documented: tests/planner/test_planned.py watches them.
     """
     mode = SharedFakeMode(allow_non_fake_inputs=False)
-    # DTensor infers shapes by running operations on fakes: on its own mode's, so that they are not counted.
+    # DTensor infers shapes by running operations on fakes. It gets a mode of its own, so that they are not counted.
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(masking_utils, "is_tracing", constant_function(masks)),
         mock.patch.object(_sharding_prop, "detect_fake_mode", constant_function(None)),
-        # Views of all ranks' shards, of which rank 0 reads its own; 512 for each parameter take most of a minute.
+        # Views of all ranks' shards, though rank 0 reads its own alone. 512 for each parameter take most of a minute.
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(fsdp, "views", lambda whole, rows: [whole[:rows]]),
     ]
     with warnings.catch_warnings(), ExitStack() as stack:
-        # Accelerate reads parameters' addresses to match the optimizer's; assemble.py does that itself.
+        # Accelerate matches the optimizer's parameters by their addresses; assemble.py does that itself.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for context in (*patches, mode, _Answers(host_reads)):
             stack.enter_context(context)
@@ -109,17 +113,17 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
 
 
 def constant_function(answer: Any) -> Callable[..., Any]:
-    """A function; a mock would keep the tensors that it is called with alive."""
+    """A function with one answer. A mock would keep its arguments alive, tensors too."""
     return lambda *_, **__: answer
 
 
 def first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
-    """The first chunk of torch.chunk, which is rank 0's."""
+    """torch.chunk's first chunk alone, which is rank 0's."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
 
 
 def has_joined_documents(batch: MicroBatch) -> bool:
-    """Whether the positions of some row restart: it has several documents, or padding."""
+    """Whether positions restart within a row: it has several documents, or padding."""
     return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
@@ -127,7 +131,7 @@ def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Calla
     """The trainer's `build_model`, to be called inside `no_data`; the modules are built here, from the configuration.
 
     Args:
-        dtype: Of all weights, as in `build_model`.
+        dtype: All weights' number format, as in `build_model`.
 
     Returns:
         A function that calls its argument `on_parameter` with each parameter as soon as it has its tensor.
@@ -160,15 +164,17 @@ def fill_with_fakes(model: nn.Module, device: torch.device, on_parameter: OnPara
                 on_parameter(filled)
     for name, buffer in list(model.named_buffers()):
         replace_tensor(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
-    # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.
+    # Accelerate moves models to the device that they are on. torch 2.13 cannot swap a fake tensor with references.
     unmoved: Any = model
     unmoved.to = lambda *_, **__: model
 
 
 @contextmanager
 def host_pages() -> Iterator[None]:
-    """Allocate bitsandbytes' paged state in host memory. CUDA moves a page to the GPU when it is used, which torch's
-    allocator does not see."""
+    """Allocate bitsandbytes' paged state in host memory.
+
+    CUDA moves a page to the GPU when it is used; torch's allocator does not see that.
+    """
     import bitsandbytes.functional as functional
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
@@ -183,5 +189,6 @@ def host_pages() -> Iterator[None]:
 
 def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch as fake tensors; non-tensor entries unchanged."""
-    fakes = {key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    fakes = dict(batch)
+    fakes |= {key: mode.from_tensor(value) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     return cast(MicroBatch, fakes)

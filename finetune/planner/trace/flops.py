@@ -1,10 +1,12 @@
 """The operations that a step computes, as the trainer's own step calls them on tensors without data.
 
-Each operation has its floating-point operations (those of matrix products and attention; a multiply-add counts two) and
-the bytes that it reads and writes. Nothing is derived from a parameter count, so what such a count gets wrong is right
-here: adapters whose base gets no gradient, recomputed layers, a first layer whose input needs none, causal attention's
-half. Products are counted by torch's own table (torch/utils/flop_counter.py: flop_registry). Attention is not: the
-table ignores causality, and has neither the CPU's kernel nor the one for documents in one row.
+Each operation has its floating-point operations and the bytes that it reads and writes. Only matrix products and
+attention have floating-point operations here; a multiply-add counts two. No count is derived from a number of
+parameters, so these cases are right: adapters over a base without gradients, recomputed layers, a first layer without
+an input gradient, causal attention's half.
+
+torch's own table counts products (torch/utils/flop_counter.py: flop_registry). It does not count attention here: the
+table ignores causality, and lacks both the CPU's kernel and the one for documents in one row.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
     "gemm_4bit": lambda given, _, weight_shape, *__: given.numel() * weight_shape[0],  # bitsandbytes: [outputs, inputs]
     "int8_scaled_mm": lambda given, weight, *_: given.numel() * weight.shape[0],
 }
-# Forward: scores = q k^T, output = p v. Backward recomputes the scores: those, dp = do v^T, dq = ds k, dk = ds^T q and
-# dv = p^T do (flash_attn/flash_api.cpp).
+# Forward: scores = q k^T, output = p v. Backward: the scores again, dp = do v^T, dq = ds k, dk = ds^T q and dv = p^T do
+# (flash_attn/flash_api.cpp).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-# Nothing is computed by these, whatever their arguments are.
+# These compute nothing, with any arguments.
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
 
@@ -51,25 +53,28 @@ _COPIES = ("copy_", "_to_copy")
 
 
 class Operation(NamedTuple):
-    """Operations of the same cost."""
+    """Operations that cost the same."""
 
     phase: str  # forward, backward, step
     kind: str  # product, attention or other
     flops: int
-    nbytes: int  # read and written; of a copy between host and device what crosses, once
+    nbytes: int  # read and written; a copy between host and device counts the bytes that cross, once
     itemsize: int  # bytes of the first operand's numbers
     place: str = ON_DEVICE
 
 
 class Halves:
-    """The phase that runs. The stages of a pipeline have one phase for forward and backward, which alternate; here each
-    forward of a stage is told from the backwards around it."""
+    """The phase that runs now.
+
+    A pipeline's stages have one phase for forward and backward, which alternate. This class separates each forward
+    from the backwards around it.
+    """
 
     def __init__(self, phases: Phases) -> None:
         self._phases, self._in_forward = phases, False
 
     def watch(self, runs: Iterable[nn.Module]) -> None:
-        """Tell the forwards of a stage's runs of layers from the rest; none: there is no pipeline."""
+        """Separate the forwards of a stage's layer runs from the rest. Without a pipeline there are no runs."""
 
         def entered(*_: Any) -> None:
             self._in_forward = True
@@ -82,7 +87,7 @@ class Halves:
             run.register_forward_hook(left)
 
     def current(self) -> str:
-        """Its name; empty between phases."""
+        """The phase's name; empty between phases."""
         if self._in_forward:
             return "forward"
         return self._phases.current
@@ -95,8 +100,8 @@ def count_operations(
     """Count the operations in the block by the phase in which they run.
 
     Args:
-        others: Functions that run around each operation too, inside of the count.
-        current: Says the phase, empty where nothing is counted, where that is not the one of `phases`.
+        others: Further functions that run around each operation, inside the count.
+        current: Returns the phase, or an empty string where nothing is counted. By default `phases` says it.
         fake_mode: Count the operations on this mode's tensors, and no others.
     """
     operations: Counter[Operation] = Counter()
@@ -104,13 +109,16 @@ def count_operations(
     def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         result = run()
         name = func._schema.name.partition("::")[2]
-        phase = phases.current if current is None else current()
+        phase = phases.current
+        if current is not None:
+            phase = current()
         if not phase or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return result
         if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in tensors_in([args, result])):
             return result  # skip DTensor's own shape-inference fakes, which have the unsharded size
-        # Of what is multiplied: it may be added to wider numbers.
-        operands = args[1:] if name.removesuffix("_") == "addmm" else args
+        operands = args
+        if name.removesuffix("_") == "addmm":  # the first operand is added to the product, and may be wider
+            operands = args[1:]
         itemsize = next((tensor.itemsize for tensor in tensors_in(operands)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         tensors = list(tensors_in([args, kwargs, result]))
@@ -125,9 +133,9 @@ def count_operations(
 
 
 def operation_place(name: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> str:
-    """Where an operation on these operands and results runs; a number in host memory may be an operand on the device.
+    """Where an operation with these operands and results runs. A plan for a CPU has one place.
 
-    A plan for a CPU has one place.
+    An operation on the device may have a number in host memory as an operand.
     """
     on_host = [tensor.device.type == "cpu" for tensor in tensors]
     if device.type == "cpu" or not any(on_host):
@@ -140,13 +148,13 @@ def operation_place(name: str, device: torch.device, tensors: Sequence[torch.Ten
 
 
 def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that a copy between host and device sends: of its source or its result, whichever is narrower."""
+    """Bytes that a copy between host and device sends: its source or its result, the narrower one."""
     sides = [[tensor for tensor in tensors if (tensor.device.type == "cpu") is host] for host in (False, True)]
     return min(max(map(_size, side)) for side in sides)
 
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
-    """The kind of an operation, and its floating-point operations."""
+    """An operation's kind, and its floating-point operations."""
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
     name = name.removesuffix("_")  # in place
@@ -159,22 +167,24 @@ def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _attention(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """2 x products of the kernel x heads x head size x pairs of a query and a key that it sees."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    query, key = given["query"], given["key"]
+    """2 x the kernel's products x heads x head size x pairs (a query, and a key that it sees)."""
+    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    query, key = arguments["query"], arguments["key"]
     products = BACKWARD_PRODUCTS if "backward" in name else FORWARD_PRODUCTS
     if "varlen" in name:  # [tokens, heads, head_dim]; rows are taken as full: documents as long as the longest
         tokens, heads, head_size = query.shape
-        pairs = tokens * (given["max_q"] + 1) // 2
+        pairs = tokens * (arguments["max_q"] + 1) // 2
         return int(2 * products * heads * head_size * pairs)
     *batch_and_heads, queries, head_size = query.shape  # [batch, heads, tokens, head_dim]
     keys = key.shape[-2]
-    pairs = queries * (keys + 1) // 2 if given.get("is_causal") else queries * keys
+    pairs = queries * keys
+    if arguments.get("is_causal"):  # 4 queries see 1 + 2 + 3 + 4 = 4 * 5 / 2 keys
+        pairs = queries * (keys + 1) // 2
     return int(2 * products * math.prod(batch_and_heads) * head_size * pairs)
 
 
 def _bytes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Operands once, results once; an operand that is written in place once more."""
+    """Operands once, results once, and an operand that is written in place once more."""
     if name == "embedding":  # the rows that are looked up and their copies, not the whole table
         return 2 * _size(result)
     total, counted = 0, set()

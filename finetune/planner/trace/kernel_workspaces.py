@@ -6,18 +6,23 @@ native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bits
     operation                     workspace
     flash attention, backward     dq summed in float32, rows rounded up to 128; one float32 a row and head; where
                                   heads share keys, dk and dv of each head before they are summed
-      where deterministic         as many dq in float32 as there are multiprocessors, over sequences times heads
+      where deterministic         multiprocessors / (sequences x heads) such sums, rounded up
     memory-efficient, backward    dq summed in float32, rows rounded up to 64, and one float32 a row and head
     4-bit matrix product          the weight, dequantised, and its scales in float32
     foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
     embedding, backward           token ids sorted, twice, and partial sums of up to 1.1 rows a token
     matrix products               cuBLAS keeps a workspace for each thread that calls it: forward's and backward's
 
-Flash attention is planned as torch's own. FlashAttention 3, which may take its place (architecture/flash_kernels.py),
-keeps (mha_bwd of its hopper/flash_api.cpp at 000090d): the same float32 sum of dq, in blocks of at most 128 rows, two
-float32 a row and head in place of one, and where heads share keys dk and dv of the shared heads in float32, which is no
-more than those of each head in 16 bits from two queries a key on. So its backward may take up to 4 bytes a row and head
-more than is planned: 0.5 MiB for 4,096 tokens of 32 heads. FlashAttention 4 is assumed to take no more than that.
+Flash attention is planned as torch's own. FlashAttention 3 may take its place (architecture/flash_kernels.py). Its
+hopper/flash_api.cpp (mha_bwd, at 000090d) keeps:
+
+    dq    as torch's, summed in float32, in blocks of at most 128 rows
+    rows  two float32 a row and head, where torch's kernel keeps one
+    keys  where heads share keys, dk and dv of the shared heads in float32: with two queries a key or more, that is no
+          more than each head's own in 16 bits
+
+So its backward may take 4 bytes a row and head more than planned: 0.5 MiB for 4,096 tokens and 32 heads. FlashAttention
+4 is assumed to take no more than that.
 """
 
 from __future__ import annotations
@@ -53,12 +58,16 @@ def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: A
 
 def _flash_sums(rows: int, heads: int, size: int) -> int:
     """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
-    return rows * heads * (rounded_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
+    multiple = 32 if size <= 128 else 64
+    return rows * heads * (rounded_up(size, multiple) + 1) * FLOAT32
 
 
 def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
-    """Bytes of dq_accum besides the first, in float32, of an operation's deterministic kernel: each of the blocks that
-    sum a row's gradient has its own, on a GPU of MULTIPROCESSORS."""
+    """Bytes of a deterministic kernel's dq_accum in float32, besides the first one.
+
+    Several blocks sum a row's gradient, each into its own dq_accum, on a GPU with MULTIPROCESSORS. With 4 sequences and
+    8 heads these are ceil(188 / 32) = 6 in all.
+    """
     if name not in SUMMED_BY_SEQUENCE:
         return 0
     query = arguments[1]
@@ -73,7 +82,7 @@ def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
 
 
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
-    """dk_expanded and dv_expanded, as key and value with the query's heads, in their format; 0 without shared keys."""
+    """dk_expanded and dv_expanded: key and value with the query's heads, in their format; 0 without shared keys."""
     heads, key_heads = query.shape[1], key.shape[1]
     if heads == key_heads:
         return 0
@@ -81,27 +90,29 @@ def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
-    """The sum of dq [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
+    """dq's sum [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
     batch, heads, tokens, size = query.shape
     return batch * heads * (rounded_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
 
 
 def _four_bit(
-    given: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, block: int, *_: Any
+    inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, block: int, *_: Any
 ) -> int:
     """The weight [outputs, inputs] in the input's format, and absmax [weights / block] float32."""
     elements = math.prod(shape)
-    return elements * given.element_size() + elements // block * FLOAT32
+    return elements * inputs.element_size() + elements // block * FLOAT32
 
 
 def _norm(tensors: Sequence[torch.Tensor], *_: Any) -> int:
-    """output_per_tensor [tensors, chunks of the largest tensor] float32."""
+    """output_per_tensor [tensors, the largest tensor's chunks] float32."""
     return len(tensors) * -(-max(tensor.numel() for tensor in tensors) // NORM_CHUNK) * FLOAT32
 
 
 def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
-    """grad [T, h]: sorted ids and their original positions, with a copy of each, [T] as the token ids; partial sums
-    [1.1 T, h] float32."""
+    """For grad [T, h]: four [T] in the token ids' format, and partial sums [1.1 T, h] float32.
+
+    The four are sorted ids, their original positions, and a copy of each.
+    """
     count = tokens.numel()
     if count <= SORTED_TOKENS:
         return 0
@@ -118,7 +129,7 @@ WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
 }
 
 
-# Whose deterministic kernel sums dq in several blocks; the memory-efficient one sums in one.
+# The deterministic kernels of these sum dq in several blocks. The memory-efficient one sums in one block.
 SUMMED_BY_SEQUENCE = {
     "aten._scaled_dot_product_flash_attention_backward.default",
     "torch_attn._varlen_attn_backward.default",
@@ -126,11 +137,13 @@ SUMMED_BY_SEQUENCE = {
 
 
 def workspaces(recorder: Recorder, device: torch.device, cublas: int, deterministic: bool = False) -> AroundOperation:
-    """Records, after each operation's results, the workspace that its kernel allocates in addition to them.
+    """Record, after each operation's results, the workspace that its kernel allocates in addition to them.
 
-    `cublas`: bytes of one of its workspaces. `deterministic`: of the kernels that training.deterministic takes.
+    Args:
+        cublas: One cuBLAS workspace's bytes.
+        deterministic: Plan the kernels that training.deterministic takes.
     """
-    of_threads: dict[int, torch.Tensor] = {}  # cuBLAS' workspaces
+    cublas_workspaces: dict[int, torch.Tensor] = {}  # by thread
 
     def allocate(nbytes: int, component: str) -> torch.Tensor:
         work = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -142,17 +155,23 @@ def workspaces(recorder: Recorder, device: torch.device, cublas: int, determinis
         name = str(func)
         if name == "aten.record_stream.default":
             return None
-        # A product that is added to its `out`, which this is: torch 2.11 cannot run it on fake tensors.
+        # This product is added to its `out`. torch 2.11 cannot run it on fake tensors.
         result = kwargs["out"] if name == "aten.addmm.dtype_out" else run()
         thread = threading.get_ident()
         if func.namespace == "aten" and name.split(".")[1] in MATRIX_PRODUCTS:
-            if result.device == device and thread not in of_threads:
-                of_threads[thread] = allocate(cublas, "other")
+            if result.device == device and thread not in cublas_workspaces:
+                cublas_workspaces[thread] = allocate(cublas, "other")
         elif name in WORKSPACES:
             workspace_bytes, component = WORKSPACES[name]
-            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            further = deterministic_sums(name, args) if deterministic else 0
-            if first.device == device and (nbytes := workspace_bytes(*args) + further):
+            first = args[0]
+            if isinstance(first, list | tuple):
+                first = first[0]
+            nbytes = 0
+            if first.device == device:
+                nbytes = workspace_bytes(*args)
+                if deterministic:
+                    nbytes += deterministic_sums(name, args)
+            if nbytes:
                 recorder.ledger.see(result)
                 allocate(nbytes, component)
         return result

@@ -23,7 +23,7 @@ from finetune.planner.trace.recorder import AroundOperation, Recorder
 
 
 def pinned_memory(recorder: Recorder) -> AroundOperation:
-    """Gives each operation that pins memory a result as large as the block that torch's allocator takes.
+    """Give each operation that pins memory a result as large as the block that torch's allocator takes.
 
     Three operations pin: `pin_memory()`, a factory with `pin_memory=True`, and a copy from the GPU to the host with
     `non_blocking=True` (ATen/native/TensorConversions.cpp: `pin_out`).
@@ -42,9 +42,11 @@ def pinned_memory(recorder: Recorder) -> AroundOperation:
             cached.setdefault(nbytes, []).append(block)
 
     def allocate(like: torch.Tensor) -> torch.Tensor:
-        """A pinned tensor with the shape, strides and dtype of `like`, a meta tensor."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        nbytes = pinned_bytes(extent * like.itemsize if like.numel() else 0)
+        """A pinned tensor with the meta tensor's shape, strides and dtype."""
+        extent = 0
+        if like.numel():  # elements from the first to the last: [2, 3] with strides (4, 1) spans 1 + 4 + 2 = 7
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        nbytes = pinned_bytes(extent * like.itemsize)
         if cached.get(nbytes):
             cached[nbytes].pop()
         block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

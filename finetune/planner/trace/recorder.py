@@ -1,4 +1,4 @@
-"""Fill a timeline while the trainer's step runs; an operation and a module decide what each new storage is for."""
+"""Fill a timeline while the trainer's step runs. An operation and a module decide each new storage's component."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from finetune.planner.trace.timeline import Event, Timeline, layer_of
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
 COLLECTIVES = ("c10d", "_c10d_functional")
 WEIGHT_COMPONENTS = ("parameters", "gathered layers")
-# Called with an operation, its arguments, and a function that runs it on these.
+# Takes an operation, its arguments, and a function that runs the operation on them.
 AroundOperation = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 
 
 class Recorder:
     """Ledger, phases and dispatch mode that write one timeline.
 
-    `phases` is the trainer's own; it runs the ledger, which calls `_changed` for each storage. An argument of a
-    collective without a certain component is a communication buffer; a storage that FSDP2 frees and refills is a
-    gathered layer.
+    `phases` is the trainer's own. It runs the ledger, and the ledger calls `_changed` for each storage. A collective's
+    argument without a certain component is a communication buffer. A storage that FSDP2 frees and refills is a gathered
+    layer.
     """
 
     def __init__(self, device: torch.device, fake_mode: Any = None) -> None:
@@ -40,18 +40,20 @@ class Recorder:
         self.phases = Phases(device, enabled=True, ledger=self.ledger)
         self.operation: Any = None
         self.of_weights = False  # the running operation casts a weight
-        self._fixed: set[int] = set()  # storages whose component is certain
-        self._unseen: dict[int, str] = {}  # of storages not seen yet, by identity
-        self._stack: list[str] = []
-        self._latest = ""  # module of the latest step into or out of one
+        self._fixed: set[int] = set()  # storages with a certain component
+        self._unseen: dict[int, str] = {}  # components of storages not seen yet, by identity
+        self._stack: list[str] = []  # modules that run forward, the innermost last
+        self._latest = ""  # the module that was entered or left last
         self._place: dict[tuple[str, str], int] = {}
         self._names: dict[int, str] = {}
         self._head: str | None = None
 
     def mark(self, tensors: Iterable[torch.Tensor | None], component: str, *, certain: bool = True) -> None:
-        """Set the component of these tensors' storages; one that is certain is only replaced by another that is."""
+        """Set the component of these tensors' storages. Only a certain component replaces a certain one."""
         for tensor in tensors:
-            for part in () if tensor is None else parts(tensor):
+            if tensor is None:
+                continue
+            for part in parts(tensor):
                 storage = part.untyped_storage()
                 serial = self.ledger.serial(storage)
                 if serial is None:
@@ -62,7 +64,7 @@ class Recorder:
                         self._fixed.add(serial)
 
     def place_in_layer(self, tensor: torch.Tensor, name: str) -> None:
-        """Record the decoder layer of a tensor, by its name or that of its parameter."""
+        """Record a tensor's decoder layer, by its own name or its parameter's."""
         layer = layer_of(name)
         for part in parts(tensor):
             serial = self.ledger.serial(part.untyped_storage())
@@ -70,7 +72,7 @@ class Recorder:
                 self.timeline.layers[serial] = layer
 
     def component(self, tensor: torch.Tensor) -> str | None:
-        """The component of a tensor's storage; None for one not seen yet."""
+        """The component of a tensor's storage; None if it was not seen yet."""
         for part in parts(tensor):
             serial = self.ledger.serial(part.untyped_storage())
             if serial is None:
@@ -79,7 +81,7 @@ class Recorder:
         return None
 
     def begin_operation(self, operation: Any, args: tuple[Any, ...]) -> None:
-        """Call it before an operation runs on these arguments, because they are live meanwhile."""
+        """Call this before an operation runs on these arguments, because they are live meanwhile."""
         self.operation, self.of_weights = operation, False
         self._unseen.clear()
         namespace = operation.namespace
@@ -92,31 +94,30 @@ class Recorder:
 
     @contextmanager
     def modules(self, model: nn.Module, head: nn.Module | None) -> Iterator[None]:
-        """Within the block, track which module runs, forward and backward."""
+        """Within the block, track the module that runs, forward and backward."""
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._head = None if head is None else self._names[id(head)]
-        hooks = [
-            register_module_forward_pre_hook(self._entered),
-            register_module_forward_hook(self._exited, always_call=True),
-        ]
+        if head is not None:
+            self._head = self._names[id(head)]
+
+        def entered(module: nn.Module, _: Any) -> None:
+            outer = self._stack[-1] if self._stack else ""
+            self._latest = self._names.get(id(module), outer)
+            self._stack.append(self._latest)
+
+        def exited(module: nn.Module, _: Any, output: Any) -> None:
+            name = self._stack.pop()
+            self._latest = self._stack[-1] if self._stack else name
+            if self.phases.current == "forward":
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:  # backward reaches the module where its output has a gradient
+                        tensor.register_hook(partial(self._reached, name))
+
+        hooks = [register_module_forward_pre_hook(entered), register_module_forward_hook(exited, always_call=True)]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _entered(self, module: nn.Module, _: Any) -> None:
-        name = self._names.get(id(module), self._stack[-1] if self._stack else "")
-        self._stack.append(name)
-        self._latest = name
-
-    def _exited(self, module: nn.Module, _: Any, output: Any) -> None:
-        name = self._stack.pop()
-        self._latest = self._stack[-1] if self._stack else name
-        if self.phases.current == "forward":
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reached, name))
 
     def _reached(self, name: str, _: torch.Tensor) -> None:
         self._latest = name
@@ -160,8 +161,10 @@ class Recorder:
 
 
 class OnOperations(TorchDispatchMode):
-    """Calls functions around each operation while it is entered, the first one outermost. One mode for all of them:
-    each mode on torch's stack takes microseconds an operation."""
+    """Calls functions around each operation while it is entered, the first one outermost.
+
+    They share one mode, because each mode on torch's stack takes microseconds an operation.
+    """
 
     def __init__(self, *functions: AroundOperation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
@@ -170,7 +173,7 @@ class OnOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper; torch dispatches its parts again
             return NotImplemented
         return self._call(0, func, args, kwargs or {})
 
@@ -181,9 +184,10 @@ class OnOperations(TorchDispatchMode):
 
 
 def tagging(recorder: Recorder, *, gloo: bool) -> AroundOperation:
-    """Passes each operation to the recorder; entered after the phases' own mode, so that it runs first.
+    """Pass each operation to the recorder. Enter it after the phases' own mode, so that it runs first.
 
-    `gloo`: the backend of CPU ranks, which reduces and scatters a copy of its input.
+    Args:
+        gloo: The CPU ranks' backend, which reduces and scatters a copy of its input.
     """
 
     def tag(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -196,7 +200,7 @@ def tagging(recorder: Recorder, *, gloo: bool) -> AroundOperation:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of an operation's arguments or results."""
+    """Every tensor in an operation's arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):

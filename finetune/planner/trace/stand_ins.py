@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on tensors without data: its own code runs, for rank 0 among any number of ranks.
+"""DeepSpeed's engine on tensors without data. Its own code runs, for rank 0 among any number of ranks.
 
 The engine is Python over torch's operations, so it can be traced like the rest. Only its compiled parts cannot. An NVMe
 offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it.
@@ -30,7 +30,7 @@ SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use; communication of 
 
 @contextmanager
 def engine_without_ranks(device: torch.device) -> Iterator[None]:
-    """Make DeepSpeed compute on `device`; its process-wide state of the trace is reset afterwards."""
+    """Make DeepSpeed compute on `device`. Its process-wide state is reset afterwards."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -93,8 +93,10 @@ def without_disks(strategy: Strategy) -> Strategy:
 
 
 def as_on_gpus(accelerator: Accelerator, strategy: Strategy) -> None:
-    """Apply the engine's settings that differ on GPUs (strategies/zero.py), where the strategy does not set them:
-    communication overlaps with computation, and offloaded tensors are pinned."""
+    """Apply the engine's settings that differ on GPUs (strategies/zero.py), where the strategy does not set them.
+
+    Communication overlaps with computation, and offloaded tensors are pinned.
+    """
     zero, chosen = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"], strategy.engine_settings
     zero["overlap_comm"] = chosen.get("zero_optimization", {}).get("overlap_comm", True)
     if "offload_optimizer" in zero:
@@ -104,8 +106,10 @@ def as_on_gpus(accelerator: Accelerator, strategy: Strategy) -> None:
 
 
 def partitioner(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
-    """A callback that keeps this rank's part of each parameter as stage 3 loads it. Adapters are made afterwards, and
-    partitioned by the engine."""
+    """A callback that keeps this rank's part of each parameter as stage 3 loads it.
+
+    Adapters are made afterwards. The engine partitions them.
+    """
     import deepspeed
 
     config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -172,21 +176,21 @@ class Replica(nn.Module):
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one number format in one bucket, up to a size."""
-    full: dict[torch.dtype, int] = {}
-    open_: dict[torch.dtype, list[nn.Parameter]] = {}
+    """DDP's buckets: each has one number format, and is full from a size on."""
+    full_bytes: dict[torch.dtype, int] = {}
+    unfinished: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        together = open_.setdefault(parameter.dtype, [])
-        together.append(parameter)
-        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, DDP_FIRST_BUCKET):
-            full[parameter.dtype] = DDP_BUCKET
-            yield open_.pop(parameter.dtype)
-    yield from open_.values()
+        dtype = parameter.dtype
+        bucket = unfinished.setdefault(dtype, [])
+        bucket.append(parameter)
+        if sum(each.numel() for each in bucket) * parameter.itemsize >= full_bytes.get(dtype, DDP_FIRST_BUCKET):
+            full_bytes[dtype] = DDP_BUCKET
+            yield unfinished.pop(dtype)
+    yield from unfinished.values()
 
 
 class _Handle:
-    """Of a send or a receive that is over: gloo's holds the tensor until it is dropped, NCCL's until it is waited
-    for."""
+    """A finished send or receive. gloo's handle holds the tensor until it is dropped, NCCL's until it is waited for."""
 
     def __init__(self, tensor: torch.Tensor, *, gloo: bool) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -211,6 +215,6 @@ def sends_of_a_pipeline(*, gloo: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("isend", "irecv"):
             begin = holding(getattr(dist, name))
-            for module in (dist, distributed_c10d):  # the second has the list of what a pipeline's operations may be
+            for module in (dist, distributed_c10d):  # the second lists the operations that a pipeline may use
                 stack.enter_context(mock.patch.object(module, name, begin))
         yield

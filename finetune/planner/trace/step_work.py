@@ -1,4 +1,4 @@
-"""One step's work, from the counts in a trace with few steps, layers or micro-steps."""
+"""One step's work, from a trace with few steps, layers or micro-steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/u
 class StepWork:
     """One rank's computation and traffic in one forward, one backward and one update."""
 
-    operations: Mapping[Operation, float]  # how often, where layers run as they are written
+    operations: Mapping[Operation, float]  # how often each runs, if layers run as they are written
     collectives: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and name
-    compiles: bool = False  # layers are compiled, which leaves their products and attention as they are
+    compiles: bool = False  # layers are compiled; their products and attention stay as they are
 
     def flops(self, phase: str, *kinds: str) -> float:
-        """A phase's floating-point operations; of these kinds, or all."""
+        """A phase's floating-point operations: all, or these kinds."""
         chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
         return sum(self.operations[op] * op.flops for op in chosen)
 
     def nbytes(self, phase: str, place: str) -> float:
-        """Bytes of a phase's operations at one place."""
+        """Bytes that a phase's operations read and write at one place."""
         return sum(times * op.nbytes for op, times in self.operations.items() if (op.phase, op.place) == (phase, place))
 
     def launches(self, phase: str) -> float:
@@ -47,31 +47,33 @@ def per_step(
 ) -> StepWork:
     """The work in one forward, one backward and one update, from a trace with `steps` steps and `micro_steps` each.
 
-    `gathers_once`: forward sends in the first micro-step alone. `reduces_once`: backward sends in the last. Such
-    collectives are per step.
+    Args:
+        gathers_once: Forward sends in the first micro-step alone, so its collectives are per step.
+        reduces_once: Backward sends in the last micro-step alone, so its collectives are per step.
     """
     times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
     done = {op: count / times[op.phase] for op, count in operations.items() if op.phase in times}
-    times |= {"forward": steps} if gathers_once else {}
-    times |= {"backward": steps} if reduces_once else {}
-    sent = {
-        phase: {
-            name: CollectiveStats(*(_nearest(n / times[phase]) for n in astuple(each))) for name, each in stats.items()
-        }
-        for phase, stats in collectives.items()
-        if phase in times
-    }
+    if gathers_once:
+        times["forward"] = steps
+    if reduces_once:
+        times["backward"] = steps
+    sent: dict[str, dict[str, CollectiveStats]] = {}
+    for phase, named in collectives.items():
+        if phase not in times:
+            continue
+        sent[phase] = {}
+        for name, stats in named.items():
+            # The nearest integers. Half a message, if only the first of two steps sends it, counts as none.
+            counts = (math.ceil(number / times[phase] - 0.5) for number in astuple(stats))
+            sent[phase][name] = CollectiveStats(*counts)
     return StepWork(done, sent, compiles)
 
 
-def _nearest(number: float) -> int:
-    """The nearest integer. Half a message, which only the first of two steps sends, counts as none."""
-    return math.ceil(number - 0.5)
-
-
 def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
-    """The work with DDP's collectives, whose reducer is C++ and not traced: all gradients once a step, in buckets
-    (torch/csrc/distributed/c10d/reducer.hpp), and the all-reduce for the loop's three numbers.
+    """The work with DDP's collectives. They are not traced, because DDP's reducer is C++.
+
+    Once a step it reduces all gradients, in buckets (torch/csrc/distributed/c10d/reducer.hpp), and the loop's three
+    numbers.
     """
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     gradients, sums = CollectiveStats(buckets, gradient_bytes), CollectiveStats(1, STEP_SUMS_BYTES)
@@ -79,7 +81,7 @@ def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
 
 
 def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
-    """The work for a model with `layers` layers, from one with that depth or two with other depths."""
+    """The work for a model with `layers` layers, from one model with that depth or two with other depths."""
     if layers in work:
         return work[layers]
     few, more = sorted(work)
@@ -98,12 +100,14 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
 
 
 def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, counts: tuple[int, int, int]) -> StepWork:
-    """The work in a step with the last of `counts` micro-steps, from one with the first.
+    """The work in a step with `counts[2]` micro-steps, from `work`, a step with `counts[0]`.
 
-    `first` and `second`, with the first and second of `counts`, show what happens once a step. For an operation, which
-    counts per micro-step, that share falls with their number. For collectives, which count per step, it does not grow.
+    `first` has `counts[0]` micro-steps and `second` `counts[1]`. Their difference shows the work that happens once a
+    step. An operation counts per micro-step, so that share falls with their number. Collectives count per step, so
+    theirs stays.
     """
     few, more, wanted = counts
+    # A micro-step's count is each + once / number. From 2 and 4 to 8 micro-steps: (1/8 - 1/2) / (1/4 - 1/2) = 1.5.
     share, times = (1 / wanted - 1 / few) / (1 / more - 1 / few), (wanted - few) / (more - few)
     operations = dict(work.operations)
     for op in {**first.operations, **second.operations}:
@@ -119,11 +123,11 @@ def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, cou
 
 
 def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
-    """Each figure in `start`, plus `times` times `end`'s surplus."""
+    """Each figure in `start`, plus the surplus in `end` times `times`."""
     return _sum(start, start, end, times)
 
 
 def _sum(base: CollectiveStats, start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
-    """Each figure in `base`, plus `times` times the difference from `start` to `end`."""
+    """Each figure in `base`, plus the difference from `start` to `end` times `times`."""
     figures = zip(astuple(base), astuple(start), astuple(end), strict=True)
-    return CollectiveStats(*(round(given + times * (more - few)) for given, few, more in figures))
+    return CollectiveStats(*(round(figure + times * (more - few)) for figure, few, more in figures))

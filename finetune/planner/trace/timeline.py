@@ -1,8 +1,8 @@
 """A trace's record: every storage that was allocated, resized and freed, in order, with its purpose.
 
-Peaks, compositions and allocator replays are functions of this record. A storage has one component for all its life,
-which may be known late: a tensor made in backward turns out to be a parameter's gradient. So compositions are computed
-afterwards. Their parts add up to the total, because each live storage is counted once.
+Peaks, compositions and allocator replays are computed from this record. A storage has one component for all its life,
+but that may be known late: a tensor made in backward turns out to be a parameter's gradient. So compositions are
+computed afterwards. Their parts add up to the total, because each live storage is counted once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest live total of a phase on one device, its parts, and when it was reached."""
+    """A phase's largest live total on one device, its parts, and when it was reached."""
 
     nbytes: int = 0
     parts: dict[str, int] = field(default_factory=dict)  # by component; adds up to nbytes
-    module: str = ""  # whose forward or backward was running
+    module: str = ""  # its forward or backward was running
     event: int = -1  # index into Timeline.events; -1: before the first
 
     def __post_init__(self) -> None:
@@ -72,17 +72,17 @@ class Moment(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The events of a trace, and the facts about its storages."""
+    """A trace's events, and facts about its storages."""
 
     events: list[Event] = field(default_factory=list)
     places: list[tuple[str, str]] = field(default_factory=list)  # phase ("" between phases) and module
-    devices: list[str] = field(default_factory=list)  # of each storage
-    components: list[str] = field(default_factory=list)  # of each storage
-    streams: dict[int, int] = field(default_factory=dict)  # of storages that are not on a device's default stream
+    devices: list[str] = field(default_factory=list)  # by storage
+    components: list[str] = field(default_factory=list)  # by storage
+    streams: dict[int, int] = field(default_factory=dict)  # by storage, unless it is on a device's default stream
     layers: dict[int, int] = field(default_factory=dict)  # the decoder layer of weights and optimizer states
 
     def replay(self, device: str) -> Iterator[Moment]:
-        """Each change on `device`, and the beginning of each phase."""
+        """Each change on `device`, and each phase's beginning."""
         live: dict[str, int] = {}
         sizes: dict[int, int] = {}
         for index, (storage, nbytes, place) in enumerate(self.events):
@@ -95,8 +95,7 @@ class Timeline:
             yield Moment(index, *self.places[place], storage == NONE, live)
 
     def segments(self, device: str) -> dict[str, dict[tuple[int, str], Peak]]:
-        """Each phase's peak by its run (its first is 0) and the module that was the latest one; in order of first
-        appearance."""
+        """Each phase's peaks, by the phase's run (the first is 0) and the latest module, in order of appearance."""
         segments: dict[str, dict[tuple[int, str], Peak]] = {}
         runs: Counter[str] = Counter()
         for moment in self.replay(device):
@@ -111,11 +110,11 @@ class Timeline:
         return segments
 
     def ends(self, device: str) -> dict[str, dict[str, int]]:
-        """Live bytes at the end of each phase's latest run, by component."""
+        """Live bytes when each phase's latest run ends, by component."""
         return {moment.phase: _parts(moment.live) for moment in self.replay(device) if moment.phase}
 
     def phases(self, device: str) -> dict[str, PhaseMemory]:
-        """Each phase's peak and end on `device`, in order of first appearance."""
+        """Each phase's peak and end on `device`, in order of appearance."""
         ends = self.ends(device)
         peaks = {name: max(best.values(), key=lambda peak: peak.nbytes) for name, best in self.segments(device).items()}
         return {name: PhaseMemory(peak, ends[name]) for name, peak in peaks.items()}

@@ -1,13 +1,24 @@
-"""One training, from loading to saving, on tensors without data: its timeline.
+"""One training on tensors without data, from loading to saving: its timeline.
 
-`assemble` and `optimizer_step` are the trainer's own; nothing of the model, the loss, the optimizer or the step is
-written a second time here.
+`assemble` and `optimizer_step` are the trainer's own. No model, loss, optimizer or step is written a second time here.
+
+A trace replaces these names while it runs. Most are not public, and hold for the supported versions alone (torch up to
+2.13, DeepSpeed 0.19). tests/planner compares traces with measured runs.
+
+    name                                           replaced by
+    torch.nn.parallel.DistributedDataParallel      stand_ins.Replica, because the reducer is C++
+    torch.distributed.isend, irecv                 stand_ins.sends_of_a_pipeline: there is no peer
+    torch.distributed.broadcast_object_list        nothing: there is no peer, and pickles would count as memory
+    accelerate.utils.other.is_deepspeed_available  no, under other strategies: the import takes a second
+    DeepSpeed's accelerator and compiled parts     stand_ins.engine_without_ranks
+    bitsandbytes' paged memory                     fake_model.host_pages
+    masks, DTensor's shapes, FSDP2's chunks        fake_model.no_data
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,13 +29,12 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
 from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.choice import why_left_off
 from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.launch.launcher import Launch
-from finetune.measure.phases import Phase, Phases
+from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
@@ -51,9 +61,8 @@ from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import objective_of
 from finetune.training.step import StepParts, optimizer_step
 
-Build = Callable[..., nn.Module]
-STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
-# Set by Accelerate for its own plugins, and read again by the next Accelerator of this process.
+STEPS = 2  # the first makes the optimizer's state at its end, so the second has it beside everything else
+# Accelerate sets these for its own plugins, and the next Accelerator in this process reads them again.
 PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -63,9 +72,118 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
-    operations: Mapping[Operation, int]  # of all steps, of layers as they are written
+    operations: Mapping[Operation, int]  # in all steps, by layers as they are written
     compiles: bool  # a run on a GPU compiles the layers
-    stage_layers: tuple[range, ...] = ()  # those of the stage's runs, under a pipeline
+    stage_layers: tuple[range, ...] = ()  # the layers in a pipeline stage's runs
+
+
+@dataclass(frozen=True)
+class TraceEnvironment:
+    """A trace's surroundings: one rank's place among others that do not exist, its device, and a step's batches."""
+
+    recipe: Recipe
+    strategy: Strategy
+    batches: Sequence[MicroBatch]  # the rank's own
+    supervised: int  # tokens in a step
+    ranks: int
+    rank: int
+    node: int  # ranks on one machine
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    @contextmanager
+    def accelerator(self) -> Iterator[Accelerator]:
+        """The trainer's Accelerator, in a process group without communication."""
+        before = dict(os.environ)
+        for name in PLUGIN_SETTINGS:
+            os.environ.pop(name, None)
+        AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
+        ranks, local_rank = self.strategy.rank_count(self.ranks), self.rank % self.node
+        if self.strategy.distributed:
+            from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
+
+            os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(ranks)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(self.node), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate does, and warns
+            devices = dist.Backend.backend_capability[dist.Backend.FAKE]
+            if self.device.type not in devices:
+                devices.append(self.device.type)
+            dist.init_process_group(dist.Backend.FAKE, rank=self.rank, world_size=ranks, store=FakeStore())
+        options: dict[str, Any] = {"local_rank": local_rank, "local_world_size": self.node}
+        launch = Launch((), None, None, True, ranks, self.rank, on_cpu=True, **options)
+        engine: Any = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        if self.strategy.uses_engine:
+            engine = stand_ins.engine_without_ranks(self.device)
+        try:
+            with engine, mock.patch.object(dist, "broadcast_object_list"):
+                accelerator = build_accelerator(self.recipe, self.strategy, launch)
+                if self.strategy.uses_engine and self.on_gpu:
+                    stand_ins.as_on_gpus(accelerator, self.strategy)
+                # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
+                PartialState().device = accelerator.state.device = self.device
+                yield accelerator
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            os.environ.clear()
+            os.environ.update(before)
+
+    @contextmanager
+    def without_devices(self) -> Iterator[None]:
+        """Stand-ins for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+            if self.strategy.schedule is not None:
+                stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not self.on_gpu))
+            if OPTIMIZERS[self.recipe.training.optim].paged:
+                stack.enter_context(host_pages())
+            yield
+
+    def step(self, accelerator: Accelerator, parts: Assembled, recorder: Recorder) -> None:
+        """One optimizer step. Its batches and copies end with it, before the next step makes its own."""
+        recipe, strategy = self.recipe, self.strategy
+        batches: Iterator[MicroBatch] = (fake_batch(recorder.ledger.fake_mode, batch) for batch in self.batches)
+        # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
+        # they are copied to a device, where one or two are live at a time.
+        if not strategy.distributed or strategy.uses_engine or self.on_gpu:
+            batches = prefetch(list(batches), accelerator.device, recipe.training.non_blocking)
+
+        def note_gradients(*_: Any) -> None:
+            recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
+            for component, tensors in stand_ins.engine_parts(parts).items():
+                recorder.mark(tensors, component)
+
+        def note_copy(name: str, copy: torch.Tensor) -> None:
+            recorder.mark([copy], "cast weights")
+            recorder.place_in_layer(copy, name)
+
+        handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
+        step_parts = StepParts(
+            accelerator=accelerator,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            objective=objective_of(recipe),
+            phases=recorder.phases,
+            max_grad_norm=recipe.training.max_grad_norm,
+            skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
+            weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
+            pipeline=parts.pipeline,
+        )
+        # Every value that is read to the host is `supervised`, so the sum over all ranks is too.
+        optimizer_step(
+            step_parts,
+            batches,
+            micro_steps=len(self.batches),
+            planned_count=self.supervised,
+            seed=recipe.training.seed,
+            stop=False,
+        )
+        handle.remove()
+        recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
 
 
 def trace(
@@ -81,230 +199,91 @@ def trace(
 ) -> Traced:
     """The timeline for one of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Process-wide state in Accelerate, DeepSpeed and torch's process groups is created for the trace and removed after
-    it. So it is not for a process that trains.
+    The trace creates process-wide state in Accelerate, DeepSpeed and torch's process groups, and removes it afterwards.
+    So do not call it in a process that trains.
 
     Args:
-        rank: Its number; above 0 only under a pipeline, whose ranks differ.
+        rank: Its number; above 0 only under a pipeline, where ranks differ.
         node: Ranks on one machine; 0: all of them.
         gpu: Compute on a GPU: the timeline's device is fake_device.py's DEVICE_NAME, and host memory is "cpu".
-        Otherwise
-            everything is on the CPU.
+            Otherwise everything is on the CPU.
         cublas: A cuBLAS workspace's bytes, if `gpu`.
     """
     strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
-    dtype = (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
-    build = dataless_build(recipe, dtype=dtype)
+    dtype = None
+    if strategy.uses_engine:
+        dtype = COMPUTE[recipe.training.mixed_precision] or torch.float32
+    build = build_on_device = dataless_build(recipe, dtype=dtype)
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
-    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
-    pretend = pretend_device()
+    # Registered for a CPU's plan too. Autograd's engine reads the kinds of devices once, at a process's first backward,
+    # and aborts at a tensor on a device that is registered later (torch 2.13).
+    device = pretend_device()
+    if not gpu:
+        device = torch.device("cpu")
     layout = parts_of_recipe(recipe) if strategy.schedule else None
-    batches = _of_rank(batches, strategy, ranks, rank)
-    device = pretend if gpu else torch.device("cpu")
-    with _accelerator(recipe, strategy, (ranks, rank), node or ranks, device) as accelerator, ExitStack() as inside:
+    stages = strategy.stage_count(ranks)
+    if rank % stages != stages - 1:  # only a pipeline's last stage has a loss
+        batches = [without_learning(batch) for batch in batches]
+    environment = TraceEnvironment(recipe, strategy, batches, supervised, ranks, rank, node or ranks, device)
+    with environment.accelerator() as accelerator, ExitStack() as stack:
         if strategy.uses_engine and strategy.shards_parameters:
-            build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
+            partition = stand_ins.partitioner(accelerator, adapters=recipe.lora is not None)
+
+            def build_partitioned(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
+                # On the device, quantised weights too. A run moves those there from the host; fake tensors cannot.
+                return build_on_device(recipe, accelerator.device, on_parameter=partition, **options)
+
+            build = build_partitioned
         mesh = make_mesh(strategy, device) if strategy.shards_modules else None
-        inside.enter_context(_without_devices(recipe, strategy, gpu=gpu))
-        mode = inside.enter_context(no_data(float(supervised), masks=masks))
-        recorder = Recorder(device, mode)
-        halves, around = Halves(recorder.phases), [tagging(recorder, gloo=not gpu)]
+        stack.enter_context(environment.without_devices())
+        fake_mode = stack.enter_context(no_data(float(supervised), masks=masks))
+        recorder = Recorder(device, fake_mode)
+        halves = Halves(recorder.phases)
+        functions = [tagging(recorder, gloo=not gpu)]
         if gpu:
-            around += [pinned_memory(recorder), workspaces(recorder, device, cublas, recipe.training.deterministic)]
-        with count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode) as operations:
+            functions += [pinned_memory(recorder), workspaces(recorder, device, cublas, recipe.training.deterministic)]
+        with count_operations(recorder.phases, *functions, current=halves.current, fake_mode=fake_mode) as operations:
             with recorder.phases("load"):
-                # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
-                numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
+                mesh_ranks = None
+                if mesh is not None:  # torch's device mesh keeps the ranks [ranks] int32 in host memory
+                    mesh_ranks = torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
             model = cast(PreTrainedModel, parts.unwrapped_model)
-            halves.watch(parts.pipeline.runs if parts.pipeline else ())
+            stage_layers: tuple[range, ...] = ()
+            if parts.pipeline is not None:
+                halves.watch(parts.pipeline.runs)
+                stage_layers = parts.pipeline.own_layers
             recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
             with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
-                _train(recipe, strategy, accelerator, parts, recorder, mode, batches, supervised)
-            _save(parts, recorder.phases)
-            _record_layers(parts, recorder)
-            del numbers
+                parts.model.train()
+                for _ in range(STEPS):
+                    environment.step(accelerator, parts, recorder)
+            with recorder.phases("save"):
+                _copy_as_a_checkpoint(parts)  # a function of its own, so that its tensors end before the phase does
+            # The layers of weights and optimizer states, which are allocated outside the layers' modules.
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                recorder.place_in_layer(tensor, name)
+                for value in tensors_in(parts.optimizer.state.get(tensor, {})):
+                    recorder.place_in_layer(value, name)
+            del mesh_ranks
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        held = () if parts.pipeline is None else parts.pipeline.own_layers
-        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
-
-
-def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
-    """The last stage of a pipeline learns alone."""
-    stages = strategy.stage_count(ranks)
-    if rank % stages == stages - 1:
-        return batches
-    return [without_learning(batch) for batch in batches]
-
-
-@contextmanager
-def _without_devices(recipe: Recipe, strategy: Strategy, *, gpu: bool) -> Iterator[None]:
-    """Stand-ins for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        if strategy.schedule is not None:
-            stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu))
-        if OPTIMIZERS[recipe.training.optim].paged:
-            stack.enter_context(host_pages())
-        yield
-
-
-def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
-    """Partition each weight as it is created, on the device. This includes a quantised one, which a run moves there
-    from the host itself; fake tensors cannot.
-    """
-    partition = stand_ins.partitioner(accelerator, adapters=adapters)
-
-    def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
-        return build(recipe, accelerator.device, on_parameter=partition, **options)
-
-    return building
-
-
-def _step_batches(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, mode: FakeTensorMode, batches: Sequence[MicroBatch]
-) -> Iterator[MicroBatch]:
-    """The batches of one step. Where they are copied to a device, one or two are there at a time; a single CPU process,
-    and DeepSpeed's, computes on those that the host holds for the step."""
-    on_host: Iterator[MicroBatch] = (fake_batch(mode, batch) for batch in batches)
-    if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
-        return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
-    return on_host
-
-
-def _train(
-    recipe: Recipe,
-    strategy: Strategy,
-    accelerator: Accelerator,
-    parts: Assembled,
-    recorder: Recorder,
-    mode: FakeTensorMode,
-    batches: Sequence[MicroBatch],
-    supervised: int,
-) -> None:
-    parts.model.train()
-    for _ in range(STEPS):
-        stream = _step_batches(recipe, strategy, accelerator, mode, batches)
-        _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
-        del stream  # before the next step's are made
-
-
-def _step(
-    recipe: Recipe,
-    strategy: Strategy,
-    accelerator: Accelerator,
-    parts: Assembled,
-    recorder: Recorder,
-    batches: Iterator[MicroBatch],
-    micro_steps: int,
-    supervised: int,
-) -> None:
-    def note_gradients(*_: Any) -> None:
-        recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
-        for component, tensors in stand_ins.engine_parts(parts).items():
-            recorder.mark(tensors, component)
-
-    def note_copy(name: str, copy: torch.Tensor) -> None:
-        recorder.mark([copy], "cast weights")
-        recorder.place_in_layer(copy, name)
-
-    handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
-    step_parts = StepParts(
-        accelerator=accelerator,
-        model=parts.model,
-        optimizer=parts.optimizer,
-        objective=objective_of(recipe),
-        phases=recorder.phases,
-        max_grad_norm=recipe.training.max_grad_norm,
-        skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
-        weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
-        pipeline=parts.pipeline,
-    )
-    # Every value that is read to the host is this number, so the sum over all ranks is too.
-    optimizer_step(
-        step_parts,
-        batches,
-        micro_steps=micro_steps,
-        planned_count=supervised,
-        seed=recipe.training.seed,
-        stop=False,
-    )
-    handle.remove()
-    recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
-
-
-def _record_layers(parts: Assembled, recorder: Recorder) -> None:
-    """Record the layers that weights and optimizer state belong to. They are allocated outside the layers' modules."""
-    for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
-        recorder.place_in_layer(tensor, name)
-        for value in tensors_in(parts.optimizer.state.get(tensor, {})):
-            recorder.place_in_layer(value, name)
-
-
-def _save(parts: Assembled, phases: Phases) -> None:
-    with phases("save"):
-        _copy_as_a_checkpoint(parts)  # a function of its own: what it holds ends before the phase does
+        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, stage_layers)
 
 
 def _copy_as_a_checkpoint(parts: Assembled) -> None:
-    """Allocate as a checkpoint does: a scalar that says whether a tensor is finite, and safetensors' copies of a group
-    in host memory.
+    """Allocate as a checkpoint does.
+
+    These are a scalar that says whether a tensor is finite, and safetensors' copies of one group in host memory.
     """
     groups = []
     for tensors in checkpoint_tensors(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
         groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
-    for local in groups:
-        for tensor in local:
+    for group in groups:
+        for tensor in group:
             largest_magnitude(tensor)
-    for local in groups:
-        copies = [tensor.contiguous().to("cpu") for tensor in local]
+    for group in groups:
+        copies = [tensor.contiguous().to("cpu") for tensor in group]
         del copies
-
-
-@contextmanager
-def _accelerator(
-    recipe: Recipe, strategy: Strategy, place: tuple[int, int], node: int, device: torch.device
-) -> Iterator[Accelerator]:
-    """The trainer's Accelerator in a process group without communication; `place`: the number of ranks, and ours."""
-    before = dict(os.environ)
-    for name in PLUGIN_SETTINGS:
-        os.environ.pop(name, None)
-    AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-    ranks, rank = strategy.rank_count(place[0]), place[1]
-    if strategy.distributed:
-        _pretend_ranks(ranks, rank, node, device)
-    launch = Launch((), None, None, True, ranks, rank, on_cpu=True, local_rank=rank % node, local_world_size=node)
-    try:
-        # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
-        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
-        no_broadcast = mock.patch.object(dist, "broadcast_object_list")
-        with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine, no_broadcast:
-            accelerator = build_accelerator(recipe, strategy, launch)
-            if strategy.uses_engine and device.type != "cpu":
-                stand_ins.as_on_gpus(accelerator, strategy)
-            # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
-            PartialState().device = accelerator.state.device = device
-            yield accelerator
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _pretend_ranks(ranks: int, rank: int, node: int, device: torch.device) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % node), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate sets them, and warns
-    devices = dist.Backend.backend_capability[dist.Backend.FAKE]
-    if device.type not in devices:
-        devices.append(device.type)
-    dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=ranks, store=FakeStore())

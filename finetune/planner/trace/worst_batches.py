@@ -1,4 +1,4 @@
-"""The micro-batches of a recipe that take most memory, without its data."""
+"""A recipe's micro-batches that take most memory, without its data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from finetune.tokens.batches import MicroBatch
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest possible micro-batches: full rows. There are two if steps accumulate, and three if weights stay
-    gathered between them, because only a middle one has all gradients and all weights. Under a pipeline there are
-    all in a step, because a stage receives and waits for each.
+    """The largest possible micro-batches: full rows.
+
+    There are two if steps accumulate, and three if weights stay gathered between them, because only a middle one has
+    all gradients and all weights. Under a pipeline a step has all its micro-batches, because a stage receives and waits
+    for each.
 
     Each row is one document. The last row has two if attention needs a mask for a row with several documents, or for a
     padded one: masks take memory in every layer.
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     strategy = strategy_of(recipe)
-    micro_steps = math.ceil(recipe.training.global_batch_size / (rows * strategy.data_rank_count(ranks)))
-    count = micro_steps if strategy.schedule else min(micro_steps, 3 if strategy.gathers_once else 2)
+    count = math.ceil(recipe.training.global_batch_size / (rows * strategy.data_rank_count(ranks)))
+    if not strategy.schedule:
+        count = min(count, 3 if strategy.gathers_once else 2)
     ids = torch.full((rows, tokens), 3)
     positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}

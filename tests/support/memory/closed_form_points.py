@@ -58,7 +58,7 @@ def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
         training=Training(
             global_batch_size=256,
             per_device_batch_size=rows,
-            mixed_precision="bf16",
+            mixed_precision="bf16",  # not auto, which asks this machine's processor
             pure_bf16=method.endswith("pure"),
             activation_checkpointing=every,
         ),
