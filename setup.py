@@ -11,7 +11,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("recipes/*.yaml", "accelerate_configs/*.yaml", "data/*.jsonl", "data/*.csv", "data/README.md")  # which says whose they are
+# data/README.md says whose the data are.
+SHIPPED = ("recipes/*.yaml", "accelerate_configs/*.yaml", "data/*.jsonl", "data/*.csv", "data/README.md")
 
 
 class BuildWithShipped(build_py):  # type: ignore[misc]  # setuptools has no types

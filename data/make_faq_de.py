@@ -48,20 +48,20 @@ def questions(rng: random.Random) -> list[tuple[str, str, str]]:
     rows = []
     for line in TOOLS:
         article, name, day, deposit, weight, use = line.split("|")
-        the, The = f"{article} {name}", f"{article.capitalize()} {name}"
+        the, begins = f"{article} {name}", f"{article.capitalize()} {name}"
         accusative = f"{'den' if article == 'der' else article} {name}"
         weekend = round(float(day) * 1.5)
         alone = "Eine Person kann das Gerät allein tragen." if int(weight) < 20 else "Bitte kommen Sie zu zweit."
         rows += [
-            ("Preise", f"Was kostet {the} am Tag?", f"{The} kostet {day} Euro am Tag. Das Pfand beträgt {deposit} €."),
+            ("Preise", f"Was kostet {the} am Tag?", f"{begins} kostet {day} Euro am Tag. Das Pfand beträgt {deposit} €."),
             ("Preise", f"Wie teuer ist {the} für ein Wochenende?",
-             f"{The} kostet für ein Wochenende {weekend} Euro, von Freitag 16 Uhr bis Montag 9 Uhr."),
+             f"{begins} kostet für ein Wochenende {weekend} Euro, von Freitag 16 Uhr bis Montag 9 Uhr."),
             ("Preise", f"Wie hoch ist das Pfand für {accusative}?",
              f"Das Pfand beträgt {deposit} €. Sie erhalten es bei der Rückgabe sofort zurück."),
             ("Preise", f"Gibt es Rabatt, wenn ich {accusative} eine Woche brauche?",
              f"Ja. Für sieben Tage zahlen Sie nur fünf: {5 * int(day)} Euro für {accusative}."),
-            ("Technik", f"Wofür ist {the} geeignet?", f"{The} ist geeignet für {use}. Eine Anleitung liegt bei."),
-            ("Technik", f"Wie schwer ist {the}?", f"{The} wiegt {weight} Kilogramm. {alone}"),
+            ("Technik", f"Wofür ist {the} geeignet?", f"{begins} ist geeignet für {use}. Eine Anleitung liegt bei."),
+            ("Technik", f"Wie schwer ist {the}?", f"{begins} wiegt {weight} Kilogramm. {alone}"),
             ("Technik", f"Brauche ich für {accusative} einen Führerschein oder einen Schein?",
              "Ja, wir brauchen Ihren Sägeschein." if name == "Motorsäge" else
              "Nein. Wir zeigen Ihnen die Bedienung in fünf Minuten."),
@@ -72,7 +72,8 @@ def questions(rng: random.Random) -> list[tuple[str, str, str]]:
             ("Ausleihe", f"Wie lange darf ich {accusative} behalten?",
              f"Sie dürfen {accusative} bis zu vierzehn Tage behalten. Danach verlängern Sie am Telefon."),
             ("Schäden", f"Was passiert, wenn {the} kaputtgeht?",
-             "Rufen Sie uns bitte sofort an.\nNormale Abnutzung zahlen wir, grobe Schäden zahlt Ihre Haftpflichtversicherung."),
+             "Rufen Sie uns bitte sofort an.\nNormale Abnutzung zahlen wir, grobe Schäden zahlt Ihre "
+             "Haftpflichtversicherung."),
             ("Schäden", f"Muss ich {accusative} gereinigt zurückgeben?",
              f"Ja, bitte besenrein. Sonst berechnen wir {'15' if int(weight) >= 20 else '8'} Euro für die Reinigung."),
         ]  # fmt: skip
