@@ -53,7 +53,8 @@ def questions(rng: random.Random) -> list[tuple[str, str, str]]:
         weekend = round(float(day) * 1.5)
         alone = "Eine Person kann das Gerät allein tragen." if int(weight) < 20 else "Bitte kommen Sie zu zweit."
         rows += [
-            ("Preise", f"Was kostet {the} am Tag?", f"{begins} kostet {day} Euro am Tag. Das Pfand beträgt {deposit} €."),
+            ("Preise", f"Was kostet {the} am Tag?",
+             f"{begins} kostet {day} Euro am Tag. Das Pfand beträgt {deposit} €."),
             ("Preise", f"Wie teuer ist {the} für ein Wochenende?",
              f"{begins} kostet für ein Wochenende {weekend} Euro, von Freitag 16 Uhr bis Montag 9 Uhr."),
             ("Preise", f"Wie hoch ist das Pfand für {accusative}?",
