@@ -69,7 +69,7 @@ def assert_same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Te
 CASES = [(family, method, method in ("full", "lora, dropout")) for family in FAMILIES for method in METHODS]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "method", "autocast"), CASES)
 def test_bitwise_as_without_recomputation(tmp_path: Path, family: str, method: str, autocast: bool) -> None:
     folder = save_tiny(tmp_path, family)
@@ -97,6 +97,7 @@ def test_hooks_around_a_layer_run_once(tmp_path: Path, setting: Setting) -> None
     assert sorted(inside.values()) == [3, 3]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["lfm2", "mixtral", "gemma2"])
 def test_layers_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Run document by document, with experts, and with capped scores."""
@@ -126,6 +127,7 @@ OF_METHOD = {"4 bits": {"gemm_4bit"}}
 QUANTISED = {"gemm_4bit", "gemv_4bit"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora", "4 bits"])
 def test_no_product_and_no_attention_runs_twice(tmp_path: Path, method: str) -> None:
     folder = save_tiny(tmp_path)

@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_few_cases_of_each(name: str, starts: dict[str, Path], tmp_path: Path) -> None:
     ends: dict[str, list[int]] = {}

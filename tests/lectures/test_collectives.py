@@ -52,6 +52,7 @@ def test_bytes_of_a_ring(ranks: list[dict[str, Any]]) -> None:
         }
 
 
+@pytest.mark.slow
 def test_who_sends_how_much_in_a_broadcast(ranks: list[dict[str, Any]]) -> None:
     for key, nbytes in (("broadcasts", MIB), ("played", PLAYED_MIB * MIB)):
         sent = {name: [each[key][name]["sent_bytes"] for each in ranks] for name in ("naive", "ring")}
@@ -59,6 +60,7 @@ def test_who_sends_how_much_in_a_broadcast(ranks: list[dict[str, Any]]) -> None:
         assert sent["ring"] == [nbytes, nbytes, nbytes, 0]
 
 
+@pytest.mark.slow
 def test_time_over_links_of_one_speed(ranks: list[dict[str, Any]]) -> None:
     """No less than the links allow; a busy machine may take longer, and the ring is faster all the same."""
     seconds = {name: max(each["played"][name]["seconds"] for each in ranks) for name in ("naive", "ring")}

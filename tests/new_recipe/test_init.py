@@ -241,7 +241,7 @@ def test_the_model_and_method_fit_the_gpus(gpus: str, model: str, quantised: boo
 
 def test_more_rows_are_seen_less_often(tmp_path: Path) -> None:
     epochs, shares = [], []
-    for count in (40, 2500, 22_000):
+    for count in (40, 2300, 20_100):
         (file := tmp_path / f"{count}.jsonl").write_text(
             "".join(json.dumps(dict(zip(("q", "a"), german(n), strict=True))) + "\n" for n in range(count))
         )

@@ -75,6 +75,7 @@ def test_what_the_closed_form_does_not_know_is_left_to_the_trace(deep: Path) -> 
         assert (unsupported(asked, config, parse_gpus("1x24gb")) is None) == known, lora
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("lora", "tied"), [({"r": 4}, False), (None, True)], ids=["lora", "all weights, tied"])
 def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tied: bool) -> None:
     """Their rows' weights, gradients and moments, to the byte, of a model with and without a tokenizer beside it."""

@@ -160,6 +160,7 @@ def sizes_of(folder: Path) -> list[int]:
         return [math.prod(weights.get_slice(name).get_shape()) for name in weights.keys()]  # noqa: SIM118  # no mapping
 
 
+@pytest.mark.slow
 def test_fsdp2_pins_each_weight_and_each_gradient(folder: Path) -> None:
     sizes, found = sizes_of(folder), peaks(folder, read_strategy("fsdp2_offload"), 1)
     pinned, moments = sum(rounded(4 * size) for size in sizes), 8 * sum(sizes)

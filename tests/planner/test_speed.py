@@ -35,6 +35,7 @@ def auto(base: Path) -> Plan:
     return planned(recipe(base))
 
 
+@pytest.mark.slow
 def test_compiled_layers_leave_products_and_attention(base: Path, auto: Plan) -> None:
     off = planned(recipe(base, training={"global_batch_size": 3, "compile": False}))
     compiled, written = roofline_json(auto), roofline_json(off)

@@ -45,6 +45,7 @@ def chats(folder: Path) -> Data:
 SLOW = ("exaone_moe", "deepseek_v3", "cwm")
 
 
+@pytest.mark.sample(1)
 # Sizes by other names, no heads, lists with an entry for each layer, settings by a layer's number, latent heads.
 @pytest.mark.parametrize(
     "name",

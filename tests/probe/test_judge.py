@@ -134,7 +134,7 @@ def without_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.register()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_sinks")
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2"])
 def test_numbers_alone_find_what_the_trial_without_data_finds(

@@ -199,6 +199,7 @@ def test_it_is_talked_to(trained: Trained) -> None:
 GREEDY = GenerationSettings(4, 0.0, None)
 
 
+@pytest.mark.sample(1)
 def test_the_cards_own_lines_load_it(trained: Trained) -> None:
     """The model card's Python, with this machine's folders for the Hub's names."""
     card = prepare_upload(trained.run, Destination("me/made", base="me/base")).card
