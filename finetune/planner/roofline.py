@@ -132,9 +132,9 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     fused = work.compiles and phase != "step"
     peaks = {1: chip.eight or chip.half, 2: chip.half}
     return sum(
-        times * max(op.flops / peaks.get(op.itemsize, chip.single), op.nbytes / chip.memory)
-        for op, times in work.operations.items()
-        if op.phase == phase and op.place == ON_DEVICE and not (fused and op.kind == "other")
+        times * max(operation.flops / peaks.get(operation.itemsize, chip.single), operation.nbytes / chip.memory)
+        for operation, times in work.operations.items()
+        if operation.phase == phase and operation.place == ON_DEVICE and not (fused and operation.kind == "other")
     )
 
 
