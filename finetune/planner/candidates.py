@@ -57,11 +57,9 @@ def _variant(
     model: str, gpus: Gpus, method: str, length: int, strategy: str, recomputation: Recomputation, rows: int
 ) -> Recipe:
     rows_at_once = rows * gpus.count * gpus.nodes
-    lora, learning_rate = schema.Lora(), 2e-4
+    lora = None if method == "full" else schema.Lora()
     quantization = None
-    if method == "full":
-        lora, learning_rate = None, 2e-5
-    elif method == "qlora":
+    if method == "qlora":
         quantization = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
     return Recipe(
         budget=schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
@@ -75,7 +73,7 @@ def _variant(
             global_batch_size=rows_at_once * max(1, round(TOKENS_A_STEP / (rows_at_once * length))),
             per_device_batch_size=rows,
             num_train_epochs=EPOCHS,
-            learning_rate=learning_rate,
+            learning_rate=2e-5 if method == "full" else 2e-4,
             activation_checkpointing=recomputation,
         ),
     )
@@ -226,6 +224,6 @@ _WHY = {
     "single": "one process, one GPU",
     "ddp": "a copy on each GPU, one reduction a step",
     "fsdp2_grad_op": "weights gathered once a micro-batch",
-    "fsdp2": "weights, gradients and AdamW's state cut over the GPUs",
+    "fsdp2": "weights, gradients and AdamW's state sharded over the GPUs",
     "fsdp2_offload": "weights wait in host memory, which has to hold them; much slower",
 }

@@ -240,7 +240,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
-        if abs(needed / gpus.memory - 1) > remedies.EDGE:
+        if abs(needed / gpus.memory - 1) > remedies.NEAR_LIMIT:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
     note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
@@ -286,7 +286,7 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, no
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    recipe, planned = pick_recipe(model, gpus, note, asked=options.gpus)
+    recipe, planned = pick_recipe(model, gpus, note, written=options.gpus)
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
         file.write_text(text, "utf-8")
@@ -294,12 +294,12 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, no
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(model: str, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe for a model on GPUs, planned by trace, and its plan.
 
     Args:
         note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
-        asked: The GPUs as the user wrote them.
+        written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
     """
@@ -318,7 +318,7 @@ def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple
     if search.refusal is not None and not search.planned:
         raise search.refusal
     least = search.least or 0
-    message = f"--gpus: {asked or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
+    message = f"--gpus: {written or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
     if least > gpus.memory:
         message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
     else:

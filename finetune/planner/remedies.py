@@ -43,7 +43,7 @@ class Variant:
     says: tuple[str, ...]
 
     def words(self) -> str:
-        """As on the command line."""
+        """The changes as on the command line."""
         return " ".join(f"{key}={plain(value)}" for key, value in self.changes.items())
 
 
@@ -206,7 +206,7 @@ LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
 GRAIN = {LENGTH: 128, ROWS: 1}  # a searched value is a multiple of this
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
-EDGE = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
+NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
 TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a remedy's bytes
 
 
@@ -298,7 +298,7 @@ def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iter
 
 def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
     """Whether the estimate clearly fits, and the trainer would not refuse the recipe. A plan would find both."""
-    if estimated > (1 - EDGE) * gpus.memory:
+    if estimated > (1 - NEAR_LIMIT) * gpus.memory:
         return False
     from finetune.recipe.strategy import strategy_of
     from finetune.strategies.accelerator import check_combination  # imports torch
@@ -373,7 +373,7 @@ def largest(
     values = range(GRAIN[key], most + 1, GRAIN[key])
     start = bisect_right(values, current) - 1
     has_closed_form = unsupported(recipe, config, gpus) is None
-    best = edge(values, gpus.memory, planned, estimated if has_closed_form else None, start)
+    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
     next_value = None
@@ -382,7 +382,7 @@ def largest(
     return Largest(key, values[best], plans[values[best]].needed, GRAIN[key], next_value)
 
 
-def edge(
+def last_fitting(
     values: Sequence[int],
     memory: int,
     planned: Callable[[int], PlanVerdict],
