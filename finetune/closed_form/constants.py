@@ -20,7 +20,7 @@ DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
 LOSS_CHUNK_BYTES, LOSS_TILE = 256 * 2**20, 256
 ROUNDED_AT_ONCE = 2**23  # elements: ROUNDED_CHUNK of model/optimizers/rounded_adamw.py, compared there too
 
-# What a tensor is for. Every byte of a plan has one of these components.
+# A tensor's purpose. Every byte in a plan has one of these components.
 COMPONENTS = (
     PARAMETERS := "parameters",
     MASTERS := "masters",  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these

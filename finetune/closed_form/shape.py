@@ -81,7 +81,7 @@ class Shape:
 
     @property
     def adapter_weights(self) -> int:
-        """In one layer."""
+        """In one layer's adapters."""
         return sum(linear.adapter_weights for linear in self.linears.values())
 
     @property

@@ -1,10 +1,10 @@
 """Will it fit, and how fast will it be? The trainer's own step, run on tensors without data.
 
-    plan(recipe, gpus)            what one rank's GPU takes, by phase and component, by a trace
+    plan(recipe, gpus)            one rank's memory by phase and component, by a trace
     pick(model, gpus, note)       the best recipe for a model on these GPUs, and its plan
-    explain(recipe, gpus)         the arithmetic of a plan, in the recipe's own figures
-    plan_of_run(run)              the plan of a finished run's worst step
-    audit(runs, note)             those plans against what the runs measured
+    explain(recipe, gpus)         a plan's arithmetic, in the recipe's own figures
+    plan_of_run(run)              the plan for a finished run's worst step
+    audit(runs, note)             those plans against the runs' measurements
 
     plan_in_words, pick_in_words  the verb `finetune plan`: JSON and text
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.tokens.batches import MicroBatch
 
-# Parts of the planner that lectures and benchmarks take apart, by the module that has them. Imported at first use.
+# Parts of the planner that lectures and benchmarks use by themselves, by module. Imported at first use.
 _PARTS = {
     "NF4": "arithmetic",
     "PlanOptions": "command",
@@ -85,7 +85,7 @@ def plan(
 
     Args:
         gpus: None for a CPU.
-        batches: The micro-batches of one step, by default the largest that the recipe allows.
+        batches: One step's micro-batches, by default the largest that the recipe allows.
         ranks: Processes on a CPU, by default one.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the time.
 
@@ -118,7 +118,7 @@ def explain(recipe: Recipe, gpus: Gpus | None) -> str:
 def plan_of_run(
     run: Path, note: Callable[[str], None] = lambda line: None, timeout: float = PLAN_OF_RUN_SECONDS
 ) -> tuple[Mapping[str, Any] | None, str | None]:
-    """The JSON of a run's plan, or None and the reason. The first call stores the plan in the run's folder.
+    """A run's plan as JSON, or None and the reason. The first call stores the plan in the run's folder.
 
     Never raises for a plan that cannot be made.
 
@@ -151,7 +151,7 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
 def plan_in_words(
     words: Sequence[str], options: PlanOptions, model: str | None, note: Callable[[str], None]
 ) -> tuple[dict[str, Any], str]:
-    """`finetune plan WORDS`: the output as JSON, whose `ok` says whether the recipe fits, and as text.
+    """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
     `model` is planned. Raises FinetuneError.

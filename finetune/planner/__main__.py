@@ -1,6 +1,6 @@
 """The planner as a child process: `python -m finetune.planner`, a request on standard input, answers as JSON lines.
 
-training/plan_request.py starts it. A failure is an answer too: no run and no report may fail because of its plan.
+training/plan_request.py starts it. A failure is an answer too, because no run or report may fail for its plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from finetune.launch.with_parent import die_with_parent
 from finetune.planner.run_plans import fitting_changes, planned, read_request
 
-TIGHT_SHARE = 0.5  # of the memory; if the plan needs less, no smaller changes are planned
+TIGHT_SHARE = 0.5  # of the memory; if the plan needs less, no changes that lower it are planned
 
 
 def main() -> int:
@@ -27,7 +27,9 @@ def main() -> int:
     plan, why, needed = planned(request)
     print(json.dumps({"plan": plan, "why": why, "changes": None}), file=answers, flush=True)
     if plan is not None and wants_changes:
-        changes = fitting_changes(request) if needed > TIGHT_SHARE * request.memory else []
+        changes = []
+        if needed > TIGHT_SHARE * request.memory:
+            changes = fitting_changes(request)
         print(json.dumps({"plan": plan, "why": why, "changes": changes}), file=answers, flush=True)
     return 0
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan
     from finetune.tokens.batches import MicroBatch
 
-TRIES = 3  # plans of variants that certainly fit by the closed form
-TRACED, TRACES = 1, 3  # changes that make a recipe fit: as many are traced of those shown, in as many traces at most
+TRIES = 3  # variants that are planned if they certainly fit by the closed form
+TRACED, TRACES = 1, 3  # changes that make a recipe fit: so many shown ones are traced, with so many traces at most
 Output = tuple[dict[str, Any], str]
-Note = Callable[[str], None]  # told of the progress of what takes seconds
+Note = Callable[[str], None]  # receives progress lines of steps that take seconds
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PlanOptions:
     price: float | None = None  # of one GPU for one hour, in any currency
 
     def gpus_for(self, recipe: Recipe) -> Gpus | None:
-        """The GPUs of `--gpus`, without it the recipe's; None for a CPU. Raises FinetuneError."""
+        """The GPUs that `--gpus` names, else the recipe's; None for a CPU. Raises FinetuneError."""
         if self.gpus is not None:
             return parse_gpus(self.gpus, self.nodes)
         if self.nodes is not None:
@@ -61,9 +61,7 @@ class PlanOptions:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Freeze garbage collection: imports create a million permanent objects, and traversing them takes one second in
-    ten.
-    """
+    """Import without garbage collection: traversing a million permanent objects takes one second in ten."""
     gc.disable()
     try:
         yield
@@ -80,8 +78,11 @@ def plan_by_trace(
     ranks: int | None = None,
     must_fit: bool = False,
 ) -> Plan:
-    """Plan by a trace. Raises FinetuneError; EnvironmentMismatch also if a library fails on fake tensors; with
-    `must_fit` DoesNotFit, as soon as it is certain."""
+    """Plan by a trace.
+
+    Raises FinetuneError. It is EnvironmentMismatch if a library fails on fake tensors and, with `must_fit`, DoesNotFit
+    as soon as that is certain.
+    """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, prints when Accelerate imports it
         with without_gc():
@@ -91,7 +92,7 @@ def plan_by_trace(
             return plan_recipe(recipe, gpus, batches=batches, ranks=ranks, must_fit=must_fit)
         except FinetuneError:
             raise
-        except Exception as error:  # of a library that does not support fake tensors
+        except Exception as error:  # a library does not support fake tensors
             why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0][:200]}"
             raise EnvironmentMismatch(
                 f"{recipe.accelerate_config}: the planner cannot trace it ({why}); `finetune compare` measures it"
@@ -99,9 +100,10 @@ def plan_by_trace(
 
 
 def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
-    """The output of `finetune plan WORDS`: JSON, in which `ok` says whether it fits, and text. Raises FinetuneError.
+    """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
-    Words with `=` are overrides, the others recipe files; several recipes are compared. Without any, LoRA on `model`.
+    Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
+    `model` is planned.
     """
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -111,7 +113,17 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
             "model, write model.name_or_path="
         )
     if model is not None:
-        return _plan_model(model, overrides, options, note)
+        gpus = None
+        if options.gpus is not None:
+            gpus = parse_gpus(options.gpus, options.nodes)
+        if gpus is None:
+            raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
+        with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
+            page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
+            content = candidates.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
+            page.write_text(json.dumps(content), "utf-8")
+            recipe = load_recipe(page, overrides).recipe
+        return _plan_loaded(recipe, gpus, options, note)
     if not recipes:
         raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
     if len(recipes) > 1:
@@ -127,30 +139,11 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
 
 def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
     if options.largest is not None:
-        if recipe.training.activation_checkpointing == "auto":  # which recomputes all where it has to
+        if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
             recipe = changed(recipe, {"training.activation_checkpointing": True})
         return _largest(recipe, gpus, options.largest, note)
     chosen = choose_recomputation(recipe, gpus)
-    result, text = _plan_one(chosen.recipe, gpus, note, options)
-    if not chosen.line:
-        return result, text
-    return result | {"recomputation": chosen.facts}, f"{text}\n{chosen.line}"
-
-
-def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
-    """The plan for adapters on a model without a recipe."""
-    gpus = parse_gpus(options.gpus, options.nodes) if options.gpus is not None else None
-    if gpus is None:
-        raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
-    with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
-        page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
-        content = candidates.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
-        page.write_text(json.dumps(content), "utf-8")
-        recipe = load_recipe(page, overrides).recipe
-    return _plan_loaded(recipe, gpus, options, note)
-
-
-def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions) -> Output:
+    recipe = chosen.recipe
     planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model")
     with without_gc():
@@ -159,13 +152,21 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOption
     with probed_in_child(recipe) as probed:
         result, text = _planned(recipe, gpus, note, options)
         found = probed()
+    result["probe"] = found.as_json()
     if options.details:
-        return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"
-    lines = [text, found.line().partition("\n")[0], "more: --details; the arithmetic: --explain"]
-    return result | {"probe": found.as_json()}, "\n".join(lines)
+        text += f"\n\n{found.line()}"
+    else:
+        text += f"\n{found.line().partition(chr(10))[0]}"
+    if chosen.line:
+        result["recomputation"] = chosen.facts
+        text += f"\n{chosen.line}"
+    if not options.details:
+        text += "\nmore: --details; the arithmetic: --explain"
+    return result, text
 
 
 def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions) -> Output:
+    """The plan, changes that make it fit or uses for spare memory, and its arithmetic if that is asked for."""
     planned = plan_by_trace(recipe, gpus)
     from finetune.planner.memory_table import plan_bars, plan_json, plan_text, verdict
     from finetune.planner.roofline import roofline_json, roofline_lines
@@ -253,10 +254,15 @@ def _noted(note: Note) -> remedies.PlanFunction:
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
         found = plan_by_trace(recipe, gpus)
-        note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{'' if found.fits else ', does not fit'}")
+        note(f"  {_needed_in_words(found.needed, found.fits, gpus)}")
         return found
 
     return plan
+
+
+def _needed_in_words(needed: int, fits: bool, gpus: Gpus) -> str:
+    words = f"{needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
+    return words if fits else f"{words}, does not fit"
 
 
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
@@ -264,12 +270,15 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output
     found = remedies.largest(recipe, config, gpus, name, _noted(note))
     assert gpus is not None
     words = f"{found.key}={found.value}  needs {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
-    words += "; it is the largest there is" if found.next_value is None else f"; {found.next_value} does not fit"
+    if found.next_value is None:
+        words += "; it is the largest there is"
+    else:
+        words += f"; {found.next_value} does not fit"
     return {"ok": True, "gpu_bytes": gpus.memory, **found.as_json()}, words
 
 
 def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
-    """Each recipe on the GPUs named, or its own; by the closed form where its verdict is clear, else by trace."""
+    """Each recipe on the named GPUs, or on its own; by the closed form if its verdict is clear, else by trace."""
     rows = [_compare_one(path, overrides, options, note) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
     lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
@@ -277,22 +286,23 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
         if row["needed_bytes"] is None:
             lines.append(f"{row['recipe']:<{width}}  {row['planned_by']}")
             continue
-        of = f"{row['gpu_bytes'] / GIB:7.1f}" if row["gpu_bytes"] else f"{'CPU':>7}"
-        fits = "yes" if row["fits"] else "no"
-        lines.append(f"{row['recipe']:<{width}}  {row['needed_bytes'] / GIB:7.1f}  {of}  {fits:<5} {row['planned_by']}")
+        memory = f"{row['gpu_bytes'] / GIB:7.1f}" if row["gpu_bytes"] else f"{'CPU':>7}"
+        fits, planned_by = "yes" if row["fits"] else "no", row["planned_by"]
+        lines.append(f"{row['recipe']:<{width}}  {row['needed_bytes'] / GIB:7.1f}  {memory}  {fits:<5} {planned_by}")
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
 def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
-    asked = load_recipe(path, overrides)
-    gpus = options.gpus_for(asked.recipe)
-    asked = asked.formats_for(fastest_for(gpus.count if gpus else 0))[0]
-    recipe = choose_recomputation(asked.recipe, gpus).recipe
+    """A row for one recipe; `needed_bytes` is None if the planner refuses it."""
+    loaded = load_recipe(path, overrides)
+    gpus = options.gpus_for(loaded.recipe)
+    loaded = loaded.formats_for(fastest_for(gpus.count if gpus else 0))[0]
+    recipe = choose_recomputation(loaded.recipe, gpus).recipe
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
-        if abs(needed / gpus.memory - 1) > remedies.EDGE:
+        if abs(needed / gpus.memory - 1) > remedies.NEAR_LIMIT:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
     note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
@@ -304,7 +314,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
 
 @dataclass
 class _Search:
-    """Plans of variants, and the least bytes among them."""
+    """Plans for variants, and the least bytes among them."""
 
     gpus: Gpus
     note: Note
@@ -324,19 +334,21 @@ class _Search:
         else:
             needed, fits = found.needed, found.fits
             self.planned[recipe.model_dump_json()] = found
-        self.note(f"{candidates.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
-        self.least = needed if self.least is None else min(self.least, needed)
+        verdict = "" if fits else ", does not fit"
+        self.note(f"{candidates.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{verdict}")
+        if self.least is None or needed < self.least:
+            self.least = needed
         return fits
 
 
 def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Note) -> Output:
-    """The output of `finetune plan --pick`, written to `file` if one is named. Raises FinetuneError."""
+    """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError."""
     if model is None or options.gpus is None:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    recipe, planned = pick_recipe(model, gpus, note, asked=options.gpus)
+    recipe, planned = pick_recipe(model, gpus, note, written=options.gpus)
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
         file.write_text(text, "utf-8")
@@ -344,12 +356,12 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, no
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(model: str, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe for a model on GPUs, planned by trace, and its plan.
 
     Args:
-        note: Told about each variant when it is planned, which takes seconds to minutes.
-        asked: The GPUs as the user wrote them.
+        note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
+        written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
     """
@@ -368,7 +380,7 @@ def pick_recipe(model: str, gpus: Gpus, note: Note, *, asked: str = "") -> tuple
     if search.refusal is not None and not search.planned:
         raise search.refusal
     least = search.least or 0
-    message = f"--gpus: {asked or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
+    message = f"--gpus: {written or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
     if least > gpus.memory:
         message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +13,7 @@ from finetune.strategies.pipeline.timeline import alive_at_most
 from finetune.wording import counted
 
 WIDTH, EMPTY = 50, "."
-# The bars' shades: weights, which are there all the time; what a step makes; and buffers.
+# The bars' shades: weights, which are there all the time; tensors that a step makes; and buffers.
 DRAWN = {
     "█": ("parameters", "masters"),
     "▓": ("gradients", "unsharded gradients", "optimizer state"),
@@ -29,12 +29,24 @@ assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 def plan_text(planned: Plan) -> str:
     """Verdict, reason, table, bars, and assumptions."""
-    stages = ["", *_stages(planned)] if planned.stages else []
-    return "\n".join([verdict(planned), "", *_table(planned), "", *plan_bars(planned), *stages, "", *_rest(planned)])
+    lines = [verdict(planned), "", *_table(planned), "", *plan_bars(planned)]
+    if planned.stages:
+        lines += ["", *_stages(planned)]
+    lines.append("")
+    if planned.outside:
+        listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
+        lines.append(f"outside of tensors, GiB: {listed}")
+    if planned.reserved:
+        least, most = (nbytes / GIB for nbytes in planned.reserved)
+        lines.append(f"reserved by torch's allocator, GiB: at least {least:.1f}, {most:.1f} with enough room")
+    if any(planned.host.values()):
+        listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
+        lines.append(f"in host memory of rank 0, of {planned.node} per machine, GiB at the peak of: {listed}")
+    return "\n".join([*lines, "full rows of data.max_length", *planned.notes])
 
 
 def verdict(planned: Plan) -> str:
-    """One sentence."""
+    """The verdict in one sentence."""
     phase, peak = planned.peak
     where = f"{phase}, in {peak.module}" if peak.module else phase
     if planned.stages:
@@ -65,38 +77,37 @@ def _table(planned: Plan) -> Iterator[str]:
 def plan_bars(planned: Plan) -> Iterator[str]:
     """Each phase's peak as a bar, relative to the GPU's memory or to the largest peak."""
     outside, phases = sum(planned.outside.values()), planned.phases
-    largest = max(phase.peak.nbytes for phase in phases.values()) + outside
-    whole = largest if planned.gpus is None else max(largest, planned.gpus.memory)
+    full_bytes = max(phase.peak.nbytes for phase in phases.values()) + outside
+    if planned.gpus is not None:
+        full_bytes = max(full_bytes, planned.gpus.memory)
     for name, phase in phases.items():
         sizes = [sum(phase.peak.parts.get(part, 0) for part in parts) for parts in DRAWN.values()]
-        drawn = _drawn([*sizes, outside], whole)
-        total = (phase.peak.nbytes + outside) / GIB
-        yield f"{name:<9}{drawn:{EMPTY}<{WIDTH}} {total:6.1f} of {whole / GIB:.1f} GiB"
+        bar = ""
+        for shade, total in zip((*DRAWN, "x"), accumulate([*sizes, outside]), strict=True):
+            # Running sums are rounded, so that the bar ends where the total is.
+            bar += shade * (round(total / full_bytes * WIDTH) - len(bar))
+        needed = (phase.peak.nbytes + outside) / GIB
+        yield f"{name:<9}{bar:{EMPTY}<{WIDTH}} {needed:6.1f} of {full_bytes / GIB:.1f} GiB"
     legend = [f"{shade} {name}" for shade, name in zip(DRAWN, NAMES, strict=True)]
-    legend += ["x outside of tensors"] * bool(outside)
+    if outside:
+        legend.append("x outside of tensors")
     yield " " * 9 + "   ".join(legend)
-
-
-def _drawn(sizes: Sequence[int], whole: int) -> str:
-    """A bar of shades. Running sums are rounded, so that the bar ends where the total is."""
-    bar = ""
-    for shade, total in zip((*DRAWN, "x"), accumulate(sizes), strict=True):
-        bar += shade * (round(total / whole * WIDTH) - len(bar))
-    return bar
 
 
 def _stages(planned: Plan) -> Iterator[str]:
     """Each pipeline stage's memory. The table and bars before it show the stage that needs most."""
-    held = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
-    wide = max(9, *map(len, held))
-    yield f"stage  {'layers':>{wide}}  micro-batches  weights, state  activations  all, GiB  fits"
-    for each, layers in zip(planned.stages, held, strict=True):
+    layers = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
+    width = max(9, *map(len, layers))
+    yield f"stage  {'layers':>{width}}  micro-batches  weights, state  activations  all, GiB  fits"
+    for each, own_layers in zip(planned.stages, layers, strict=True):
         parts = each.peak[1].parts
-        kept = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
-        made = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
-        fits = "" if each.gpus is None else "yes" if each.fits else "no"
+        state = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
+        activations = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
+        fits = ""
+        if each.gpus is not None:
+            fits = "yes" if each.fits else "no"
         yield (
-            f"{each.stage:<7}{layers:>{wide}}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
+            f"{each.stage:<7}{own_layers:>{width}}{micro_batches_alive(each):>15}{state:>16.2f}{activations:>13.2f}"
             f"{each.needed / GIB:>10.2f}{fits:>6}"
         )
     in_turn = ", in either of its runs of layers" if len(planned.stages[0].stage_layers) > 1 else ""
@@ -106,34 +117,29 @@ def _stages(planned: Plan) -> Iterator[str]:
 
 
 def micro_batches_alive(stage: Plan) -> int:
-    """Of a step, on this stage of a pipeline."""
+    """The micro-batches that have activations on this pipeline stage at once, at most."""
     assert stage.stage is not None
     stages = stage.ranks // stage.layout.ranks
     return alive_at_most(stage.schedule or "", stage.stage, stages, stage.layout.micro_steps)
 
 
-def _rest(planned: Plan) -> Iterator[str]:
-    if planned.outside:
-        listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
-        yield f"outside of tensors, GiB: {listed}"
-    if planned.reserved:
-        least, most = (nbytes / GIB for nbytes in planned.reserved)
-        yield f"reserved by torch's allocator, GiB: at least {least:.1f}, {most:.1f} with enough room"
-    if any(planned.host.values()):
-        listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
-        yield f"in host memory of rank 0, of {planned.node} per machine, GiB at the peak of: {listed}"
-    yield "full rows of data.max_length"
-    yield from planned.notes
-
-
 def plan_json(planned: Plan) -> dict[str, Any]:
-    """The plan; every size is an integer number of bytes. For a pipeline it is the stage that needs most, and `stages`
-    has all.
+    """The plan; every size is an integer number of bytes.
+
+    A pipeline's plan is the stage that needs most, and `stages` has all stages.
     """
-    stages = [_stage_json(each) for each in planned.stages]
+    head: dict[str, Any] = {}
+    if planned.stage is not None:
+        head["stage"] = planned.stage
+    if planned.stages:
+        head["stages"] = []
+    for stage in planned.stages:
+        runs = [[run.start, run.stop - 1] for run in stage.stage_layers]  # first and last layer of each
+        layers = runs[0] if len(runs) == 1 else runs
+        facts = {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}
+        head["stages"].append(facts)
     return {
-        **({"stage": planned.stage} if planned.stage is not None else {}),
-        **({"stages": stages} if stages else {}),
+        **head,
         "fits": planned.fits,
         "strategy": planned.strategy,
         "ranks": planned.ranks,
@@ -155,9 +161,3 @@ def plan_json(planned: Plan) -> dict[str, Any]:
         },
         "notes": list(planned.notes),
     }
-
-
-def _stage_json(stage: Plan) -> dict[str, Any]:
-    runs = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last layer of each
-    layers = runs[0] if len(runs) == 1 else runs
-    return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

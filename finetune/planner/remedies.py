@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class Option:
 
     changes: tuple[tuple[str, Any], ...]
     cost: int  # relative; variants are ordered by the sum
-    says: str  # what it costs or brings
+    says: str  # its cost or gain
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Variant:
     says: tuple[str, ...]
 
     def words(self) -> str:
-        """As on the command line."""
+        """The changes as on the command line."""
         return " ".join(f"{key}={plain(value)}" for key, value in self.changes.items())
 
 
@@ -51,7 +51,7 @@ NOTHING = Option((), 0, "")
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted keys set. Raises pydantic's ValidationError where they contradict each other."""
+    """The recipe with dotted keys set. Raises pydantic's ValidationError if they contradict each other."""
     values = recipe.model_dump(mode="python")
     for key, value in changes.items():
         *path, leaf = key.split(".")
@@ -73,10 +73,10 @@ def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
         if len(keys) > len(set(keys)):  # two options set one key
             continue
         changes = {key: value for option in chosen for key, value in option.changes}
-        if "lora" in changes and "quantization" in changes:
+        if "lora" in changes and "quantization" in changes:  # written in a recipe's order
             changes["quantization"], changes["lora"] = changes.pop("quantization"), changes.pop("lora")
         if not chosen or (recipe.lora is None and "lora" not in changes and "quantization" in changes):
-            continue
+            continue  # full training needs weights that are not quantised
         try:
             variant = changed(recipe, changes)
         except ValidationError:
@@ -89,8 +89,24 @@ def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
 def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
-    yield [NOTHING, *_batches(training.per_device_batch_size)]
-    yield [NOTHING, *_recomputing(training.activation_checkpointing)]
+    # Half as many rows, down to one; each halving costs one more.
+    rows = training.per_device_batch_size
+    knob = [NOTHING]
+    for halvings in range(1, rows.bit_length()):
+        why = "more, smaller micro-batches"
+        knob.append(_set("training.per_device_batch_size", rows >> halvings, halvings, why))
+    yield knob
+
+    # More recomputation than now.
+    knob = [NOTHING]
+    for setting, cost, says in (
+        ("selective", 3, "all but products and attention is computed twice"),
+        (True, 4, "a third more compute"),
+    ):
+        if _recomputed(setting) > _recomputed(training.activation_checkpointing):
+            knob.append(_set("training.activation_checkpointing", setting, cost, says))
+    yield knob
+
     if gpus.count * gpus.nodes > 1:
         yield [NOTHING, *_sharding(recipe, strategy.name)]
     smaller = OPTIMIZERS[training.optim].smaller
@@ -98,17 +114,22 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
         title = OPTIMIZERS[training.optim].title
         yield [NOTHING, _set("training.optim", smaller, 7, f"{title}'s moments in 8 bits")]
     if recipe.quantization is None:
-        yield [NOTHING, _four_bit(recipe)]
+        # Stored in the computation's number format, which sharded strategies require and others accept.
+        compute = "float16" if training.mixed_precision == "fp16" else "bfloat16"
+        four_bit = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
+        yield [NOTHING, _set("quantization", four_bit, 8, "base weights rounded to 4 bits")]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
-        says = "weights and their state in bfloat16, rounded at random"
+        says = "weights and their state in bfloat16, stochastically rounded"
         if OPTIMIZERS[training.optim].library(sharded=strategy.shards_modules) == "bitsandbytes":
             says = "weights in bfloat16, where small updates round away"
         yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, says)]
     if recipe.lora is None:
         yield [NOTHING, Option((("lora", {}), ("training.learning_rate", 2e-4)), 18, "adapters instead of all weights")]
-    halves = [recipe.data.max_length // 2, recipe.data.max_length // 4]
-    shorter = [_set("data.max_length", tokens, 24, "shorter rows") for tokens in halves if tokens >= SHORTEST]
-    yield [NOTHING, *shorter[:1], *(replace(option, cost=48) for option in shorter[1:])]
+    knob = [NOTHING]
+    for tokens, cost in ((recipe.data.max_length // 2, 24), (recipe.data.max_length // 4, 48)):
+        if tokens >= SHORTEST:
+            knob.append(_set("data.max_length", tokens, cost, "shorter rows"))
+    yield knob
 
 
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
@@ -128,31 +149,22 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
     ]
     for option in options:
         key, value = option.changes[0]
-        before: Any = reduce(getattr, key.split("."), recipe)
-        larger_number = isinstance(value, int) and not isinstance(value, bool) and key.endswith(("size", "length"))
-        allowed = {
-            "training.activation_checkpointing": _recomputed(value) < _recomputed(training.activation_checkpointing),
-            "accelerate_config": strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp"),
-            "quantization": recipe.quantization is not None,
-            "training.pure_bf16": training.pure_bf16,
-        }
-        if value != before and (value > before if larger_number else allowed[key]):
+        current: Any = reduce(getattr, key.split("."), recipe)
+        if key in GROWING.values():
+            allowed = value > current
+        elif key == "training.activation_checkpointing":
+            allowed = _recomputed(value) < _recomputed(current)
+        elif key == "accelerate_config":
+            allowed = strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp")
+        else:  # quantization and pure_bf16 can be taken away
+            allowed = bool(current)
+        if allowed and value != current:
             yield Variant(changed(recipe, dict(option.changes)), dict(option.changes), 0, (option.says,))
-
-
-def _recomputing(now: bool | int | str) -> Iterator[Option]:
-    """More recomputation than now."""
-    for value, cost, says in (
-        ("selective", 3, "all but products and attention is computed twice"),
-        (True, 4, "a third more compute"),
-    ):
-        if _recomputed(value) > _recomputed(now):
-            yield _set("training.activation_checkpointing", value, cost, says)
 
 
 def _recomputed(setting: bool | int | str) -> int:
     """A setting's place among RECOMPUTATIONS. Any number of layers counts as 2, auto as the last."""
-    if setting == "auto" or int(setting == 1):
+    if setting in ("auto", 1):
         return len(RECOMPUTATIONS) - 1
     return RECOMPUTATIONS.index(setting if setting in RECOMPUTATIONS else 2)
 
@@ -162,33 +174,18 @@ def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length() - 1, -1, -1)]
 
 
-def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
+def _sharding(recipe: Recipe, current: str) -> Iterator[Option]:
     """Weights sharded over the GPUs, or offloaded to host memory; with the settings that sharded strategies require."""
-    along: list[tuple[str, Any]] = []
+    required: list[tuple[str, Any]] = []
     if recipe.quantization is not None and recipe.quantization.load_in_4bit:
-        along.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
+        required.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
     if for_shards(recipe.training.optim) != recipe.training.optim:
-        along.append(("training.optim", for_shards(recipe.training.optim)))
-    if now != "fsdp2_offload":
-        if now != "fsdp2":
-            yield Option((("accelerate_config", "fsdp2"), *along), 5, "weights travel twice a micro-batch")
-        yield Option(
-            (("accelerate_config", "fsdp2_offload"), *along), 13, "weights wait in host memory, and AdamW runs there"
-        )
-
-
-def _batches(rows: int) -> list[Option]:
-    """Half as many rows, down to one; each halving costs one more."""
-    halves = [rows >> cost for cost in range(1, rows.bit_length())]
-    why = "more, smaller micro-batches"
-    return [_set("training.per_device_batch_size", half, cost, why) for cost, half in enumerate(halves, 1)]
-
-
-def _four_bit(recipe: Recipe) -> Option:
-    """4 bits stored in the computation's number format, which sharded strategies require and others accept."""
-    compute = "float16" if recipe.training.mixed_precision == "fp16" else "bfloat16"
-    value = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
-    return Option((("quantization", value),), 8, "base weights rounded to 4 bits")
+        required.append(("training.optim", for_shards(recipe.training.optim)))
+    if current != "fsdp2_offload":
+        if current != "fsdp2":
+            yield Option((("accelerate_config", "fsdp2"), *required), 5, "weights travel twice a micro-batch")
+        says = "weights wait in host memory, and AdamW runs there"
+        yield Option((("accelerate_config", "fsdp2_offload"), *required), 13, says)
 
 
 def _set(key: str, value: Any, cost: int, says: str) -> Option:
@@ -207,14 +204,14 @@ def plain(value: Any) -> str:
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
-GRAIN = {LENGTH: 128, ROWS: 1}  # a value that is searched is a multiple of this
-GUESSES = 6  # plans that `largest` places by a guess; the further ones halve what is left
-EDGE = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
-TRACE, CLOSED_FORM = "trace", "closed form"  # what a remedy's bytes are by
+GRAIN = {LENGTH: 128, ROWS: 1}  # a searched value is a multiple of this
+GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
+NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
+TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a remedy's bytes
 
 
 class PlanVerdict(Protocol):
-    """The part of plan_recipe.Plan that is read here."""
+    """The part of plan_recipe.Plan that this file reads."""
 
     @property
     def needed(self) -> int: ...
@@ -223,7 +220,7 @@ class PlanVerdict(Protocol):
     def fits(self) -> bool: ...
 
     def fits_from(self) -> int:
-        """Bytes of a GPU from which on it fits."""
+        """The smallest GPU memory that fits, in bytes."""
 
 
 PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
@@ -233,7 +230,7 @@ PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
 class Remedy:
     """A change, the bytes needed with it, and its cost or gain."""
 
-    words: str  # key=value ..., to be pasted
+    words: str  # key=value ..., to be pasted into a command
     changes: Changes
     needed: int
     says: tuple[str, ...]
@@ -254,15 +251,15 @@ def remedies(
     tries: int = 6,
     traced: int | None = None,
 ) -> list[Remedy]:
-    """Changes that make it fit, the cheapest first; the closed form selects which are planned by `plan`. Where it does
-    not know the recipe, single changes are planned and no combinations.
+    """Changes that make the recipe fit, the cheapest first. No result contains another.
 
-    No result contains another.
+    The closed form selects the changes that are worth a plan. If it does not know the recipe, single changes are
+    planned and no combinations.
 
     Args:
         count: Results at most.
-        tries: Plans at most, for each takes seconds.
-        traced: As many results are planned, the others are estimated by the closed form. None: all are planned.
+        tries: Plans at most, because each takes seconds.
+        traced: As many results are planned; the closed form estimates the others. None: all are planned.
     """
     result: list[Remedy] = []
     for variant, estimated in _worth_a_plan(recipe, config, gpus):
@@ -284,11 +281,13 @@ def remedies(
 
 
 def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[tuple[Variant, int | None]]:
-    """Variants that may fit, the cheapest first, each with the bytes that it needs by the closed form; single changes
-    with None where it does not know the recipe."""
-    blind = unsupported(recipe, config, gpus) is not None
+    """Variants that may fit, the cheapest first, each with its needed bytes by the closed form.
+
+    If the closed form does not know the recipe, these are single changes, with None.
+    """
+    has_closed_form = unsupported(recipe, config, gpus) is None
     for variant in smaller_variants(recipe, gpus):
-        if blind:
+        if not has_closed_form:
             if len(variant.says) == 1:
                 yield variant, None
         elif unsupported(variant.recipe, config, gpus) is None:
@@ -298,8 +297,8 @@ def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iter
 
 
 def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
-    """Whether the estimate is clear, and the trainer would not refuse the recipe, as a plan says by an error."""
-    if estimated > (1 - EDGE) * gpus.memory:
+    """Whether the estimate clearly fits, and the trainer would not refuse the recipe. A plan would find both."""
+    if estimated > (1 - NEAR_LIMIT) * gpus.memory:
         return False
     from finetune.recipe.strategy import strategy_of
     from finetune.strategies.accelerator import check_combination  # imports torch
@@ -312,7 +311,7 @@ def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
-    """Uses of spare memory, by the closed form with its margin: one change each, at most one for each key."""
+    """Uses for spare memory, by the closed form with its margin: one change each, at most one for each key."""
     longest = int(config.get("max_position_embeddings") or recipe.data.max_length)
     result: dict[str, Remedy] = {}
     for variant in larger_variants(recipe, gpus, longest):
@@ -326,18 +325,20 @@ def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest value of a size that fits, and the bytes that it needs. The next one, where there is one, was planned
-    too, and does not fit."""
+    """A size's largest value that fits, and its needed bytes. The next value was planned too, and does not fit."""
 
     key: str
     value: int
     needed: int
     grain: int  # values are multiples of it
-    next_value: int | None  # None: the largest that there is
+    next_value: int | None  # None: there is no larger value
 
     def as_json(self) -> dict[str, Any]:
-        facts = {"change": f"{self.key}={self.value}", "needed_bytes": self.needed, "granularity": self.grain}
-        return facts | {"does_not_fit": None if self.next_value is None else f"{self.key}={self.next_value}"}
+        facts: dict[str, Any] = {"change": f"{self.key}={self.value}", "needed_bytes": self.needed}
+        facts |= {"granularity": self.grain, "does_not_fit": None}
+        if self.next_value is not None:
+            facts["does_not_fit"] = f"{self.key}={self.next_value}"
+        return facts
 
 
 def largest(
@@ -347,93 +348,98 @@ def largest(
     name: str,
     plan: PlanFunction,
 ) -> Largest:
-    """The largest `max_length` or `per_device_batch_size` that fits, by `plan`, as the one after it that does not.
+    """The largest `max_length` or `per_device_batch_size` that fits, by `plan`. The next value does not fit.
 
-    Raises FinetuneError for another name, where no GPU is named, and where not even the smallest fits.
+    Raises FinetuneError for another name, without a GPU, and if not even the smallest value fits.
     """
     key = GROWING.get(name.rpartition(".")[2])
     if key is None:
         raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(GROWING)}")
     if gpus is None:
         raise FinetuneError(f"--max: {name}: needs a GPU; add --gpus 4x24GB")
-    room = gpus
     plans: dict[int, PlanVerdict] = {}
 
     def planned(value: int) -> PlanVerdict:
-        plans[value] = plan(changed(recipe, {key: value}), room)
+        plans[value] = plan(changed(recipe, {key: value}), gpus)
         return plans[value]
 
     def estimated(value: int) -> int:
-        return estimate(changed(recipe, {key: value}), config, room).needed
+        return estimate(changed(recipe, {key: value}), config, gpus).needed
 
-    values = _values(recipe, config, key)
-    known = unsupported(recipe, config, gpus) is None
-    own = {LENGTH: recipe.data.max_length, ROWS: recipe.training.per_device_batch_size}[key]
-    start = bisect_right(values, own) - 1
-    best = edge(values, gpus.memory, planned, estimated if known else None, start)
+    if key == ROWS:
+        current, most = recipe.training.per_device_batch_size, recipe.training.global_batch_size
+    else:
+        current, most = recipe.data.max_length, int(config.get("max_position_embeddings") or 131_072)
+    values = range(GRAIN[key], most + 1, GRAIN[key])
+    start = bisect_right(values, current) - 1
+    has_closed_form = unsupported(recipe, config, gpus) is None
+    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    after = values[best + 1] if best + 1 < len(values) else None
-    return Largest(key, values[best], plans[values[best]].needed, GRAIN[key], after)
+    next_value = None
+    if best + 1 < len(values):
+        next_value = values[best + 1]
+    return Largest(key, values[best], plans[values[best]].needed, GRAIN[key], next_value)
 
 
-def edge(
+def last_fitting(
     values: Sequence[int],
     memory: int,
     planned: Callable[[int], PlanVerdict],
     estimated: Callable[[int], int] | None = None,
     start: int = 0,
 ) -> int:
-    """Index of the last value that fits, -1 for none, in few plans: that value was planned, and the one after it.
+    """Index of the last value that fits, -1 for none, in few plans. That value is planned, and the next one.
 
-    Each plan says how much memory it needs with the gaps between tensors, and so where the next one should be. What
-    GUESSES of these leave is halved.
+    Each plan returns its memory with the gaps between tensors, and so places the next plan. After GUESSES plans the
+    rest is halved.
 
     Args:
         estimated: Bytes that a value needs. None: bytes are taken to grow by a line through the nearest two plans.
         start: Index of the first guess, without an estimate.
     """
     low, high = -1, len(values)
-    points: list[tuple[int, int]] = []  # of each plan: its value, and the bytes from which on it fits
+    points: list[tuple[int, int]] = []  # each plan's value, and the smallest memory that fits it
     while high - low > 1:
-        at = (low + high) // 2
+        index = (low + high) // 2
         if len(points) < GUESSES:
             if estimated is not None:
                 guess = _by_estimate(values, memory, points, estimated)
             else:
                 guess = _on_a_line(values, memory, points, start)
-            at = min(max(guess, low + 1), high - 1)
-        found = planned(values[at])
-        points.append((values[at], found.fits_from()))
-        low, high = (at, high) if found.fits else (low, at)
+            index = min(max(guess, low + 1), high - 1)
+        found = planned(values[index])
+        points.append((values[index], found.fits_from()))
+        if found.fits:
+            low = index
+        else:
+            high = index
     return low
 
 
 def _by_estimate(
     values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], estimated: Callable[[int], int]
 ) -> int:
-    """Index of the last value whose estimate fits, as many times larger as the latest plan is than its own."""
-    value, nbytes = points[-1] if points else (values[0], estimated(values[0]))
-    factor = nbytes / estimated(value)
+    """Index of the last value with an estimate that fits, scaled by the latest plan's bytes over its estimate."""
+    factor = 1.0
+    if points:
+        value, nbytes = points[-1]
+        factor = nbytes / estimated(value)
     return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
 
 
 def _on_a_line(values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], start: int) -> int:
+    """Index of the last value that fits by a line through the two plans nearest to the memory; first `start`."""
     if not points:
         return start
     (value, nbytes), *others = sorted(points, key=lambda point: abs(point[1] - memory))
-    other, fewer = others[0] if others else (0, 0)
-    slope = (nbytes - fewer) / (value - other)  # bytes a token, or a row
+    other_value, other_bytes = 0, 0  # a single plan's line goes through zero
+    if others:
+        other_value, other_bytes = others[0]
+    slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
     if slope > 0:
         return bisect_right(values, value + (memory - nbytes) / slope) - 1
     return start
-
-
-def _values(recipe: Recipe, config: Mapping[str, Any], key: str) -> Sequence[int]:
-    if key == ROWS:
-        return range(1, recipe.training.global_batch_size + 1)
-    longest = int(config.get("max_position_embeddings") or 131_072)
-    return range(GRAIN[key], longest + 1, GRAIN[key])
 
 
 def lines(result: Iterable[Remedy]) -> list[str]:
@@ -443,7 +449,7 @@ def lines(result: Iterable[Remedy]) -> list[str]:
 
 
 def fitting_lines(result: Sequence[Remedy]) -> Iterator[str]:
-    """The lines of changes that make a recipe fit, under what their bytes are by."""
+    """The lines for changes that make a recipe fit, under the source of their bytes."""
     if not result:
         yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
     heads = {

@@ -1,16 +1,21 @@
-"""Step time by the roofline model: a bound that no real run reaches, with the communication that is not overlapped.
+"""Step time by the roofline model: an upper bound on speed, with the communication that is not overlapped.
 
-Each operation takes the longer of its floating-point operations at the chip's peak and its bytes at the memory's
-bandwidth. Where layers are compiled, forward and backward are matrix products and attention alone: what lies between
-those is fused, into how few kernels only a GPU's compiler knows. A collective takes the bytes that one rank sends in a
-ring over the slowest link it crosses. A phase's collectives overlap with its computation, except the first (sharded
-weights, for which the first layer waits) or the last (gradients), and what exceeds the computation. All figures are
-makers' peaks: no kernel reaches them; kernel launches and waiting for data cost nothing here.
+    operation    the longer of its floating-point operations at the chip's peak and its bytes at the memory's bandwidth
+    compiled     forward and backward are matrix products and attention alone, because all else is fused, into a number
+                 of kernels that only a GPU's compiler knows
+    collective   one rank's bytes in a ring, over the slowest link that it crosses
+    overlap      a phase's collectives overlap with its computation, except the first (sharded weights, for which the
+                 first layer waits) or the last (gradients), and any excess over the computation
 
-What is offloaded costs two things more. Copies between a GPU and the host go over PCIe, in forward and backward
-beside the computation like the collectives, in the update before or after it. What the host computes, above all the
-update, takes its bytes at the bandwidth of the host's memory, which the ranks of a machine share; no GPU computes
-meanwhile. Collectives and copies do not slow each other here, although cards without NVLink have one bus for both.
+All figures are vendors' peaks, and real kernels are slower. Kernel launches and waiting for data cost nothing here.
+
+Offloading costs two things more:
+
+    copies       between GPU and host, over PCIe: overlapped with forward and backward, not with the update
+    host         its computation, above all the update, takes its bytes at the bandwidth of the host's memory; a
+                 machine's ranks share that, and no GPU computes meanwhile
+
+Collectives and copies do not slow each other here, although cards without NVLink have one bus for both.
 """
 
 from __future__ import annotations
@@ -37,15 +42,15 @@ SCALE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU by its maker's data sheet, dense."""
+    """A GPU by its vendor's data sheet, dense."""
 
     half: float  # FLOP/s of matrix products in 16 bits, summed up in float32
     single: float  # in float32, without TF32, which torch leaves off
     memory: float  # bytes/s
-    link: float  # bytes/s one way to the GPUs of its machine: NVLink, or PCIe's sixteen lanes
+    link: float  # bytes/s one way to other GPUs in its machine: NVLink, or PCIe's sixteen lanes
     between: float  # bytes/s to other machines
-    host: float  # bytes/s one way to host memory: PCIe's sixteen lanes, of version 3, 4 or 5
-    eight: float = 0  # FLOP/s of products of 8-bit integers, and of float8 where it has any; 0: as in 16 bits
+    host: float  # bytes/s one way to host memory: PCIe's sixteen lanes, version 3, 4 or 5
+    eight: float = 0  # FLOP/s of products in 8-bit integers, and in float8 if it has any; 0: as in 16 bits
 
 
 CHIPS = {
@@ -64,22 +69,22 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are grouped, and how a step's rows are divided among them."""
+    """The grouping of ranks, and the division of a step's rows among them."""
 
     ranks: int
-    node: int  # ranks of one machine
-    tokens: int  # of a micro-batch
-    rows: int  # micro-batches of a step over all ranks
+    node: int  # ranks on one machine
+    tokens: int  # in a micro-batch
+    rows: int  # micro-batches in a step over all ranks
     layers: int
-    copies: int = 1  # HSDP: of the sharded model; gradients are reduced between them
-    gathers_once: bool = False  # FSDP2 that keeps weights gathered: they are, in the first micro-step alone
+    copies: int = 1  # HSDP: copies of the sharded model; gradients are reduced between them
+    gathers_once: bool = False  # FSDP2 that keeps weights gathered: it gathers in the first micro-step alone
     reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
     shards_state: bool = True  # an update is divided among the ranks
-    on_disk: bool = False  # weights or states wait on a disk, of which no rate is known here
+    on_disk: bool = False  # weights or states wait on a disk; its speed is not known here
 
     @property
     def micro_steps(self) -> int:
-        """Of one rank; at least one, also where there are more ranks than rows."""
+        """One rank's micro-steps in a step; at least one, even if there are more ranks than rows."""
         return max(1, -(-self.rows // self.ranks))
 
 
@@ -95,7 +100,7 @@ class StepTime:
     exposed: float  # communication not overlapped with computation
     copies: float = 0.0  # between GPU and host, overlapped or not
     exposed_copies: float = 0.0
-    host: float = 0.0  # what the host computes
+    host: float = 0.0  # the host's own computation
 
     @property
     def seconds(self) -> float:
@@ -103,7 +108,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """All ranks together."""
         return self.layout.ranks * self.layout.tokens * self.layout.micro_steps / self.seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -127,49 +132,61 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     fused = work.compiles and phase != "step"
     peaks = {1: chip.eight or chip.half, 2: chip.half}
     return sum(
-        times * max(op.flops / peaks.get(op.itemsize, chip.single), op.nbytes / chip.memory)
-        for op, times in work.operations.items()
-        if op.phase == phase and op.place == ON_DEVICE and not (fused and op.kind == "other")
+        times * max(operation.flops / peaks.get(operation.itemsize, chip.single), operation.nbytes / chip.memory)
+        for operation, times in work.operations.items()
+        if operation.phase == phase and operation.place == ON_DEVICE and not (fused and operation.kind == "other")
     )
 
 
 def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
-    """A step of `layout`, from the work of a rank of `traced`. Only what is a shard's depends on the number of ranks: a
-    sharded update, and what is offloaded."""
+    """A step in `layout`, from the work of one rank in `traced`.
+
+    Only a shard's work depends on the number of ranks: a sharded update, and offloaded tensors.
+    """
     forward, backward, update = (compute_seconds(work, chip, phase) for phase in STEP_PHASES)
-    smaller = traced.ranks / traced.copies * layout.copies / layout.ranks
+    # A rank's shard here over its shard in the trace: from 8 ranks to 32 it is 1/4, if both have as many copies.
+    shard_ratio = traced.ranks / traced.copies * layout.copies / layout.ranks
     if layout.shards_state:
-        update *= smaller
+        update *= shard_ratio
+    micro_steps = layout.micro_steps
     sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
-    gatherings, reductions = (1 if once else layout.micro_steps for once in (layout.gathers_once, layout.reduces_once))
+    gatherings = 1 if layout.gathers_once else micro_steps
+    reductions = 1 if layout.reduces_once else micro_steps
+    communication = gatherings * sent["forward"] + reductions * sent["backward"] + sent["step"]
     exposed = (
         gatherings * not_overlapped(sent["forward"], forward, layout.layers)
         + reductions * not_overlapped(sent["backward"], backward, layout.layers)
         + sent["step"]
     )
-    whole = gatherings * sent["forward"] + reductions * sent["backward"] + sent["step"]
-    times = layout.micro_steps
-    counts = {"forward": times, "backward": times, "step": 1}
-    copied = {phase: smaller * work.nbytes(phase, COPY) / chip.host for phase in STEP_PHASES}
-    beside = {"forward": forward, "backward": backward}
-    waited = {phase: not_overlapped(copied[phase], computing, layout.layers) for phase, computing in beside.items()}
-    waited["step"] = copied["step"]
-    shared = HOST_MEMORY / min(layout.node, layout.ranks)  # bytes/s of one rank
-    host = sum(counts[phase] * smaller * work.nbytes(phase, ON_HOST) / shared for phase in STEP_PHASES)
+    copied = {phase: shard_ratio * work.nbytes(phase, COPY) / chip.host for phase in STEP_PHASES}
+    exposed_copies = {
+        "forward": not_overlapped(copied["forward"], forward, layout.layers),
+        "backward": not_overlapped(copied["backward"], backward, layout.layers),
+        "step": copied["step"],
+    }
+    host_bandwidth = HOST_MEMORY / min(layout.node, layout.ranks)  # one rank's share, bytes/s
+    counts = {"forward": micro_steps, "backward": micro_steps, "step": 1}
     return StepTime(
-        *(layout, times * forward, times * backward, update, whole, exposed),
+        layout=layout,
+        forward=micro_steps * forward,
+        backward=micro_steps * backward,
+        update=update,
+        communication=communication,
+        exposed=exposed,
         copies=sum(counts[phase] * copied[phase] for phase in STEP_PHASES),
-        exposed_copies=sum(counts[phase] * waited[phase] for phase in STEP_PHASES),
-        host=host,
+        exposed_copies=sum(counts[phase] * exposed_copies[phase] for phase in STEP_PHASES),
+        host=sum(counts[phase] * shard_ratio * work.nbytes(phase, ON_HOST) / host_bandwidth for phase in STEP_PHASES),
     )
 
 
 def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
-    """The same recipe on 1 to 512 ranks, or of HSDP on 2 to 512 / `node` copies."""
+    """The same recipe on 1 to 512 ranks; under HSDP with 2 to 512 / `node` copies."""
     for ranks in SCALE:
-        if traced.copies > 1 and ranks <= traced.node:
-            continue  # HSDP has at least two copies
-        copies = ranks // traced.node if traced.copies > 1 else 1
+        copies = 1
+        if traced.copies > 1:
+            copies = ranks // traced.node
+            if ranks <= traced.node:
+                continue  # HSDP has at least two copies
         yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
@@ -177,47 +194,52 @@ def _ring_seconds(collectives: Mapping[str, CollectiveStats], chip: Chip, layout
     total = 0.0
     for name, each in collectives.items():
         # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.
-        between = layout.copies > 1 and name == "all_reduce"
-        group = layout.copies if between else layout.ranks // layout.copies
-        crosses = between or group > layout.node
-        link = min(chip.link, chip.between) if crosses else chip.link
+        between_copies = layout.copies > 1 and name == "all_reduce"
+        group = layout.copies if between_copies else layout.ranks // layout.copies
+        link = chip.link
+        if between_copies or group > layout.node:  # the ring crosses machines
+            link = min(chip.link, chip.between)
         total += WEIGHT[name] * each.payload_bytes * (group - 1) / group / link
     return total
 
 
 def not_overlapped(communication: float, computing: float, layers: int) -> float:
-    """Seconds that communication adds: of one collective for each layer, all but one overlap with the computation of
-    another layer."""
+    """Seconds that communication adds.
+
+    Each layer has one collective. All but one overlap with another layer's computation. With 4 layers, 8 s of
+    communication and 6 s of computation they add 2 + max(0, 6 - 4.5) = 3.5 s.
+    """
     one = communication / layers
     return one + max(0.0, communication - one - computing * (layers - 1) / layers)
 
 
 ASSUMED = (
-    "a bound, by makers' peaks: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, {memory:.2f} TB/s of memory, "
-    "{link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; no kernel reaches them"
+    "an upper bound from vendors' peak figures: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, "
+    "{memory:.2f} TB/s of memory, {link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; "
+    "real kernels are slower"
 )
 
 ASSUMED_OF_OFFLOAD = (
-    "assumed of what is offloaded: {host:.0f} GB/s a GPU to the host, one way (PCIe), beside forward and backward and "
-    "not beside the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
+    "assumed for offloading: {host:.0f} GB/s from a GPU to the host, one way (PCIe), overlapped with forward and "
+    "backward, not with the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
 )
 
-SHOWN_SECONDS = 1e-3  # seconds of a step that are shown; what a batch's token ids take is less
+SHOWN_SECONDS = 1e-3  # copies that take less of a step are not shown: a batch's token ids take less
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a plan on a known GPU."""
+    """A plan's speed on a known GPU."""
 
     time: StepTime  # as the run computes: with its layers compiled or not
     as_written: StepTime  # without compiled layers
     scale: Sequence[StepTime]  # `time` on other numbers of ranks
     compiled: bool
-    launches: float  # operations of all micro-steps and the update, without compiled layers
+    launches: float  # operations in all micro-steps and the update, without compiled layers
 
     @property
     def launch_seconds(self) -> float:
-        """What the host may take to launch an operation, without compiled layers, before the GPU waits for it."""
+        """Seconds that the host has to launch an operation, without compiled layers, before the GPU waits for it."""
         return self.as_written.seconds / self.launches
 
     def as_json(self) -> dict[str, Any]:
@@ -232,19 +254,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """A step's forwards and backwards on the stages of a pipeline, by the order of its schedule."""
+    """A step's forwards and backwards on a pipeline's stages, in its schedule's order."""
 
     schedule: str
     micro_batches: int
-    forward: Sequence[float]  # of one micro-batch on each stage: seconds on a known GPU, else GFLOP
+    forward: Sequence[float]  # one micro-batch on each stage: seconds on a known GPU, else GFLOP
     backward: Sequence[float]
     idle: float  # share of the stages' time
-    seconds: float | None  # of a step, with the update; None on a GPU of unknown speed
-    tokens: int  # of a step
+    seconds: float | None  # a step's, with the update; None if the GPU's speed is not known
+    tokens: int  # in a step
 
     @property
     def idle_if_equal(self) -> float:
-        """The share where every stage takes as long."""
+        """The idle share if every stage takes as long."""
         return bubble_of_equal_stages(self.schedule, len(self.forward), self.micro_batches)
 
     def as_json(self) -> dict[str, Any]:
@@ -263,39 +285,40 @@ class PipelineTime:
 
 
 def pipeline_time(planned: Plan) -> PipelineTime:
-    """Of a plan with stages. Messages take the slowest link that they cross, and no stage waits until its own have
-    arrived. The gradients of several pipelines are added up after that, over the same link."""
-    layout, chip = planned.layout, CHIPS.get(planned.gpus.name) if planned.gpus else None
-    forward, backward = ([_half(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2])
-    schedule = planned.schedule or ""
-    sending = update = 0.0
+    """A pipeline's step, from a plan with stages.
+
+    Messages take the slowest link that they cross. A sender does not wait until its message has arrived. Several
+    pipelines' gradients are added up afterwards, over the same link.
+    """
+    layout, schedule = planned.layout, planned.schedule or ""
+    works = [stage.work for stage in planned.stages]
+    chip = None
+    if planned.gpus is not None:
+        chip = CHIPS.get(planned.gpus.name)
+    if chip is None:  # stages still compare by their GFLOP
+        forward, backward = ([work.flops(phase) / 1e9 for work in works] for phase in STEP_PHASES[:2])
+        message_seconds = 0.0
+    else:
+        forward, backward = ([compute_seconds(work, chip, phase) for work in works] for phase in STEP_PHASES[:2])
+        link = chip.link
+        if planned.node < planned.ranks:
+            link = min(chip.link, chip.between)
+        sent = works[0].collectives.get("backward", {}).get("send", CollectiveStats())
+        message_seconds = sent.payload_bytes / max(1, sent.calls) / link
+    spans = planned_spans(schedule, forward, backward, layout.micro_steps, message_seconds)
+    seconds = None
     if chip is not None:
-        update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
-        sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
-        link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
-        sending = sent.payload_bytes / max(1, sent.calls) / link  # one message
-        update += max(_reduction(each, layout.ranks) for each in planned.stages) / link
-    spans = planned_spans(schedule, forward, backward, layout.micro_steps, sending)
-    seconds = max(span.end for span in spans) + update if chip is not None else None
+        sums = [work.collectives.get("backward", {}).get("all_reduce", CollectiveStats()) for work in works]
+        # Each pipeline is a copy of the model. A ring sends 2 (copies - 1) / copies of the gradients.
+        reduced_bytes = 2 * (layout.ranks - 1) / layout.ranks * max(each.payload_bytes for each in sums)
+        update = max(compute_seconds(work, chip, "step") for work in works) + reduced_bytes / link
+        seconds = max(span.end for span in spans) + update
     tokens = layout.tokens * layout.micro_steps * layout.ranks
     return PipelineTime(schedule, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
 
 
-def _reduction(stage: Plan, copies: int) -> float:
-    """Bytes that a stage of one of several pipelines sends to add up the gradients of all copies, in a ring."""
-    summed = stage.work.collectives.get("backward", {}).get("all_reduce", CollectiveStats())
-    return 2 * (copies - 1) / copies * summed.payload_bytes
-
-
-def _half(work: StepWork, chip: Chip | None, half: str) -> float:
-    """Seconds of a forward or a backward; on a GPU of unknown speed its GFLOP."""
-    if chip is None:
-        return work.flops(half) / 1e9
-    return compute_seconds(work, chip, half)
-
-
 def roofline_json(planned: Plan) -> dict[str, Any]:
-    """`communication` and `arithmetic` of one rank, per micro-step and update, and `speed` on a named GPU."""
+    """One rank's `communication` and `arithmetic`, per micro-step and update, and `speed` on a named GPU."""
     work, layout = planned.work, planned.layout
     communication = {
         phase: {name: {"calls": each.calls, "bytes": each.payload_bytes} for name, each in collectives.items()}
@@ -309,11 +332,13 @@ def roofline_json(planned: Plan) -> dict[str, Any]:
     arithmetic |= {f"{phase}_launches": work.launches(phase) for phase in STEP_PHASES}
     speed = _speed(planned)
     result = {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
-    return result | ({"pipeline": pipeline_time(planned).as_json()} if planned.stages else {})
+    if planned.stages:
+        result["pipeline"] = pipeline_time(planned).as_json()
+    return result
 
 
 def roofline_lines(planned: Plan) -> Iterator[str]:
-    """What one rank sends and computes, and how long that takes at best."""
+    """One rank's traffic and computation, and the time that they take at best."""
     work, layout = planned.work, planned.layout
     once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
     for phase in STEP_PHASES:
@@ -322,41 +347,40 @@ def roofline_lines(planned: Plan) -> Iterator[str]:
                 times = "step" if phase in once else "micro-step"
                 yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
     forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
-    yield from _offload_lines(work)
-    share = _attention_share(work)
-    yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
-    launches = [work.launches(phase) for phase in STEP_PHASES]
-    speed = _speed(planned)
-    host = "" if speed is None else f"; the host has {speed.launch_seconds * 1e6:.0f} us to launch each"
-    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
-    yield f"without compiled layers: {counts}{host}"
-    if planned.gpus is not None and speed is not None:
-        yield from _speed_lines(planned.gpus.name, speed)
-    if planned.stages:
-        yield from _pipeline_lines(planned, pipeline_time(planned))
-
-
-def _offload_lines(work: StepWork) -> Iterator[str]:
-    """What is copied between GPU and host, and what the host computes; nothing of less than a MiB."""
     for phase in STEP_PHASES:
         times = "step" if phase == "step" else "micro-step"
         for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
             nbytes = work.nbytes(phase, place)
             if nbytes >= 2**20:
                 yield f"{phase}: {nbytes / 2**30:.2f} GiB {words} a {times}"
+    share = _attention_share(work)
+    yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
+    launches = [work.launches(phase) for phase in STEP_PHASES]
+    speed = _speed(planned)
+    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
+    if speed is not None:
+        counts += f"; the host has {speed.launch_seconds * 1e6:.0f} us to launch each"
+    yield f"without compiled layers: {counts}"
+    if planned.gpus is not None and speed is not None:
+        yield from _speed_lines(planned.gpus.name, speed)
+    if planned.stages:
+        yield from _pipeline_lines(planned, pipeline_time(planned))
 
 
 def _attention_share(work: StepWork) -> float:
-    both = [sum(work.flops(phase, *kinds) for phase in STEP_PHASES[:2]) for kinds in (("attention",), ())]
-    return both[0] / both[1]
+    """Attention's share in the floating-point operations of forward and backward."""
+    attention = sum(work.flops(phase, "attention") for phase in STEP_PHASES[:2])
+    return attention / sum(work.flops(phase) for phase in STEP_PHASES[:2])
 
 
 def _speed(planned: Plan) -> Speed | None:
-    """None where no GPU is named, some of the weights or states wait on a disk, or a rank is a stage of a pipeline."""
+    """The plan's speed; None without a known GPU, with weights or states on a disk, and for a pipeline's stage."""
     if planned.stage is not None or planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
         return None
     work, layout, chip = planned.work, planned.layout, CHIPS[planned.gpus.name]
-    scale = [] if planned.strategy == "single" else list(scaled_step_times(work, chip, layout))
+    scale: list[StepTime] = []
+    if planned.strategy != "single":
+        scale = list(scaled_step_times(work, chip, layout))
     as_written = step_time(replace(work, compiles=False), chip, layout, layout)
     launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
     return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
@@ -402,7 +426,9 @@ def _pipeline_lines(planned: Plan, time: PipelineTime) -> Iterator[str]:
         f"{time.schedule} over {len(time.forward)} stages, {micro_batches} a step: {time.idle:.1%} of the stages' time "
         f"in forward and backward is idle; {time.idle_if_equal:.1%} if every stage took as long"
     )
-    unit, scale = ("GFLOP", 1.0) if time.seconds is None else ("ms", 1e3)
+    unit, scale = "ms", 1e3
+    if time.seconds is None:
+        unit, scale = "GFLOP", 1.0
     yield f"  {'stage':<14}" + "".join(f"{stage:>9}" for stage in range(len(time.forward)))
     yield f"  {'forward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.forward)
     yield f"  {'backward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.backward)

@@ -72,7 +72,7 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     assert sent["forward"]["all_gather"]["bytes"] == four["communication"]["forward"]["all_gather"]["bytes"]
     assert sent["forward"]["all_gather"]["bytes"] == pytest.approx(2 * 8_030_261_248, rel=0.01)
     _, out, _ = plan_output([recipe, "--gpus", "H100:8"], capsys)
-    assert "a bound, by makers' peaks: 989 TFLOP/s" in out
+    assert "an upper bound from vendors' peak figures: 989 TFLOP/s" in out
     assert ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"] in [
         line.split()[1:] for line in out.splitlines()
     ]

@@ -18,14 +18,14 @@ from finetune.planner import candidates
 from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import (
     CLOSED_FORM,
-    EDGE,
     LENGTH,
+    NEAR_LIMIT,
     ROWS,
     TRACE,
     changed,
-    edge,
     fitting_lines,
     largest,
+    last_fitting,
     remedies,
     smaller_variants,
     spare,
@@ -132,7 +132,7 @@ def test_only_as_many_are_traced_as_are_asked_for(traced: int) -> None:
         variant = changed(recipe, remedy.changes)
         assert (variant in plan.asked) == (remedy.planned_by == TRACE)
         assert remedy.needed == estimate(variant, config_of(recipe), room).needed
-        assert remedy.planned_by == TRACE or remedy.needed <= (1 - EDGE) * room.memory
+        assert remedy.planned_by == TRACE or remedy.needed <= (1 - NEAR_LIMIT) * room.memory
     heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
     assert len(heads) == (traced > 0) + 1
     assert "by the closed form alone" in heads[-1]
@@ -228,10 +228,12 @@ def test_the_edge_is_that_of_bisection_in_two_or_three_plans(gaps: float) -> Non
     for memory in range(1_000_000, 70_000_000, 1_234_567):
         line = Line(memory, 900_000, 500, gaps)
         asked = Asked(line)
-        assert edge(VALUES, memory, asked, line.bytes_of) == by_bisection(line)
+        assert last_fitting(VALUES, memory, asked, line.bytes_of) == by_bisection(line)
         assert len(asked.values) == len(set(asked.values)) <= 3
         asked = Asked(line)
-        assert edge(VALUES, memory, asked, start=31) == by_bisection(line), "without a closed form, from the own value"
+        assert last_fitting(VALUES, memory, asked, start=31) == by_bisection(line), (
+            "without a closed form, from the own value"
+        )
         assert len(asked.values) == len(set(asked.values)) <= 5
 
 
@@ -245,7 +247,7 @@ def test_a_wrong_closed_form_falls_back_to_bisection(wrong: str) -> None:
     for memory in range(1_000_000, 70_000_000, 1_234_567):
         line = Line(memory, 900_000, 500, 1.01)
         asked = Asked(line)
-        assert edge(VALUES, memory, asked, estimates[wrong]) == by_bisection(line)
+        assert last_fitting(VALUES, memory, asked, estimates[wrong]) == by_bisection(line)
         assert len(asked.values) == len(set(asked.values)) <= 6 + 10, "the guesses, and a bisection of 1,024 values"
 
 

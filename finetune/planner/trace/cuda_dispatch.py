@@ -70,33 +70,33 @@ class _Casts:
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 
-    def lower(self, op: Any) -> Callable[..., Any]:
-        return self._casting(op, lambda _: torch.get_autocast_dtype(self.device))
+    def lower(self, operation: Any) -> Callable[..., Any]:
+        return self._casting(operation, lambda _: torch.get_autocast_dtype(self.device))
 
-    def float32(self, op: Any) -> Callable[..., Any]:
-        return self._casting(op, lambda _: torch.float32)
+    def float32(self, operation: Any) -> Callable[..., Any]:
+        return self._casting(operation, lambda _: torch.float32)
 
-    def widest(self, op: Any) -> Callable[..., Any]:
-        return self._casting(op, self._widest)
+    def widest(self, operation: Any) -> Callable[..., Any]:
+        return self._casting(operation, self._widest)
 
-    def float32_result(self, op: Any) -> Callable[..., Any]:
+    def float32_result(self, operation: Any) -> Callable[..., Any]:
         """The operation casts inside its kernel, without a copy."""
-        position = [argument.name for argument in op._schema.arguments].index("dtype")
+        position = [argument.name for argument in operation._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = args[position] if position < len(args) else kwargs.get("dtype")
             with self._below():
                 if dtype is None and self._eligible(args[0]):
-                    return op(*args[:position], **kwargs | {"dtype": torch.float32})
-                return op(*args, **kwargs)
+                    return operation(*args[:position], **kwargs | {"dtype": torch.float32})
+                return operation(*args, **kwargs)
 
         return kernel
 
-    def _casting(self, op: Any, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
+    def _casting(self, operation: Any, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with self._below():
                 dtype = choose(args)
-                return op(*(self._cast(value, dtype) for value in args), **kwargs)
+                return operation(*(self._cast(value, dtype) for value in args), **kwargs)
 
         return kernel
 
@@ -145,14 +145,14 @@ def _attention(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` by the kernel that CUDA would choose."""
     aten: Any = torch.ops.aten
-    size = query.shape[-1]
-    if attn_mask is None and query.dtype in HALF and size <= FLASH_HEAD:
-        scale = size**-0.5 if scale is None else scale
+    head_size = query.shape[-1]
+    if attn_mask is None and query.dtype in HALF and head_size <= FLASH_HEAD:
+        scale = head_size**-0.5 if scale is None else scale
         padded = [query, key, value]
-        if size % 8:
-            padded = [F.pad(each, (0, -size % 8)) for each in padded]
+        if head_size % 8:
+            padded = [F.pad(each, (0, -head_size % 8)) for each in padded]
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
-        return output[..., :size]  # type: ignore[no-any-return]
+        return output[..., :head_size]  # type: ignore[no-any-return]
     if enable_gqa and key.shape[1] != query.shape[1]:
         options = {"scale": scale, "enable_gqa": True}
         return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]

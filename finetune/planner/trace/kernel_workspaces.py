@@ -43,23 +43,23 @@ MULTIPROCESSORS = 188  # of the largest GPU so far (RTX PRO 6000 Blackwell); H20
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
-def _flash(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
+def _flash(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
     """All [batch, heads, tokens, head_dim]; mha_bwd."""
-    batch, heads, tokens, size = query.shape
-    return _flash_sums(batch * rounded_up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
+    batch, heads, tokens, head_size = query.shape
+    return _flash_sums(batch * rounded_up(tokens, FLASH_BLOCK), heads, head_size) + _expanded_gradients(query, key)
 
 
-def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
+def _varlen(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
     """All [tokens, heads, head_dim]; mha_varlen_bwd, whose documents are a block apart."""
-    tokens, heads, size = query.shape
+    tokens, heads, head_size = query.shape
     documents = rest[3].numel() - 1
-    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, size) + _expanded_gradients(query, key)
+    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, head_size) + _expanded_gradients(query, key)
 
 
-def _flash_sums(rows: int, heads: int, size: int) -> int:
+def _flash_sums(rows: int, heads: int, head_size: int) -> int:
     """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
-    multiple = 32 if size <= 128 else 64
-    return rows * heads * (rounded_up(size, multiple) + 1) * FLOAT32
+    multiple = 32 if head_size <= 128 else 64
+    return rows * heads * (rounded_up(head_size, multiple) + 1) * FLOAT32
 
 
 def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
@@ -72,13 +72,13 @@ def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
         return 0
     query = arguments[1]
     if query.ndim == 4:  # [batch, heads, tokens, head_dim]
-        sequences, heads, tokens, size = query.shape
+        sequences, heads, tokens, head_size = query.shape
         rows = sequences * rounded_up(tokens, FLASH_BLOCK)
     else:  # [tokens, heads, head_dim]
-        (tokens, heads, size), sequences = query.shape, arguments[6].numel() - 1
+        (tokens, heads, head_size), sequences = query.shape, arguments[6].numel() - 1
         rows = tokens + FLASH_BLOCK * sequences
     further = -(-MULTIPROCESSORS // (sequences * heads)) - 1
-    return int(further * (_flash_sums(rows, heads, size) - rows * heads * FLOAT32))
+    return int(further * (_flash_sums(rows, heads, head_size) - rows * heads * FLOAT32))
 
 
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -89,10 +89,10 @@ def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
     return 2 * key.numel() // key_heads * heads * key.element_size()
 
 
-def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+def _efficient(grad_output: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
     """dq's sum [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
-    batch, heads, tokens, size = query.shape
-    return batch * heads * (rounded_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
+    batch, heads, tokens, head_size = query.shape
+    return batch * heads * (rounded_up(tokens, EFFICIENT_BLOCK) * head_size + tokens) * FLOAT32
 
 
 def _four_bit(
@@ -108,15 +108,15 @@ def _norm(tensors: Sequence[torch.Tensor], *_: Any) -> int:
     return len(tensors) * -(-max(tensor.numel() for tensor in tensors) // NORM_CHUNK) * FLOAT32
 
 
-def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
-    """For grad [T, h]: four [T] in the token ids' format, and partial sums [1.1 T, h] float32.
+def _embedding(grad_output: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
+    """For grad_output [T, h]: four [T] in the token ids' format, and partial sums [1.1 T, h] float32.
 
     The four are sorted ids, their original positions, and a copy of each.
     """
     count = tokens.numel()
     if count <= SORTED_TOKENS:
         return 0
-    return 4 * count * tokens.element_size() + count * 11 // 10 * grad.shape[-1] * FLOAT32
+    return 4 * count * tokens.element_size() + count * 11 // 10 * grad_output.shape[-1] * FLOAT32
 
 
 WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {

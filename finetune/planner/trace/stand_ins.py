@@ -160,7 +160,7 @@ class Replica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DDP's: gradients are not reduced."""
+        """Do not reduce gradients, as DDP's `no_sync`."""
         self.reducing = False
         try:
             yield

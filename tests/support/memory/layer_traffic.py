@@ -50,7 +50,8 @@ def recipe_of(method: str, *, recomputed: bool, tokens: int = TOKENS) -> Recipe:
         accelerate_config="single",
         model=ModelSection(name_or_path=MODEL),
         data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=tokens),
-        training=Training(global_batch_size=1, per_device_batch_size=1, **training),
+        # bf16, not auto, which asks this machine's processor.
+        training=Training(global_batch_size=1, per_device_batch_size=1, mixed_precision="bf16", **training),
         **sections,
     )
 
