@@ -47,8 +47,8 @@ REASONS: dict[str, str] = {
     "finetune/probe/probe.py probe: device.type == 'cpu'": (
         "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
     ),
-    "finetune/planner/trace/trace.py _step_batches: accelerator.device.type != 'cpu'": (
-        "the CPU's answer wants plans of gloo ranks: tests/planner/test_planned.py, slow"
+    "finetune/planner/trace/trace.py TraceEnvironment.on_gpu: self.device.type != 'cpu'": (
+        "asked in the children that trace, whose answers are not heard; tests/planner/test_planned.py plans both"
     ),
 }
 
