@@ -48,7 +48,7 @@ REASONS: dict[str, str] = {
         "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
     ),
     "finetune/planner/trace/trace.py TraceEnvironment.on_gpu: self.device.type != 'cpu'": (
-        "asked in the children that trace, whose answers are not heard; tests/planner/test_planned.py plans both"
+        "a GPU's plans of engines and pipelines trace in children, whose answers are not heard"
     ),
 }
 
