@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.closed_form.constants import FLOAT32
 from finetune.recipe.schema import Lora, Recipe
-from finetune.recipe.sections.lora_checks import ends_of
+from finetune.recipe.sections.lora import ends_of
 
 QUANTISED_BLOCK = 64  # weights to a scale
 # Architectures whose layers are as layer.py describes them: seven matrices, two norms, gated SiLU.

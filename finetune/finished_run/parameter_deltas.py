@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
-from finetune.recipe.sections.lora_checks import ends_of
+from finetune.recipe.sections.lora import ends_of
 
 WRAPPED = ".base_layer"  # peft puts one wrapper around another for each further parameter of a module
 KEPT = 3  # deltas in memory: the files hold a layer's expert parameters in turns

@@ -17,7 +17,7 @@ from finetune.model.adapters import silenced_peft
 from finetune.model.packaged import base_file
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
-from finetune.recipe.sections.lora_checks import by_pattern, takes_from_the_base
+from finetune.recipe.sections.lora import by_pattern, takes_from_the_base
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Lora
-from finetune.recipe.sections.lora_checks import ends_of, without_adapters
+from finetune.recipe.sections.lora import ends_of, without_adapters
 from finetune.untrusted.model_folder import patterns_of
 from finetune.untrusted.programs import refuse_slow_patterns
 from finetune.wording import counted

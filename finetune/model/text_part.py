@@ -36,7 +36,7 @@ from finetune.errors import FinetuneError
 from finetune.files import write_json
 from finetune.model.adapter_targets import adapted_paths, base_path
 from finetune.model.quantization import quantize_structure
-from finetune.recipe.sections.lora_checks import by_pattern
+from finetune.recipe.sections.lora import by_pattern
 
 PEFT_PREFIX = "base_model.model."  # of peft's names in files
 

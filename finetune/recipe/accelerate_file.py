@@ -1,4 +1,4 @@
-"""The meaning of an Accelerate config file: each key as Accelerate reads it, and whether this kit does the same.
+"""Reads an Accelerate config file: each key as Accelerate reads it, and whether this kit does the same.
 
 `accelerate config` writes every key that it knows, and writes one meaning in several ways: `'no'`, `false`, `null`, or
 no line. So a file is read key by key. Each value is converted as Accelerate converts it, and a key that repeats the
@@ -28,30 +28,43 @@ _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
 def _text(value: Any) -> Any:
-    return value if isinstance(value, str) else str(value) if isinstance(value, (int, float)) else UNREADABLE
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        return str(value)
+    return UNREADABLE
 
 
 def _word(value: Any) -> Any:
     """A choice: Accelerate takes any case. YAML reads an unquoted `no` as false."""
-    return "no" if value is False else value.lower() if isinstance(value, str) else UNREADABLE
+    if value is False:
+        return "no"
+    if isinstance(value, str):
+        return value.lower()
+    return UNREADABLE
 
 
-def _whole(value: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lstrip("-").isdecimal() and len(value) < 20:
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else UNREADABLE
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return UNREADABLE
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return UNREADABLE
     try:
-        return UNREADABLE if isinstance(value, bool) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return UNREADABLE
 
 
-def _truth(value: Any) -> Any:
-    word = str(value).lower() if isinstance(value, (bool, int, str)) else ""
-    return word in _TRUE if word in _TRUE + _FALSE else UNREADABLE
+def _truth_value(value: Any) -> Any:
+    if not isinstance(value, (bool, int, str)) or str(value).lower() not in _TRUE + _FALSE:
+        return UNREADABLE
+    return str(value).lower() in _TRUE
 
 
 def _reshard(value: Any) -> Any:
@@ -59,15 +72,23 @@ def _reshard(value: Any) -> Any:
     name = str(value).upper()
     if not isinstance(value, bool) and name.isdecimal() and 1 < int(name) < len(_SHARDING):
         name = _SHARDING[int(name)]
-    return _RESHARD.get(name, name if name in _SHARDING[1:] else _truth(value))
+    if name in _RESHARD:
+        return _RESHARD[name]
+    if name in _SHARDING[1:]:
+        return name  # stays a name, for a message of its own: _OTHER_SHARDING
+    return _truth_value(value)
 
 
 def _upper(value: Any) -> Any:
-    return str(value).upper() if isinstance(value, (str, int)) else UNREADABLE
+    if isinstance(value, (str, int)):
+        return str(value).upper()
+    return UNREADABLE
 
 
 def _one_class(value: Any) -> Any:
-    return value if isinstance(value, str) and "," not in value else UNREADABLE
+    if isinstance(value, str) and "," not in value:
+        return value
+    return UNREADABLE
 
 
 def _as_it_is(value: Any) -> Any:
@@ -79,11 +100,11 @@ class AccelerateKey:
     """One key of a section."""
 
     read: Callable[[Any], Any] = _as_it_is
-    works: tuple[Any, ...] = ()  # the values that this kit can follow; empty: all
-    same: Any = None  # the default, in Accelerate and here: this value changes nothing
+    works: tuple[Any, ...] = ()  # values that this kit can follow; empty: all
+    same: Any = None  # the default in Accelerate and here; it changes nothing
     remedy: str = ""  # for other values; empty: name the values that work
     keeps: bool = False  # stays in the settings even at its default
-    drops: bool = False  # never enters the settings: this kit has only one way
+    drops: bool = False  # never enters the settings, because this kit has only one way
     owner: Callable[[Recipe], Any] | None = None  # the recipe's value, if the recipe decides it
     owner_key: str = ""  # the recipe's key for it
 
@@ -100,9 +121,9 @@ _TOP: dict[str, AccelerateKey] = {
         "enable_cpu_affinity debug distributed_type".split(),
         _launcher(),
     ),
-    "num_processes": AccelerateKey(_whole, same=-1, remedy="write a whole number"),  # -1: the launcher decides
-    "num_machines": _launcher(_whole, remedy="write a whole number"),
-    "use_cpu": _launcher(_truth, works=(True, False)),
+    "num_processes": AccelerateKey(_whole_number, same=-1, remedy="write a whole number"),  # -1: the launcher decides
+    "num_machines": _launcher(_whole_number, remedy="write a whole number"),
+    "use_cpu": _launcher(_truth_value, works=(True, False)),
     "compute_environment": _launcher(_text, works=("LOCAL_MACHINE",)),
     "mixed_precision": AccelerateKey(
         _word,
@@ -112,18 +133,18 @@ _TOP: dict[str, AccelerateKey] = {
         owner_key="training.mixed_precision",
     ),
     "fp16": AccelerateKey(
-        _truth, works=(False,), remedy="the recipe owns it: training.mixed_precision; remove the line"
+        _truth_value, works=(False,), remedy="the recipe owns it: training.mixed_precision; remove the line"
     ),
     "dynamo_backend": AccelerateKey(_word, works=("no",), same="no", remedy=_COMPILING),
-    "downcast_bf16": AccelerateKey(_truth, works=(False,), same=False, remedy="is for TPUs; set 'no'"),
-    "tpu_use_cluster": AccelerateKey(_truth, works=(False,), same=False),
-    "tpu_use_sudo": AccelerateKey(_truth, works=(False,), same=False),
+    "downcast_bf16": AccelerateKey(_truth_value, works=(False,), same=False, remedy="is for TPUs; set 'no'"),
+    "tpu_use_cluster": AccelerateKey(_truth_value, works=(False,), same=False),
+    "tpu_use_sudo": AccelerateKey(_truth_value, works=(False,), same=False),
     **dict.fromkeys("tpu_env tpu_name tpu_zone tpu_vm command_file commands".split(), _ABSENT),
     **dict.fromkeys(("megatron_lm_config", "mpirun_config"), _ABSENT),
 }
 _FSDP: dict[str, AccelerateKey] = {
     "fsdp_version": AccelerateKey(
-        _whole, works=(2,), keeps=True, remedy="this kit shards by FSDP2; set fsdp_version: 2"
+        _whole_number, works=(2,), keeps=True, remedy="this kit shards by FSDP2; set fsdp_version: 2"
     ),
     "fsdp_reshard_after_forward": AccelerateKey(_reshard, works=(True, False), same=True),
     "fsdp_sharding_strategy": AccelerateKey(
@@ -133,11 +154,13 @@ _FSDP: dict[str, AccelerateKey] = {
         remedy="has no effect here: FSDP2 takes fsdp_reshard_after_forward, which is false for SHARD_GRAD_OP; write "
         "that instead",
     ),
-    "fsdp_offload_params": AccelerateKey(_truth, works=(True, False), same=False),
-    "fsdp_cpu_ram_efficient_loading": AccelerateKey(_truth, works=(True,), same=True),
-    "fsdp_sync_module_states": AccelerateKey(_truth, works=(True,), same=True),
-    "fsdp_use_orig_params": AccelerateKey(_truth, works=(True,), same=True),
-    "fsdp_forward_prefetch": AccelerateKey(_truth, works=(False,), same=False, remedy="has no effect here; remove it"),
+    "fsdp_offload_params": AccelerateKey(_truth_value, works=(True, False), same=False),
+    "fsdp_cpu_ram_efficient_loading": AccelerateKey(_truth_value, works=(True,), same=True),
+    "fsdp_sync_module_states": AccelerateKey(_truth_value, works=(True,), same=True),
+    "fsdp_use_orig_params": AccelerateKey(_truth_value, works=(True,), same=True),
+    "fsdp_forward_prefetch": AccelerateKey(
+        _truth_value, works=(False,), same=False, remedy="has no effect here; remove it"
+    ),
     "fsdp_backward_prefetch": AccelerateKey(
         _upper,
         works=("BACKWARD_PRE", "1"),
@@ -151,25 +174,25 @@ _FSDP: dict[str, AccelerateKey] = {
     **dict.fromkeys(("fsdp_min_num_params", "fsdp_ignored_modules"), _ABSENT),
     "fsdp_state_dict_type": AccelerateKey(_upper, works=("SHARDED_STATE_DICT",), drops=True),
     "fsdp_activation_checkpointing": AccelerateKey(
-        _truth,
+        _truth_value,
         works=(True, False),
         same=False,
         owner=lambda recipe: recipe.training.activation_checkpointing,
         owner_key="training.activation_checkpointing",
     ),
-    "fsdp_activation_checkpointing_offload": AccelerateKey(_truth, works=(False,), same=False),
+    "fsdp_activation_checkpointing_offload": AccelerateKey(_truth_value, works=(False,), same=False),
 }
 _DEVICES = ("none", "cpu", "nvme")
 _ZERO: dict[str, AccelerateKey] = {
-    "zero_stage": AccelerateKey(_whole, works=(1, 2, 3), keeps=True),
+    "zero_stage": AccelerateKey(_whole_number, works=(1, 2, 3), keeps=True),
     "offload_optimizer_device": AccelerateKey(_word, works=_DEVICES, same="none"),
     "offload_param_device": AccelerateKey(_word, works=_DEVICES, same="none"),
     "offload_optimizer_nvme_path": AccelerateKey(_text),
     "offload_param_nvme_path": AccelerateKey(_text),
-    "zero3_init_flag": AccelerateKey(_truth, works=(True, False), drops=True),
-    "zero3_save_16bit_model": AccelerateKey(_truth, works=(False,), same=False),
+    "zero3_init_flag": AccelerateKey(_truth_value, works=(True, False), drops=True),
+    "zero3_save_16bit_model": AccelerateKey(_truth_value, works=(False,), same=False),
     "gradient_accumulation_steps": AccelerateKey(
-        _whole, works=(1,), same=1, remedy="the recipe owns it: training.global_batch_size; remove the line"
+        _whole_number, works=(1,), same=1, remedy="the recipe owns it: training.global_batch_size; remove the line"
     ),
     "gradient_clipping": AccelerateKey(
         _number,
@@ -184,13 +207,13 @@ _ZERO: dict[str, AccelerateKey] = {
     "deepspeed_multinode_launcher": AccelerateKey(_word, works=("standard",), same="standard"),
     **dict.fromkeys(ENGINE_KEYS, AccelerateKey(keeps=True)),
 }
-_ONE = AccelerateKey(_whole, works=(1,), same=1, remedy="there is no such parallelism here; set 1")
+_ONE = AccelerateKey(_whole_number, works=(1,), same=1, remedy="there is no such parallelism here; set 1")
 _OF_LARGER_SIZES = (
     "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"
 )
 _MESH: dict[str, AccelerateKey] = {
-    "parallelism_config_dp_replicate_size": AccelerateKey(_whole, same=1, remedy="write a whole number"),
-    "parallelism_config_dp_shard_size": AccelerateKey(_whole, remedy="write a whole number"),
+    "parallelism_config_dp_replicate_size": AccelerateKey(_whole_number, same=1, remedy="write a whole number"),
+    "parallelism_config_dp_shard_size": AccelerateKey(_whole_number, remedy="write a whole number"),
     **dict.fromkeys((f"parallelism_config_{name}_size" for name in ("tp", "cp", "sp")), _ONE),
     **dict.fromkeys((f"parallelism_config_{name}" for name in _OF_LARGER_SIZES), AccelerateKey(drops=True)),
 }
@@ -204,16 +227,16 @@ _DYNAMO: dict[str, AccelerateKey] = {
 }
 _FLOAT8: dict[str, AccelerateKey] = {
     "fp8_backend": AccelerateKey(_upper, works=("AO",), drops=True, remedy="float8 is torchao's here; set AO"),
-    "fp8_enable_fsdp_float8_all_gather": AccelerateKey(_truth, works=(False,), drops=True),
-    "fp8_pad_inner_dim": AccelerateKey(_truth, works=(True, False), drops=True),
+    "fp8_enable_fsdp_float8_all_gather": AccelerateKey(_truth_value, works=(False,), drops=True),
+    "fp8_pad_inner_dim": AccelerateKey(_truth_value, works=(True, False), drops=True),
 }
 
 
 @dataclass(frozen=True)
 class _Table:
     keys: Mapping[str, AccelerateKey]
-    prefix: str = ""  # `accelerate launch` puts it before a key that lacks it
-    read_under: str = ""  # the only distributed_type with which Accelerate reads the section; empty: every type
+    prefix: str = ""  # `accelerate launch` puts this before a key that lacks it
+    read_under: str = ""  # Accelerate reads the section under this distributed_type alone; empty: under every type
 
 
 SECTIONS = {
@@ -233,7 +256,7 @@ _OTHER_SHARDING = {
 
 @dataclass
 class Meaning:
-    """A file's settings by Accelerate's names, without those that change nothing, and the file's mistakes."""
+    """A file's settings by Accelerate's names, without settings that change nothing, and the file's mistakes."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     mistakes: list[tuple[str, str]] = field(default_factory=list)  # the key as the file writes it, and the problem
@@ -247,7 +270,7 @@ def type_of(file: Mapping[str, Any]) -> str:
 
 
 def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
-    """Reads a file key by key. Without a recipe, a value that recipes decide is a mistake unless it is the default."""
+    """Read a file key by key. Without a recipe, a value that recipes decide is a mistake unless it is the default."""
     found, kind = Meaning(), type_of(file)
     top = {name: value for name, value in file.items() if name not in SECTIONS}
     found.settings = _read_keys(found, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
@@ -261,9 +284,15 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
             text = f"has no effect under distributed_type: {kind}; remove it, or set {table.read_under} there"
             found.mistakes.append((name, text))
             continue
-        if name == "fp8_config" and section and (reason := _not_in_float8(file, recipe)):
-            found.mistakes.append((name, f"has no effect: {reason}; remove it"))
-            continue
+        if name == "fp8_config" and section:
+            reason = None
+            if recipe is not None and not recipe.training.float8:
+                reason = f"training.mixed_precision is {recipe.training.mixed_precision}"
+            elif str(file.get("mixed_precision")).lower() != "fp8":
+                reason = "mixed_precision is not fp8"
+            if reason is not None:
+                found.mistakes.append((name, f"has no effect: {reason}; remove it"))
+                continue
         settings = _read_keys(found, f"{name}.", section, table, recipe)
         # An empty parallelism_config asks for HSDP. If all its sizes are 1, it asks for nothing.
         if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):
@@ -275,22 +304,26 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
 def _read_keys(
     found: Meaning, prefix: str, section: Mapping[str, Any], table: _Table, recipe: Recipe | None
 ) -> dict[str, Any]:
+    """The settings that a section's keys change. Mistakes and notes are added to `found`."""
     settings: dict[str, Any] = {}
     for written, raw in section.items():
         name = written if written in table.keys else f"{table.prefix}{written}"
         key, place = table.keys.get(name), f"{prefix}{written}"
         if key is None:
-            near = difflib.get_close_matches(str(written), [*table.keys, *([] if prefix else SECTIONS)], n=1)
-            remedy = OTHER_PLACES.get(written) or (f"did you mean {near[0]}?" if near else "remove it")
-            found.mistakes.append((place, f"has no effect here; {remedy}"))
+            candidates = [*table.keys] if prefix else [*table.keys, *SECTIONS]
+            near = difflib.get_close_matches(str(written), candidates, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            found.mistakes.append((place, f"has no effect here; {OTHER_PLACES.get(written) or remedy}"))
             continue
         if name not in ENGINE_KEYS and (raw in (None, "", [], {}) or str(raw).lower() == "none"):
             continue  # no value: the default holds
         value = key.read(raw)
         if value is UNREADABLE or (key.works and value not in key.works):
-            works = f"one of {_listed(key.works)} works here; set it"
-            problem = _OTHER_SHARDING.get(value) if isinstance(value, str) else None
-            found.mistakes.append((place, f"{shorten(repr(raw), 60)}: {problem or key.remedy or works}"))
+            choices = ", ".join(sorted(yaml.safe_dump(choice).split("\n")[0] for choice in key.works))
+            problem = key.remedy or f"one of {choices} works here; set it"
+            if isinstance(value, str):
+                problem = _OTHER_SHARDING.get(value, problem)
+            found.mistakes.append((place, f"{shorten(repr(raw), 60)}: {problem}"))
         elif key.owner is not None:
             _compare_with_owner(found, place, raw, key, value, recipe)
         elif not key.drops and (key.keeps or value != key.same):
@@ -301,50 +334,43 @@ def _read_keys(
 def _compare_with_owner(
     found: Meaning, place: str, raw: Any, key: AccelerateKey, value: Any, recipe: Recipe | None
 ) -> None:
-    """The recipe's value wins. The file may repeat it, or write Accelerate's default."""
+    """The recipe's value wins. The file may repeat the value, or write Accelerate's default."""
     assert key.owner is not None
-    own = None if recipe is None else key.owner(recipe)
+    own_value = None if recipe is None else key.owner(recipe)
     if value == key.same:
-        if key.owner_key == "training.mixed_precision" and own not in (None, value):
-            found.notes.append(f"accelerate_config: {place}: {raw!r} changes nothing: {key.owner_key} is {own}")
+        if key.owner_key == "training.mixed_precision" and own_value not in (None, value):
+            found.notes.append(f"accelerate_config: {place}: {raw!r} changes nothing: {key.owner_key} is {own_value}")
         return
     if recipe is None:
         found.mistakes.append((place, f"{raw!r}: the recipe owns it: {key.owner_key}; remove the line"))
-    elif own != value:
-        word = "true" if value is True else value or "null"  # no clipping is 0 there and null here
-        text = f"the recipe owns it: {key.owner_key} is {own}; remove the line, or set {key.owner_key}={word}"
+    elif own_value != value:
+        wanted = value or "null"  # no clipping is 0 in Accelerate's file and null in a recipe
+        if value is True:
+            wanted = "true"
+        text = f"the recipe owns it: {key.owner_key} is {own_value}; remove the line, or set {key.owner_key}={wanted}"
         found.mistakes.append((place, f"{raw!r}: {text}"))
 
 
-def _not_in_float8(file: Mapping[str, Any], recipe: Recipe | None) -> str | None:
-    if recipe is not None and not recipe.training.float8:
-        return f"training.mixed_precision is {recipe.training.mixed_precision}"
-    return None if str(file.get("mixed_precision")).lower() == "fp8" else "mixed_precision is not fp8"
-
-
 def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
-    """Checks keys that depend on each other."""
+    """Check keys that depend on each other, and drop paths without their offload."""
     settings, kind = found.settings, type_of(file)
     if kind in _REQUIRED:
         name, key = _REQUIRED[kind]
         section = file.get(name)
-        names = (key, key.removeprefix(SECTIONS[name].prefix))
-        if not isinstance(section, dict) or not any(section.get(each) is not None for each in names):
+        spellings = (key, key.removeprefix(SECTIONS[name].prefix))
+        if not isinstance(section, dict) or all(section.get(spelling) is None for spelling in spellings):
             found.mistakes.append((f"{name}.{key}", "is missing; add it"))
         elif kind == "DEEPSPEED" and key in settings.get(name, {}):
-            wrong = engine_mistakes(settings.get(name, {}))
-            found.mistakes += [(f"{name}.{key}", problem) for key, problem in wrong]
+            mistakes = engine_mistakes(settings.get(name, {}))
+            found.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
     if zero := settings.get("deepspeed_config"):
         for what in ("optimizer", "param"):
             if zero.get(f"offload_{what}_device") != "nvme":
                 zero.pop(f"offload_{what}_nvme_path", None)
     mesh, ranks = settings.get("parallelism_config", {}), settings.get("num_processes")
-    shards, copies = (mesh.get(f"parallelism_config_dp_{what}_size") for what in ("shard", "replicate"))
-    if shards is not None and ranks is not None and shards * (copies or 1) != ranks:
+    shards = mesh.get("parallelism_config_dp_shard_size")
+    copies = mesh.get("parallelism_config_dp_replicate_size") or 1
+    if shards is not None and ranks is not None and shards * copies != ranks:
         place = "parallelism_config.parallelism_config_dp_shard_size"
-        text = f"{shards}: {copies or 1} x {shards} ranks are not num_processes: {ranks}; remove the line"
+        text = f"{shards}: {copies} x {shards} ranks are not num_processes: {ranks}; remove the line"
         found.mistakes.append((place, text))
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return ", ".join(sorted(yaml.safe_dump(value).split("\n")[0] for value in values))

@@ -1,7 +1,6 @@
 """Checks that `model.adapter`'s adapter fits the recipe's `lora`, from its adapter_config.json; no torch.
 
-The recipe stays the one place that says what is trained. An adapter with other settings is refused, with the section to
-write.
+The recipe alone decides the training. An adapter with other settings is refused, with the section to write.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from finetune.recipe.schema import Lora, Recipe
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
 BY_PATTERN = ("rank_pattern", "alpha_pattern")
-# Settings of peft that this kit's adapters do not have; each changes what the weights mean.
-MOST_CONFIG_BYTES = 16 * 2**20  # of adapter_config.json
+MOST_CONFIG_BYTES = 16 * 2**20  # read from adapter_config.json
 LISTS = ("target_parameters", "modules_to_save")
+# peft's settings that this kit's adapters do not have. Each changes the weights' meaning.
 NOT_OFFERED = (
     "lora_bias",
     "trainable_token_indices",
@@ -34,7 +33,7 @@ NOT_OFFERED = (
     "arrow_config",
     "kasa_config",
 )
-# Initialisations that move a part of the base into the adapter; with these two the recipe can do it again.
+# Initialisations that move a part of the base into the adapter. The recipe can repeat the first two.
 MOVES_THE_BASE, REPEATABLE = ("pissa", "olora", "corda", "loftq", "lora_ga"), ("pissa", "olora")
 
 
@@ -46,24 +45,25 @@ def names_a_folder(name: str) -> bool:
 
 
 def folder_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
-    """Key and mistake of each folder that a recipe names as its model or adapter and that is not one."""
-    if absent := local_model_problem(recipe.model.name_or_path):
-        yield ("model", "name_or_path"), absent
-    if unfit := folder_mistake(recipe.model.adapter, recipe.lora):
-        yield ("model", "adapter"), unfit
+    """(key, mistake) if the recipe's model or adapter names a folder that holds no such thing."""
+    if problem := local_model_problem(recipe.model.name_or_path):
+        yield ("model", "name_or_path"), problem
+    if problem := folder_mistake(recipe.model.adapter, recipe.lora):
+        yield ("model", "adapter"), problem
 
 
 def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
-    """The fault in an adapter's folder for a recipe, with the remedy; None if there is none, or if it is on the Hub."""
+    """The problem with an adapter's folder, and the remedy; None if it fits the recipe, or is on the Hub."""
     if name is None or not names_a_folder(name):
         return None
     folder = Path(name)
     if not folder.is_dir():
         return f"{name}: no such folder; name a folder with {CONFIG}, or owner/name on the Hub"
     if not (folder / CONFIG).is_file():
-        inside = folder / "adapter"
-        hint = f"name {inside}" if (inside / CONFIG).is_file() else "name the folder of an adapter that peft saved"
-        return f"{name}: has no {CONFIG}; {hint}"
+        remedy = "name the folder of an adapter that peft saved"
+        if (folder / "adapter" / CONFIG).is_file():  # a run's folder
+            remedy = f"name {folder / 'adapter'}"
+        return f"{name}: has no {CONFIG}; {remedy}"
     if not (folder / WEIGHTS).is_file():
         return lacks_weights(name, pickled=(folder / PICKLED).is_file())
     with open_regular(folder / CONFIG) as file:
@@ -71,13 +71,15 @@ def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
 
 
 def lacks_weights(name: str, *, pickled: bool) -> str:
-    """The mistake of an adapter without safetensors."""
-    found = f"has {PICKLED}, a pickle, which is never read" if pickled else f"has no {WEIGHTS}"
-    return f"{name}: {found}; save the adapter once more by peft's save_pretrained, which writes safetensors"
+    """The mistake in an adapter without safetensors."""
+    problem = f"has no {WEIGHTS}"
+    if pickled:
+        problem = f"has {PICKLED}, a pickle, which is never read"
+    return f"{name}: {problem}; save the adapter once more by peft's save_pretrained, which writes safetensors"
 
 
 def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
-    """The setting in an adapter_config.json that keeps the recipe from training that adapter; None if it fits."""
+    """The adapter_config.json's settings that the recipe cannot train, and the remedy; None if they fit."""
     try:
         config = json.loads(text)
         kind = config.get("peft_type")
@@ -87,29 +89,32 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         return f"{name}: is an adapter of kind {kind}; name a LoRA adapter"
     if wrong := next((key for key in LISTS if not isinstance(config.get(key) or [], list)), None):
         return f"{name}: {CONFIG}: {wrong} is not a list of names; name the folder of an adapter that peft saved"
-    other = [key for key in NOT_OFFERED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none")
+    not_offered = [key for key in NOT_OFFERED if config.get(key)]
+    if config.get("bias", "none") != "none":
+        not_offered.append("bias")
     init = str(config.get("init_lora_weights", True))
     if init.startswith(MOVES_THE_BASE) and init not in REPEATABLE:
-        other.append(f"init_lora_weights: {init}")
-    if other:
-        return f"{name}: has {', '.join(other)}, which is not offered here; merge it into its base and name the result"
+        not_offered.append(f"init_lora_weights: {init}")
+    if not_offered:
+        settings = ", ".join(not_offered)
+        return f"{name}: has {settings}, which is not offered here; merge it into its base and name the result"
     if lora is None:
-        return None  # said by cross_checks.py
-    differing = list(_differing(lora, config, init))
+        return None  # cross_checks.py reports it
+    differing = list(_differing_settings(lora, config, init))
     if not differing:
         return None
-    told = ", ".join(
-        f"lora.{key} is {_shown(ours)} and the adapter's {_shown(theirs)}" for key, ours, theirs in differing
+    problems = ", ".join(
+        f"lora.{key} is {_in_yaml(ours)} and the adapter's {_in_yaml(theirs)}" for key, ours, theirs in differing
     )
-    section = ", ".join(f"{key}: {_shown(theirs)}" for key, _, theirs in differing)
-    return f"{name}: {told}; write lora: {{{section}}}"
+    section = ", ".join(f"{key}: {_in_yaml(theirs)}" for key, _, theirs in differing)
+    return f"{name}: {problems}; write lora: {{{section}}}"
 
 
-def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tuple[str, Any, Any]]:
-    """Key, the recipe's value, the adapter's. Layers by pattern are compared later, with the model at hand."""
-    defaults = Lora.model_fields
+def _differing_settings(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, the recipe's value, the adapter's value). Layers by pattern are compared later, with the model at hand."""
     for key in SCALARS:
-        theirs = config.get(key, False if defaults[key].annotation is bool else None)
+        is_switch = Lora.model_fields[key].annotation is bool
+        theirs = config.get(key, False if is_switch else None)
         if getattr(lora, key) != theirs:
             yield key, getattr(lora, key), theirs
     targets = config.get("target_modules")
@@ -126,18 +131,20 @@ def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tup
     saved = config.get("modules_to_save") or []
     if {*_last_names(lora.modules_to_save)} != {*_last_names(saved)}:
         yield "modules_to_save", lora.modules_to_save, saved
-    own = str(lora.init_lora_weights)
-    if own != init and (own.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
+    own_init = str(lora.init_lora_weights)
+    if own_init != init and (own_init.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
         yield "init_lora_weights", lora.init_lora_weights, config.get("init_lora_weights", True)
 
 
 def _last_names(targets: Iterable[str]) -> list[str]:
-    """Of all-linear peft keeps the whole path of each layer."""
+    """Layers by the last part of their path. Under all-linear, peft writes each layer's full path."""
     return sorted({str(target).rpartition(".")[2] for target in targets})
 
 
-def _shown(value: Any) -> str:
-    """As YAML takes it in one line."""
+def _in_yaml(value: Any) -> str:
+    """The value in one line of YAML: 32.0 as 32, a list without quotes."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
+    return json.dumps(value).replace('"', "")

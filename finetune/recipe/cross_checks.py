@@ -1,6 +1,6 @@
-"""Checks over several values in a recipe. pydantic sees one value at a time.
+"""Checks over several values in a recipe, and of names. pydantic sees one value at a time.
 
-Sections in schema.py call these when their own values are valid. Each raises one pydantic error with every CrossCheck
+A section calls its check when its own values are valid. Each check raises one pydantic error with every CrossCheck
 found; mistakes.py places them in the file.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from finetune.output_stream import printable
+from finetune.output_stream import has_controls, printable
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import DataSet, Quantization, Recipe, Training
+    from finetune.recipe.schema import DataSet, ModelSection, Quantization, Recipe, Training
 
-# The arguments that each shape of the schedule knows, by transformers' names.
+# Each schedule's arguments, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": ("num_cycles",),
@@ -43,11 +44,15 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-LONGEST_PATH = 300  # characters of a path that a message shows whole
-_MOST_CYCLES = 1000  # limit for a schedule's cycles and for its power: 0.5 ** 1000 is 1e-301, near a float's smallest
-CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
+SHOWN_PATH = 300  # characters; a message shortens a longer path
+# Limits that a disk, the Hub or a float sets.
+LONGEST_NAME, LONGEST_PATH_BYTES = 255, 4096  # bytes, on Linux's disks
+MOST_REPOSITORY = 96  # letters of a name on the Hub
+REPOSITORY_PART = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
+_MOST_CYCLES = 1000  # limit for a schedule's cycles and its power: 0.5 ** 1000 is 1e-301, near the smallest float
+CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # values for warmup_type and decay_type
 
-# The columns that each layout of a row has by our names, and those that it may have besides.
+# Each layout's columns by our names: required ones, then optional ones.
 ROW_COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -65,7 +70,8 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 # Columns of ours that a row's template may make: each is one text.
 TEMPLATED = ("instruction", "input", "output", "prompt", "completion", "text", "system", "reasoning_content")
-# What the chat template is given by the tokenizer's own arguments and by this program.
+LAYOUTS_IN_WORDS = "choose from " + ", or ".join(" and ".join(columns) for columns in ROW_COLUMNS.values())
+# The chat template gets these from the tokenizer's arguments and from this program.
 TEMPLATE_ARGUMENTS = (
     "messages",
     "conversation",
@@ -81,7 +87,7 @@ TEMPLATE_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """Two values that contradict each other; `key` is the dotted path, below its section, of the one to point at."""
+    """Values that contradict each other. `key` is the dotted path to point at, below its section."""
 
     key: str
     problem: str
@@ -89,21 +95,38 @@ class CrossCheck:
 
 
 def refuse(checks: Iterable[CrossCheck]) -> None:
-    """Raise all of these as their section's one error; do nothing if there are none."""
+    """Raise one error for the section with all of these; do nothing if there are none."""
     if failed := list(checks):
         text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in failed)
         raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": failed})
 
 
 def check_width(quantization: Quantization) -> None:
-    """Exactly one of 4 and 8 bits."""
+    """Check that quantised weights have either 4 or 8 bits."""
     if quantization.load_in_4bit == quantization.load_in_8bit:
         problem = "exactly one of load_in_4bit and load_in_8bit must be true"
         refuse([CrossCheck("load_in_4bit", problem, "set one of them, or quantization: null for a 16-bit base")])
 
 
+def check_new_tokens(section: ModelSection) -> None:
+    """Check that new tokens are texts, each named once. model/new_tokens.py compares them with the vocabulary."""
+    mistakes, seen = [], set()
+    for key in ("add_tokens", "add_special_tokens"):
+        for token in getattr(section, key):
+            if not token.strip():
+                mistakes.append(CrossCheck(key, f"{shown(token)} is not a token", "name a text, or remove it"))
+            elif token in seen:
+                mistakes.append(CrossCheck(key, f"{shown(token)} is named twice", "keep one of them"))
+            seen.add(token)
+    if seen and section.adapter is not None:
+        problem = f"{shown(section.adapter)} has no rows of new tokens"
+        remedy = "merge it and name the result in name_or_path, or remove the new tokens"
+        mistakes.append(CrossCheck("adapter", problem, remedy))
+    refuse(mistakes)
+
+
 def check_data_set(entry: DataSet) -> None:
-    """Columns are mapped to names that the layout has, and the template is given nothing that this program gives it."""
+    """Check that the layout has the mapped columns, and that no template argument is one that this program sets."""
     refuse([*_column_mistakes(entry), *_row_template_mistakes(entry), *_template_argument_mistakes(entry)])
 
 
@@ -116,23 +139,25 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     known = list(dict.fromkeys([*sum(ROW_COLUMNS.values(), ()), *sum(OPTIONAL_COLUMNS.values(), ())]))
     unknown = [ours for ours in entry.columns if ours not in known]
     for ours in unknown:
-        near = difflib.get_close_matches(ours.lower(), known, 1, 0.6)
-        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        remedy = f"choose one of {', '.join(known)}"
         if entry.columns[ours] in known:
             remedy = f"our name comes first: write {entry.columns[ours]}: {ours}"
+        elif near := difflib.get_close_matches(ours.lower(), known, 1, 0.6):
+            remedy = f"did you mean {near[0]}?"
         yield CrossCheck(f"columns.{ours}", "is not a column of any layout", remedy)
     layouts = layouts_with(entry.columns)
     if not unknown and not layouts:
-        yield CrossCheck("columns", f"{' and '.join(entry.columns)} belong to no one layout", _layouts_in_words())
+        yield CrossCheck("columns", f"no layout has all of {' and '.join(entry.columns)}", LAYOUTS_IN_WORDS)
     elif not unknown and entry.format != "auto" and entry.format not in layouts:
-        has = ", ".join([*ROW_COLUMNS[entry.format], *OPTIONAL_COLUMNS[entry.format]])
-        yield CrossCheck(
-            "columns", f"does not fit format {entry.format}, whose columns are {has}", "write format: auto"
-        )
-    theirs = list(entry.columns.values())
-    twice = next((ours for index, ours in enumerate(entry.columns) if entry.columns[ours] in theirs[:index]), None)
-    if twice:
-        yield CrossCheck(f"columns.{twice}", f"{entry.columns[twice]} is mapped twice", "keep one of them")
+        columns = ", ".join([*ROW_COLUMNS[entry.format], *OPTIONAL_COLUMNS[entry.format]])
+        problem = f"does not fit format {entry.format}, whose columns are {columns}"
+        yield CrossCheck("columns", problem, "write format: auto")
+    mapped: set[str] = set()
+    for ours, theirs in entry.columns.items():
+        if theirs in mapped:
+            yield CrossCheck(f"columns.{ours}", f"{theirs} is mapped twice", "keep one of them")
+            break
+        mapped.add(theirs)
 
 
 def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
@@ -150,7 +175,7 @@ def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
             yield CrossCheck(key, str(error), "write plain fields like {question}, and {{ for a brace")
     if entry.template and not layouts_with([*entry.columns, *entry.template]):
         names = " and ".join([*entry.columns, *entry.template])
-        yield CrossCheck("template", f"{names} belong to no one layout", _layouts_in_words())
+        yield CrossCheck("template", f"{names} belong to no one layout", LAYOUTS_IN_WORDS)
 
 
 def template_fields(text: str) -> list[str]:
@@ -167,24 +192,20 @@ def template_fields(text: str) -> list[str]:
     return fields
 
 
-def _layouts_in_words() -> str:
-    return "choose from " + ", or ".join(" and ".join(columns) for columns in ROW_COLUMNS.values())
-
-
 def _template_argument_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     for name, value in entry.chat_template_kwargs.items():
         key = f"chat_template_kwargs.{name}"
+        parts = value if isinstance(value, list) else [value]
         if name in TEMPLATE_ARGUMENTS:
             remedy = "write data.date_string" if name == "date_string" else "remove it"
             yield CrossCheck(key, "is given to the template by this program", remedy)
-        elif any(isinstance(part, dict | list) for part in (value if isinstance(value, list) else [value])):
-            yield CrossCheck(
-                key, "is not a value or a list of values", "write one; rows may have a column of their own"
-            )
+        elif any(isinstance(part, dict | list) for part in parts):
+            remedy = "write one; rows may have a column of their own"
+            yield CrossCheck(key, "is not a value or a list of values", remedy)
 
 
 def check_schedule(training: Training) -> None:
-    """The schedule's arguments are those that its shape knows, and the ones it needs are there."""
+    """Check that the schedule knows its arguments, and has those that it needs."""
     refuse(_schedule_mistakes(training))
 
 
@@ -194,11 +215,13 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
     for name, value in arguments.items():
         key = f"lr_scheduler_kwargs.{name}"
         if name not in known:
-            remedy = f"its arguments are {', '.join(known)}" if known else "it has none; remove them"
+            remedy = "it has none; remove them"
+            if known:
+                remedy = f"its arguments are {', '.join(known)}"
             yield CrossCheck(key, f"{shape} has no argument {name}", remedy)
         elif name.endswith("_type"):
             if value not in CURVE_SHAPES:
-                yield CrossCheck(key, "is not a shape of a curve", f"choose one of {', '.join(CURVE_SHAPES)}")
+                yield CrossCheck(key, "is not a curve's shape", f"choose one of {', '.join(CURVE_SHAPES)}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             yield CrossCheck(key, "is not a number", "write a number")
         elif remedy := _out_of_range(name, value, training):
@@ -212,8 +235,10 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
 
 
 def _out_of_range(name: str, value: float, training: Training) -> str:
-    """The remedy for a schedule's number that makes the rate negative, rising or impossible to compute; empty for other
-    numbers. The limits are far beyond any useful value."""
+    """The remedy for a number that makes the rate negative, rising or impossible to compute; empty for other numbers.
+
+    The limits are far beyond any useful value.
+    """
     rate = training.learning_rate
     match name:
         case "num_cycles" | "power" if not 0 < value <= _MOST_CYCLES:
@@ -231,17 +256,10 @@ def _out_of_range(name: str, value: float, training: Training) -> str:
     return ""
 
 
-def check_sections(recipe: Recipe, more: Iterable[CrossCheck]) -> None:
-    """Values of different sections agree with each other; `more` is reported with them."""
-    refuse(
-        [
-            *_adapter_mistakes(recipe),
-            *_quantization_mistakes(recipe),
-            *_training_mistakes(recipe),
-            *_hub_mistakes(recipe),
-            *more,
-        ]
-    )
+def check_sections(recipe: Recipe) -> None:
+    """Check that values in different sections agree, and that names can be used."""
+    mistakes = [_adapter_mistakes, _quantization_mistakes, _training_mistakes, _hub_mistakes, _name_mistakes]
+    refuse(mistake for check in mistakes for mistake in check(recipe))
 
 
 def _adapter_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
@@ -255,36 +273,35 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if training.early_stopping_patience and recipe.data.eval is None:
         key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
         yield CrossCheck(key, "early stopping needs held-out rows", remedy)
-    yield from _best_mistakes(recipe)
-    if training.pure_bf16 and training.accelerate_precision != "bf16":
-        key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
-        yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
-    if training.float8 and recipe.lora is not None:
-        problem = "fp8 is for training all weights, and those under adapters are frozen"
-        yield CrossCheck("training.mixed_precision", problem, "set it to bf16, or lora: null")
-    if training.float8 and training.keeps_products:
-        problem = "selective keeps products, which fp8 makes inside of functions of its own"
-        yield CrossCheck("training.activation_checkpointing", problem, "set it to auto, true or false")
-
-
-def _best_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
-    """Evaluations that cannot be compared or exported: there is none, or it is not saved."""
-    training = recipe.training
     if training.load_best_model_at_end and recipe.data.eval is None:
         remedy = "add data.eval: {fraction: 0.05}, or set it to false"
         yield CrossCheck("training.load_best_model_at_end", "the best evaluation needs held-out rows", remedy)
     if training.metric_for_best_model not in recipe.data.metrics:
         problem = f"is {training.metric_for_best_model}, which no evaluation measures"
         yield CrossCheck("training.metric_for_best_model", problem, f"write {' or '.join(recipe.data.metrics)}")
-    whole = isinstance(recipe.eval_steps, int) and isinstance(recipe.save_steps, int)
-    steps = training.max_steps or (math.inf if whole else None)  # else the rows decide, which nobody has counted yet
-    if steps is not None and (unsaved := unsaved_evaluations(recipe, steps)):
+    # Without max_steps the rows decide how long the run is, and nobody has counted them yet. Intervals in steps can be
+    # compared all the same: as in a run without an end.
+    total_steps: float | None = training.max_steps
+    if total_steps is None and isinstance(recipe.eval_steps, int) and isinstance(recipe.save_steps, int):
+        total_steps = math.inf
+    if total_steps is not None and (unsaved := unsaved_evaluations(recipe, total_steps)):
         yield CrossCheck("save_steps", *unsaved)
+    if training.pure_bf16 and training.accelerate_precision != "bf16":
+        key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
+        yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
+    if training.float8 and recipe.lora is not None:
+        problem = "fp8 is for training all weights; weights under adapters are frozen"
+        yield CrossCheck("training.mixed_precision", problem, "set it to bf16, or lora: null")
+    if training.float8 and training.keeps_products:
+        problem = "selective keeps products, and fp8 computes them inside its own functions"
+        yield CrossCheck("training.activation_checkpointing", problem, "set it to auto, true or false")
 
 
 def steps_between(interval: float, total_steps: float) -> int:
-    """Steps from one evaluation, or checkpoint, to the next; a share is rounded up, as transformers does."""
-    return math.ceil(interval * total_steps) if interval < 1 else int(interval)
+    """Steps from one evaluation, or checkpoint, to the next. A share is rounded up, as transformers does."""
+    if interval < 1:
+        return math.ceil(interval * total_steps)
+    return int(interval)
 
 
 def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] | None:
@@ -295,9 +312,9 @@ def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] |
     saved = steps_between(recipe.save_steps, total_steps)
     if evaluated >= total_steps or evaluated % saved == 0:  # the last step is always evaluated and saved
         return None
-    counted = "" if total_steps == math.inf else f" of {int(total_steps):,}"
+    total = "" if total_steps == math.inf else f" of {int(total_steps):,}"
     problem = (
-        f"evaluations every {evaluated:,} steps{counted} are not all saved by checkpoints every {saved:,}, and the "
+        f"evaluations every {evaluated:,} steps{total} are not all saved by checkpoints every {saved:,}, and the "
         "best one's weights are to be exported (training.load_best_model_at_end)"
     )
     multiple = max(1, round(evaluated / saved)) * saved
@@ -311,7 +328,7 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         if needs_repository and hub.repo_id is None:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
     if hub.checkpoints == hub.revision:
-        problem = "is also hub.revision, the branch of the result"
+        problem = "is also hub.revision, the result's branch"
         yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")
 
 
@@ -332,18 +349,59 @@ def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         yield CrossCheck(key, problem, "set it to float16")
 
 
+def _name_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Names for files, folders and repositories that a shell, a terminal or a disk cannot take."""
+    names: list[tuple[str, str]] = [
+        ("model.name_or_path", recipe.model.name_or_path),
+        ("model.adapter", recipe.model.adapter or ""),
+        ("output_dir", recipe.output_dir or ""),
+        ("accelerate_config", recipe.accelerate_config),
+    ]
+    if "{" not in (template := recipe.data.chat_template or ""):  # else it is the template's text, not its file
+        names.append(("data.chat_template", template))
+    for section, entries in (("train", recipe.data.train), ("eval", recipe.data.eval_sets)):
+        for number, entry in enumerate(entries):
+            names.append((f"data.{section}.{number}.path", entry.path))
+            files = entry.data_files or []
+            for file in [files] if isinstance(files, str) else files:
+                names.append((f"data.{section}.{number}.data_files", file))
+    for key, name in names:
+        if has_controls(name):
+            yield CrossCheck(key, "holds a control character", "write a name that can be seen and typed")
+        elif any(len(part.encode(errors="replace")) > LONGEST_NAME for part in name.split("/")):
+            yield CrossCheck(key, f"has a part longer than {LONGEST_NAME} bytes, which no disk takes", "shorten it")
+        elif len(name.encode(errors="replace")) > LONGEST_PATH_BYTES:
+            yield CrossCheck(key, f"is longer than {LONGEST_PATH_BYTES:,} bytes, which no disk takes", "shorten it")
+        elif key == "output_dir" and name.startswith("-"):  # the printed commands hold it
+            yield CrossCheck(key, "begins with a dash, so commands take it for an option", f"write ./{name[:40]}")
+    repository = recipe.hub.repo_id
+    if repository and not is_repository(repository):
+        remedy = "write owner/name of letters, digits, - _ and ., without -- .. or .git at its end"
+        yield CrossCheck("hub.repo_id", "is not a repository name", remedy)
+
+
+def is_repository(name: str) -> bool:
+    """Whether the Hub takes this name, owner/name, by its rules."""
+    parts = name.split("/")
+    valid = len(parts) == 2 and all(REPOSITORY_PART.fullmatch(part) for part in parts)
+    return valid and len(name) <= MOST_REPOSITORY and not name.endswith((".git", ".ipynb"))
+
+
 def rows_of_run(training: Training, rows: int) -> int:
-    """The rows that a whole run trains on, with repeats; `rows` is one epoch's."""
+    """The rows that a whole run trains on, with repeats. `rows`: one epoch's."""
     if training.max_steps is not None:
         return training.max_steps * training.global_batch_size
     return math.ceil(training.num_train_epochs * rows)
 
 
 def local_model_problem(name: str) -> str | None:
-    """The fault in a name that can only be a folder's: a Hub name has at most one slash, and no dot before it."""
+    """The problem with a model's folder; None if there is none, or if the name is a repository on the Hub.
+
+    Only a folder's name has more than one slash, or a dot at its beginning.
+    """
     if not (name.startswith((".", os.sep, "~")) or name.count("/") > 1 or os.path.isdir(name)):
         return None
-    place = printable(name) if len(name) <= LONGEST_PATH else shown(name)
+    place = printable(name) if len(name) <= SHOWN_PATH else shown(name)
     remedy = "name a model's folder, or a repository of the Hub as owner/name"
     if os.path.isfile(os.path.join(name, "config.json")):
         return None
@@ -351,5 +409,6 @@ def local_model_problem(name: str) -> str | None:
         return f"{place} holds an adapter without its model; name the model that it was trained on"
     if os.path.isdir(name):
         return f"{place} has no config.json; {remedy}"
-    kind = "is a file" if os.path.exists(name) else f"no such folder (working folder: {os.getcwd()})"
-    return f"{place}: {kind}; {remedy}"
+    if os.path.exists(name):
+        return f"{place}: is a file; {remedy}"
+    return f"{place}: no such folder (working folder: {os.getcwd()}); {remedy}"

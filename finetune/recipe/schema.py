@@ -18,7 +18,6 @@ from finetune.recipe.sections.base import Count, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
-from finetune.recipe.sections.name_checks import name_mistakes
 from finetune.recipe.sections.results import Hub, Samples
 from finetune.recipe.sections.training import Scheduler, Training
 
@@ -78,7 +77,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
-        cross_checks.check_sections(self, name_mistakes(self))
+        cross_checks.check_sections(self)
         return self
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.recipe.strategy import Strategy
 
-_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the format of weights under DeepSpeed
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the weights' format under DeepSpeed
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,14 @@ class Unfit:
 
 def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     """The recipe's settings that this strategy cannot train with; none if it can train the recipe."""
+    optimizer = recipe.training.optim
     if strategy.uses_engine:
         yield from _under_engine(recipe, strategy)
-    else:
-        yield from _unsharded_optimizer(recipe, strategy)
+    elif strategy.shards_optimizer_state and not OPTIMIZERS[optimizer].works_on_shards:
+        instead = for_shards(optimizer)
+        remedy = f"set training.optim={instead}, whose state is sharded too, or accelerate_config=ddp"
+        problem = f"{optimizer} updates full tensors, this strategy has shards"
+        yield Unfit("training.optim", problem, remedy, {"training.optim": instead})
     if strategy.shards_modules:
         yield from _sharded_quantization(recipe)
     if strategy.schedule is not None:
@@ -48,20 +52,11 @@ def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         yield Unfit("training.compile", problem, remedy, {"training.compile": False})
 
 
-def _unsharded_optimizer(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
-    name = recipe.training.optim
-    if strategy.shards_optimizer_state and not OPTIMIZERS[name].works_on_shards:
-        instead = for_shards(name)
-        remedy = f"set training.optim={instead}, whose state is sharded too, or accelerate_config=ddp"
-        problem = f"{name} updates full tensors, this strategy has shards"
-        yield Unfit("training.optim", problem, remedy, {"training.optim": instead})
-
-
 def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     """Settings that DeepSpeed would refuse with a traceback, or compute in another number format."""
     training, name = recipe.training, f"accelerate_config: {strategy.name}"
-    half, precision = training.mixed_precision, "training.mixed_precision"
-    if half == "fp8":
+    number_format, precision = training.mixed_precision, "training.mixed_precision"
+    if number_format == "fp8":
         problem = f"fp8: {name} has one number format"
         yield Unfit(precision, problem, "set bf16, or accelerate_config: fsdp2", {precision: "bf16"})
     if training.optim != DEFAULT:  # strategies/zero_state.py knows only this optimizer's state
@@ -70,22 +65,22 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if training.pure_bf16 and strategy.offloaded:
         problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
         yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
-    if half == "no" and recipe.lora and recipe.model.dtype != "float32":
+    if number_format == "no" and recipe.lora and recipe.model.dtype != "float32":
         problem, remedy = "no: the engine has one number format", "set bf16, or model.dtype: float32"
         yield Unfit(precision, problem, remedy, {"model.dtype": "float32"})
     if recipe.quantization is None:
         return
-    if half == "no":
+    if number_format == "no":
         problem = "no: the engine takes no quantised weights beside float32"
         yield Unfit(precision, problem, "set bf16", {precision: "bf16"})
     if recipe.quantization.load_in_8bit and strategy.shards_parameters:
         problem, remedy = f"{strategy.name} cannot cut int8 weights", "set accelerate_config=zero2"
         yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "zero2"})
-    compute, storage = _COMPUTE.get(half), "quantization.bnb_4bit_quant_storage"
-    cut = recipe.quantization.load_in_4bit and strategy.shards_parameters
-    if cut and compute and recipe.quantization.bnb_4bit_quant_storage != compute:
+    compute_dtype, storage = _COMPUTE.get(number_format), "quantization.bnb_4bit_quant_storage"
+    sharded = recipe.quantization.load_in_4bit and strategy.shards_parameters
+    if sharded and compute_dtype and recipe.quantization.bnb_4bit_quant_storage != compute_dtype:
         problem = "weights are sharded in the dtype of the computation"
-        yield Unfit(storage, problem, f"set {compute}", {storage: compute})
+        yield Unfit(storage, problem, f"set {compute_dtype}", {storage: compute_dtype})
 
 
 def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
@@ -104,7 +99,7 @@ def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
         yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
         return
     if recipe.lora is not None and recipe.lora.use_dora:
-        problem = "DoRA reads the 4-bit weights of a layer, which a sharded strategy has only in its forward"
+        problem = "DoRA reads a layer's 4-bit weights, and this strategy gathers them only in the layer's forward"
         remedy = "set it to false, or accelerate_config=ddp"
         yield Unfit("lora.use_dora", problem, remedy, {"accelerate_config": "ddp"})
         return
@@ -125,15 +120,28 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         problem, remedy = f"{name} does not compute in float8 yet", "set bf16, or take fsdp2"
         yield Unfit(precision, problem, remedy, {precision: "bf16"})
     if recipe.training.mixed_precision == "fp16":
-        yield Unfit(
-            precision, f"the stages of {name} do not agree on fp16's loss scale", "set bf16", {precision: "bf16"}
-        )
+        problem = f"the stages of {name} do not agree on fp16's loss scale"
+        yield Unfit(precision, problem, "set bf16", {precision: "bf16"})
     if recipe.model.attention not in ("auto", "varlen"):
         problem = f"{name} sends rows of one length between stages, flat ones"
         yield Unfit("model.attention", problem, "set model.attention: auto", {"model.attention": "auto"})
     if recipe.model.new_tokens:
         problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})
+
+
+def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
+    """The reason, with a remedy, why this strategy cannot train the new tokens' rows beside adapters; None if it can.
+
+    peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has (TrainableTokensLayer). No
+    test of ours has seen it run.
+    """
+    if not recipe.model.new_tokens or recipe.lora is None or not (strategy.uses_engine and strategy.shards_parameters):
+        return None
+    return (
+        f"peft does not train new rows under {strategy.name}, which shards embeddings; set accelerate_config: fsdp2, "
+        "or train all weights (lora: null)"
+    )
 
 
 def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
@@ -147,6 +155,8 @@ def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None
     if (misfit := pipelines.misfit(ranks)) is not None:
         return f"accelerate_config: {strategy.name} {misfit}"
     stages, training = strategy.stage_count(ranks), recipe.training
+    # 10 rows a step in micro-batches of 2, through 2 pipelines of 4 stages: 3 micro-batches in each pipeline, which is
+    # too few. 4 of them, 16 rows a step, keep every stage busy.
     rows = training.per_device_batch_size * pipelines.copies
     micro_batches = -(-training.global_batch_size // rows)
     fitting = stages * -(-micro_batches // stages) * rows
@@ -159,9 +169,9 @@ def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None
         )
     if pipelines.runs > 1 and not can_interleave(stages, micro_batches):
         return (
-            f"training.global_batch_size: {micro_batches} micro-batches a step{each} are no rounds of equal size, of "
-            f"{stages} or more, as {pipelines.schedule} takes them; set training.global_batch_size={fitting}, or take "
-            "accelerate_config=1f1b"
+            f"training.global_batch_size: {pipelines.schedule} needs rounds of equal size, each with {stages} "
+            f"micro-batches or more; {micro_batches} a step{each} make none; set training.global_batch_size={fitting}, "
+            "or take accelerate_config=1f1b"
         )
     return None
 
@@ -172,9 +182,9 @@ def not_compiled(recipe: Recipe, strategy: Strategy) -> str | None:
     if recipe.training.activation_checkpointing == "selective":
         return "activation_checkpointing: selective looks at each product, and a graph is a single operation"
     if strategy.shards_parameters and not strategy.shards_modules:
-        return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
+        return f"{strategy.name} gathers weights inside layers, which one graph cannot hold"
     if strategy.schedule is not None:
-        return f"{strategy.name} has a stage's layers take the place of others, which is not tried with graphs"
+        return f"{strategy.name} replaces layers by a stage's own, which is not tried with graphs"
     if quantization is not None and quantization.load_in_8bit:
-        return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
+        return "8-bit layers read their inputs on the host, which one graph cannot hold"
     return None

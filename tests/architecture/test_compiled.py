@@ -351,8 +351,8 @@ INT8 = {"quantization": {"load_in_8bit": True}}
     [
         (False, CARD, "single", {}, "training.compile: false"),
         ("auto", CPU, "single", {}, "on a CPU"),
-        ("auto", CARD, "zero3", {}, "zero3 gathers weights inside of layers"),
-        ("auto", CARD, "ddp", INT8, "layers of 8 bits"),
+        ("auto", CARD, "zero3", {}, "zero3 gathers weights inside layers"),
+        ("auto", CARD, "ddp", INT8, "8-bit layers"),
         ("auto", CARD, "single", {"model": {"router_aux_loss_coef": 0.01}}, "the router's auxiliary loss"),
     ],
 )

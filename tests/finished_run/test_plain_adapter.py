@@ -21,7 +21,7 @@ from finetune.hub.base_model import BaseFacts
 from finetune.hub.model_card import card_text
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.plain_lora import only_by_peft
-from finetune.recipe.sections.lora_checks import by_pattern
+from finetune.recipe.sections.lora import by_pattern
 from finetune.run_folder.facts import read_run
 from tests.support.models.multimodal import save_multimodal
 from tests.support.models.tiny import save_tiny, write_chats

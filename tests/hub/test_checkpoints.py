@@ -124,7 +124,7 @@ def test_without_a_branch_nothing_is_asked_of_the_hub(recipe: Recipe, hub: Hub) 
     ("hub_section", "text"),
     [
         ("{checkpoints: steps}", "hub.checkpoints: hub.repo_id is not set; add hub.repo_id: owner/name"),
-        ("{repo_id: a/b, checkpoints: main}", "hub.checkpoints: is also hub.revision, the branch of the result"),
+        ("{repo_id: a/b, checkpoints: main}", "hub.checkpoints: is also hub.revision, the result's branch"),
     ],
 )
 def test_bad_sections_are_one_line(

@@ -7,10 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
-from finetune.recipe.sections import model_checks
 from finetune.recipe.sections.base import Local, Section
 
-MOST_GPUS, MOST_NODES = 1_024, 100_000  # of one machine; machines
+MOST_GPUS, MOST_NODES = 1_024, 100_000  # GPUs in one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
 BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
@@ -59,12 +58,12 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def new_tokens_once(self) -> ModelSection:
-        model_checks.check_new_tokens(self)
+        cross_checks.check_new_tokens(self)
         return self
 
     @property
     def new_tokens(self) -> list[str]:
-        """Of both kinds, in the order of their ids."""
+        """New tokens of text, then control tokens: the order of their ids."""
         return [*self.add_tokens, *self.add_special_tokens]
 
 
