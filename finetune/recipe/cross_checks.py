@@ -258,14 +258,29 @@ def _out_of_range(name: str, value: float, training: Training) -> str:
 
 def check_sections(recipe: Recipe) -> None:
     """Check that values in different sections agree, and that names can be used."""
-    mistakes = [_adapter_mistakes, _quantization_mistakes, _training_mistakes, _hub_mistakes, _name_mistakes]
-    refuse(mistake for check in mistakes for mistake in check(recipe))
+    checks = (_frozen_base_mistakes, _training_mistakes, _hub_mistakes, _name_mistakes)
+    refuse(mistake for check in checks for mistake in check(recipe))
 
 
-def _adapter_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
-    if recipe.model.adapter is not None and recipe.lora is None:
+def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Settings that need adapters, and adapters that a quantised base does not support."""
+    base, lora = recipe.quantization, recipe.lora
+    if recipe.model.adapter is not None and lora is None:
         remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
         yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
+    if base is None:
+        return
+    if lora is None:
+        remedy = "add lora: {}, or quantization: null"
+        yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
+    elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
+        problem = f"{lora.init_lora_weights} needs base weights that are not quantised"
+        yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
+    elif lora.use_dora and base.load_in_8bit:
+        yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
+    if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
+        key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
+        yield CrossCheck(key, problem, "set it to float16")
 
 
 def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
@@ -330,23 +345,6 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if hub.checkpoints == hub.revision:
         problem = "is also hub.revision, the result's branch"
         yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")
-
-
-def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
-    base, lora = recipe.quantization, recipe.lora
-    if base is None:
-        return
-    if lora is None:
-        remedy = "add lora: {}, or quantization: null"
-        yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
-    elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
-        problem = f"{lora.init_lora_weights} needs base weights that are not quantised"
-        yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
-    elif lora.use_dora and base.load_in_8bit:
-        yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
-    if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
-        key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
-        yield CrossCheck(key, problem, "set it to float16")
 
 
 def _name_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -145,7 +145,7 @@ RENAMED: dict[str, str] = {
     "hub_revision": "hub.revision",
 }
 
-# Their key -> what takes its place.
+# Their key -> the answer where no key of ours has its meaning.
 REPLACED: dict[str, str] = {
     "gradient_accumulation_steps": "accumulation is derived: set training.global_batch_size, the rows of one step",
     "group_by_length": "rows are packed instead: data.packing: true",
@@ -157,7 +157,7 @@ REPLACED: dict[str, str] = {
     "tf32": "number formats follow training.mixed_precision; remove the key",
     "dataloader_num_workers": "tokenised rows are read from memory-mapped files; remove the key",
     "preprocessing_num_workers": "rows are tokenised once, into a cache; remove the key",
-    "remove_unused_columns": "columns that no format reads are told and not used; remove the key",
+    "remove_unused_columns": "columns that no format reads are named and not used; remove the key",
     "neftune_noise_alpha": "noise on embeddings is not offered; remove the key",
     "stage": "this kit does supervised fine-tuning; remove the key",
     "do_train": "the command says what is done; remove the key",
@@ -172,7 +172,7 @@ def answer_for(key: str) -> str | None:
     return REPLACED.get(key)
 
 
-# Other words for our values; the first of ours that the key takes is meant.
+# Other words for our values. A word means the first of ours that the key takes.
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "false": ("no", "never"),
     "off": ("no", "never"),
@@ -213,7 +213,7 @@ def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def tool_of(values: Mapping[str, Any]) -> Tool | None:
-    """The tool that a configuration belongs to, by keys that only this tool has; None for any other page."""
+    """The tool that reads a configuration, by keys that no other tool has; None for any other page."""
     if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
         return "torchtune"
     if any(isinstance(values.get(section), Mapping) for section in ("model", "data")):
@@ -222,11 +222,12 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
         return "axolotl"
     if {"finetuning_type", "cutoff_len", "template", "dataset_dir"} & set(values):
         return "llamafactory"
-    # TrainingArguments of transformers' Trainer are TRL's too.
-    return "trl" if {"model_name_or_path", "per_device_train_batch_size"} & set(values) else None
+    if {"model_name_or_path", "per_device_train_batch_size"} & set(values):
+        return "trl"  # or transformers' Trainer, whose TrainingArguments are TRL's too
+    return None
 
 
-# Key -> the training that a tool does if the key has a value. No tool's supervised fine-tuning uses these keys.
+# Key -> the training that the key asks for. No tool's supervised fine-tuning uses these keys.
 _PREFERENCES, _REWARDS = "preference training", "training by rewards"
 _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
     "axolotl": {
@@ -269,15 +270,14 @@ def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | N
     for key, training in _OTHER_TRAINING[tool].items():
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
-    loss = values.get("loss")
-    component = str(loss.get("_component_", "")) if isinstance(loss, Mapping) else ""
-    if tool == "torchtune" and "rlhf" in component:
+    loss, stage, loss_types = values.get("loss"), values.get("stage"), values.get("loss_type")
+    if tool == "torchtune" and isinstance(loss, Mapping) and "rlhf" in str(loss.get("_component_", "")):
         return "loss._component_", _PREFERENCES
-    stage = values.get("stage")
     if tool == "llamafactory" and stage not in _NO_TRAINING:
         return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
-    losses = loss_types if isinstance(loss_types := values.get("loss_type"), list) else [loss_types]
-    if tool == "trl" and any(isinstance(each, str) and each in _PREFERENCE_LOSSES for each in losses):
+    if not isinstance(loss_types, list):
+        loss_types = [loss_types]
+    if tool == "trl" and any(isinstance(name, str) and name in _PREFERENCE_LOSSES for name in loss_types):
         return "loss_type", _PREFERENCES
     return None
 
@@ -307,14 +307,16 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
 
 
 def refuse_configuration_of_a_tool(file: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Raise RecipeError with the command that converts the file, where it is a whole configuration of another tool."""
+    """Raise RecipeError for another tool's configuration, with the command that converts it."""
     tool = tool_of(values)
     if tool is None:
         return
     refuse_other_training(file, tool, values)
-    name = TOOL_TITLES[tool] if tool != "trl" else "TRL or transformers' Trainer"
-    alone = tool == "trl" and "model_name_or_path" not in values  # TrainingArguments without their script's arguments
-    first = "add model_name_or_path and dataset_name, then " * alone
+    name, first = TOOL_TITLES[tool], ""
+    if tool == "trl":
+        name = "TRL or transformers' Trainer"
+        if "model_name_or_path" not in values:  # TrainingArguments without the arguments of their script
+            first = "add model_name_or_path and dataset_name, then "
     command = shlex.join(["finetune", "import", str(file), "-o", str(file.with_name(f"{file.stem}_recipe.yaml"))])
     raise RecipeError(
         [

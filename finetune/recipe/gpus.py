@@ -30,9 +30,9 @@ MODELS = {
     "H100": _Model(80, 81_559),
     "H200": _Model(141, 143_771),
 }
-PROGRAM_SHARE = 0.99  # of nvidia-smi's total; the driver keeps the rest
+PROGRAM_SHARE = 0.99  # share of nvidia-smi's total that a program can have; the driver keeps the rest
 FORMS = "write 2x24GB, 2x8x80GB (nodes x GPUs x memory), 4xL4, 2x8xH100, H100:8, 24GB or cpu"
-# Numbers before the memory or the name: GPUs of one node, or nodes and GPUs of each. GiB is read as GB.
+# One number before the memory or the name: GPUs. Two: nodes, and GPUs of each. GiB is read as GB.
 _FORM = re.compile(
     r"(?:(\d{1,5})X)?(?:(\d{1,5})X)?(?:(\d{1,5}(?:\.\d+)?)GI?B|([A-Z][A-Z0-9-]*)(?::(\d{1,5}))?)", re.ASCII
 )
@@ -50,14 +50,18 @@ class Gpus:
     @property
     def gb(self) -> float:
         """One GPU's memory in GB as its vendor states it. Recipes' budgets use it too."""
-        return MODELS[self.name].gb if self.name in MODELS else self.memory / 1e9
+        if self.name in MODELS:
+            return MODELS[self.name].gb
+        return self.memory / 1e9
 
 
 def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
     """GPUs by memory (GB as 10^9 bytes, as vendors state it) or by name; None for `cpu`.
 
-    `nodes`: from `--nodes`, if given. Raises FinetuneError for other text, an unknown name, a 0, and for `nodes` that
-    contradict the text.
+    Raises FinetuneError for other text, an unknown name, a 0, and for `nodes` that contradict the text.
+
+    Args:
+        nodes: The value of `--nodes`, if given.
     """
     words = text.strip().upper().replace(" ", "")
     if words == "CPU":
@@ -69,30 +73,34 @@ def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
     match = _FORM.fullmatch(words)
     if match is None or (match[1] and match[5]):
         raise FinetuneError(f"--gpus: {text!r} does not name GPUs; {FORMS}")
-    first, second, gb, name, last = match.groups()
+    first, second, gb, name, last = match.groups()  # 2x8x80GB: 2, 8, 80; H100:8: name H100, last 8
     if name and name not in MODELS:
         raise FinetuneError(f"--gpus: {text}: not a GPU known here ({', '.join(MODELS)}); {FORMS}")
     if not all(float(number) for number in (first or 1, second or 1, gb or 1, last or 1)):
         raise FinetuneError(f"--gpus: {text}: each number must be above 0; {FORMS}")
     if nodes is not None and second and nodes != int(first):
         raise FinetuneError(f"--nodes: {nodes}: --gpus {text} says {counted(int(first), 'node')}; leave --nodes out")
-    count, machines = int(second or first or last or 1), int(first) if second else nodes or 1
+    count, node_count = int(second or first or last or 1), nodes or 1
+    if second:
+        node_count = int(first)
     if name:
-        return Gpus(count, int(MODELS[name].mib * 2**20 * PROGRAM_SHARE), name, machines)
-    return _of_size(count, float(gb), machines)
+        return Gpus(count, int(MODELS[name].mib * 2**20 * PROGRAM_SHARE), name, node_count)
+    return _gpus_by_memory(count, float(gb), node_count)
 
 
-def _of_size(count: int, gb: float, nodes: int) -> Gpus:
+def _gpus_by_memory(count: int, gb: float, nodes: int) -> Gpus:
     return Gpus(count, round(gb * 1e9), f"{gb:g} GB", nodes)
 
 
 def gpus_of(budget: Budget) -> Gpus | None:
-    """The GPUs that a recipe is made for; None where that is a CPU."""
+    """The GPUs that a recipe is made for; None for a CPU."""
     if not budget.gpus or not budget.gpu_memory_gb:
         return None
-    return _of_size(budget.gpus, budget.gpu_memory_gb, budget.nodes)
+    return _gpus_by_memory(budget.gpus, budget.gpu_memory_gb, budget.nodes)
 
 
 def budget_of(gpus: Gpus | None) -> Budget:
-    """The section of a recipe that says these GPUs."""
-    return Budget() if gpus is None else Budget(gpus=gpus.count, gpu_memory_gb=gpus.gb, nodes=gpus.nodes)
+    """The recipe's section for these GPUs."""
+    if gpus is None:
+        return Budget()
+    return Budget(gpus=gpus.count, gpu_memory_gb=gpus.gb, nodes=gpus.nodes)

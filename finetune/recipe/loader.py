@@ -154,10 +154,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
             auto_formats.append(format_key)
     origins = {}
     for leaf, _ in leaves(recipe.model_dump(mode="json")):
-        written, origin = set(source.parsed.values), "recipe"
+        origin = "default"
         if any(leaf[: len(over)] == over for over in source.overridden):
-            written, origin = source.set_keys, COMMAND_LINE
-        origins[dotted(leaf)] = origin if leaf in written else "default"
+            if leaf in source.set_keys:
+                origin = COMMAND_LINE
+        elif leaf in source.parsed.values:
+            origin = "recipe"
+        origins[dotted(leaf)] = origin
     return LoadedRecipe(recipe, origins, file, tuple(auto_formats))
 
 
@@ -315,11 +318,6 @@ def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
             source.set_keys.add(CHECKPOINTING)
 
 
-def _is_strategy(name: str) -> bool:
-    """Whether a strategy's name or path has a file."""
-    return os.path.isfile(CONFIG_FOLDER / f"{name}.yaml") or os.path.isfile(in_home(name))
-
-
 def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     """The typed recipe, or None; `source` gets the mistakes."""
     recipe, mistakes = None, []
@@ -330,8 +328,11 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     name = value.get("accelerate_config", "single")
+    files: list[str] = []  # the strategy's, of which one must exist
+    if isinstance(name, str) and name:
+        files = [str(CONFIG_FOLDER / f"{name}.yaml"), in_home(name)]
     # os.path, because pathlib raises on a name that is too long for any file.
-    if isinstance(name, str) and name and not _is_strategy(name):
+    if files and not any(map(os.path.isfile, files)):
         names = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
         hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, names, 1, 0.5))
         text = f"is {shown(name)}; {hint}choose one of {', '.join(names)}, or a path"

@@ -22,7 +22,7 @@ from finetune.recipe.yaml_text import Path, dotted, number_trap, plain_scalar, s
 from finetune.wording import in_digits
 
 INTERVAL = "a whole number of steps, at least 1, or a share of the run between 0 and 1"
-# The values that a key of several kinds takes.
+# The values that a key with several kinds of value takes: a union in the schema.
 EITHER = {
     "data.eval": "{fraction: 0.05}, a list of data sets, or null",
     "data_files": "a file or a list of files",
@@ -34,7 +34,7 @@ EITHER = {
     "eval_steps": INTERVAL,
     "save_steps": INTERVAL,
 }
-# Examples of certain sections and keys; also what to add where one is missing.
+# Examples for sections and keys. A message about a missing key shows its example.
 EXAMPLES = {
     "model": "{name_or_path: ...}",
     "model.name_or_path": "a Hub repository or a folder",
@@ -50,6 +50,7 @@ EXAMPLES = {
     "path": "json, csv, parquet, a local folder, or a Hub data set",
     "fraction": "0.05",
 }
+# pydantic's kind of error -> our words for the kind of value.
 WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -61,6 +62,7 @@ WANTED = {
     "dict_type": "a section of key: value",
     "model_type": "a section of key: value",
 }
+# pydantic's kind of error -> the bound's name in its context, and our word.
 BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -77,7 +79,7 @@ TRUTH_WORDS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake, and the value or key that it is about."""
+    """One mistake, and its value or key."""
 
     path: Path
     text: str  # what is wrong; remedy
@@ -86,28 +88,34 @@ class Mistake:
 
 def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
     """One message for each mistake, in the order of the recipe's sections."""
-    mistakes: dict[tuple[Path, str], Mistake] = {}
+    mistakes: dict[tuple[Path, str], Mistake] = {}  # pydantic reports a mistake once for each branch of a union
     for error in errors:
-        path, branches = _real_path(error, value)
+        path, branches = _recipe_path(error, value)
         for check in error.get("ctx", {}).get("found", ()):
-            keyed = (*path, *check.key.split("."))
-            mistakes[keyed, check.problem] = Mistake(keyed, f"{check.problem}; {check.remedy}", at_key=False)
+            key_path = (*path, *check.key.split("."))
+            mistakes[key_path, check.problem] = Mistake(key_path, f"{check.problem}; {check.remedy}", at_key=False)
         if error["type"] == "cross_check":
             continue
-        if branches and not _right_branch(branches, _at(value, path[: branches[0].depth])):
-            path = path[: branches[0].depth]
-            mistake = Mistake(path, _wants(path, _either(path), _at(value, path)), at_key=False)
+        union = path[: branches[0].depth] if branches else ()
+        if branches and not _is_right_branch(branches[0], _value_at(value, union)):
+            choices = EITHER.get(dotted(union)) or EITHER[str(union[-1])]
+            text = _wanted_instead(union, choices, _value_at(value, union))
+            mistake = Mistake(union, text, at_key=False)
         else:
             mistake = _mistake(error, path, value)
         mistakes.setdefault((mistake.path, mistake.text), mistake)
-    # A union whose right branch has its own mistake needs no second one at the union itself.
-    own = [mistake.path for mistake in mistakes.values() if not _is_either(mistake)]
-    result = [m for m in mistakes.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
-    return [m for m in result if not _is_misspelt_elsewhere(m, result)]
+    # A union whose right branch has its own mistake needs no second message at the union itself.
+    specific = [mistake.path for mistake in mistakes.values() if not _is_either(mistake)]
+    kept = [
+        mistake
+        for mistake in mistakes.values()
+        if not _is_either(mistake) or not any(path[: len(mistake.path)] == mistake.path for path in specific)
+    ]
+    return [mistake for mistake in kept if not _is_misspelt_elsewhere(mistake, kept)]
 
 
 def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
-    """Whether a missing key is there under a wrong name, which has a message of its own."""
+    """Whether a missing key is present under a wrong name, which has a message of its own."""
     named = re.compile(rf"(did you mean|write) {re.escape(dotted(missing.path))}(?![.\w])")
     return missing.text.startswith(MISSING) and any(other.at_key and named.search(other.text) for other in others)
 
@@ -119,10 +127,10 @@ def unknown_key(path: Path) -> str:
     elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
     answer = answer_for(name)
     if elsewhere:
-        other = (
-            f", or, as another tool means it, {answer}" if answer and not any(p in answer for p in elsewhere) else ""
-        )
-        return f"belongs elsewhere; write {' or '.join(elsewhere)}{other}"
+        text = f"belongs elsewhere; write {' or '.join(elsewhere)}"
+        if answer and not any(place in answer for place in elsewhere):
+            text += f", or, as another tool means it, {answer}"
+        return text
     if answer:
         return f"is another tool's key; {answer}"
     close = difflib.get_close_matches(name, known, 1, 0.55)
@@ -141,13 +149,14 @@ def keys_of(section: Path) -> list[str]:
 
 
 def _section_at(path: Path) -> type[BaseModel]:
-    """The section at a path; where a key takes a section or a list of sections, the path's number decides."""
+    """The section at a path. If a key takes a section or a list of sections, a number in the path means the list."""
     model: type[BaseModel] = Recipe
     for index, part in enumerate(path):
         if isinstance(part, str) and part in model.model_fields:
             inner = list(_models(model.model_fields[part].annotation))
-            numbered = index + 1 < len(path) and isinstance(path[index + 1], int)
-            model = next((m for m in inner if (m is DataSet) == numbered), inner[0] if inner else model)
+            in_list = index + 1 < len(path) and isinstance(path[index + 1], int)
+            fitting = [section for section in inner if (section is DataSet) == in_list]
+            model = next(iter([*fitting, *inner]), model)
     return model
 
 
@@ -155,7 +164,7 @@ def section_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel
     """The sections inside a section; a list's are named like `data.train[]`."""
     for name, info in model.model_fields.items():
         for inner in list(_models(info.annotation))[:1]:
-            yield (f"{name}[]" if inner is DataSet else name), inner
+            yield f"{name}[]" if inner is DataSet else name, inner
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -169,10 +178,14 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _all_paths(model: type[BaseModel], above: Path) -> Iterator[Path]:
+    """Every key in a section and in the sections below it; a list is shown by its first element."""
     for name, info in model.model_fields.items():
-        yield (*above, name)
+        path: Path = (*above, name)
+        yield path
         for inner in list(_models(info.annotation))[:1]:
-            yield from _all_paths(inner, (*above, name, 0) if inner is DataSet else (*above, name))
+            if inner is DataSet:
+                path = (*path, 0)
+            yield from _all_paths(inner, path)
 
 
 @dataclass(frozen=True)
@@ -183,8 +196,11 @@ class _Branch:
     depth: int
 
 
-def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
-    """pydantic's location without union branch names, because no recipe has them."""
+def _recipe_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
+    """pydantic's location without the names of union branches, because no recipe has them.
+
+    `('data', 'eval', 'EvalFraction', 'fraction')` is data.eval.fraction, with the branch EvalFraction at depth 2.
+    """
     path: list[str | int] = []
     branches: list[_Branch] = []
     current = value
@@ -204,32 +220,28 @@ def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
     return tuple(path), branches
 
 
-def _right_branch(branches: list[_Branch], value: Any) -> bool:
-    """Whether the value is of the kind that the branch is for: only then its own mistakes say something."""
-    label = branches[0].label
-    if label.startswith("list["):
+def _is_right_branch(branch: _Branch, value: Any) -> bool:
+    """Whether the value is of the branch's kind. Only then do the branch's own mistakes help."""
+    if branch.label.startswith("list["):
         return isinstance(value, list)
-    return isinstance(value, dict) and label[:1].isupper() and "path" not in value  # else a data set, not in a list
+    is_section = branch.label[:1].isupper()  # a class's name, such as EvalFraction
+    return is_section and isinstance(value, dict) and "path" not in value  # with `path` a data set outside a list
 
 
-def _at(value: Any, path: Path) -> Any:
+def _value_at(value: Any, path: Path) -> Any:
+    """The value at a path; None if there is none."""
     for part in path:
-        value = value[part] if _has(value, part) else None
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
     return value
-
-
-def _has(value: Any, part: Any) -> bool:
-    if isinstance(value, list):
-        return isinstance(part, int) and part < len(value)
-    return isinstance(value, dict) and part in value
 
 
 def _is_union(path: Sequence[str | int]) -> bool:
     return bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
-
-
-def _either(path: Path) -> str:
-    return EITHER.get(dotted(path)) or EITHER[str(path[-1])]
 
 
 def _is_either(mistake: Mistake) -> bool:
@@ -241,9 +253,9 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
     if kind == "extra_forbidden":
         return Mistake(path, unknown_key(path), at_key=True)
     if kind == "missing":
-        example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
-        return Mistake(path, f"{MISSING}add {path[-1]}: {example}", at_key=True)
-    written = _at(value, path)
+        addition = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
+        return Mistake(path, f"{MISSING}add {path[-1]}: {addition}", at_key=True)
+    written = _value_at(value, path)
     if kind == "literal_error":
         return Mistake(path, _wrong_choice(written, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
     if kind in BOUNDS:
@@ -252,25 +264,28 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
     if kind in ("too_short", "string_too_short"):
         return Mistake(path, "is empty; name at least one", at_key=False)
     expected = WANTED.get(kind, "another kind of value")
-    if kind in ("list_type", "model_type"):
-        sample = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path))
-        expected += f", such as {sample}" if sample else ""
-    return Mistake(path, _wants(path, expected, written), at_key=False)
+    example = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path))
+    if example and kind in ("list_type", "model_type"):
+        expected += f", such as {example}"
+    return Mistake(path, _wanted_instead(path, expected, written), at_key=False)
 
 
-def _wants(path: Path, expected: str, written: Any) -> str:
+def _wanted_instead(path: Path, expected: str, written: Any) -> str:
     """`is X; it must be Y`, with the text to write if that is clear."""
     if written is None:
+        text = f"is empty; it must be {expected}"
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
-        default = "" if info is None or info.is_required() else ", or remove the line for the default"
-        return f"is empty; it must be {expected}{default}"
+        if info is not None and not info.is_required():
+            text += ", or remove the line for the default"
+        return text
     text = f"is {shown(written)}; it must be {expected}"
-    hint = _hint(path, expected, written)
-    return f"{text}; {hint}" if hint else text
+    if hint := _hint(path, expected, written):
+        text += f"; {hint}"
+    return text
 
 
 def _hint(path: Path, expected: str, written: Any) -> str | None:
-    """The text to write instead of a wrongly typed value."""
+    """The text to write instead of a wrongly typed value, if that is clear."""
     if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
         if isinstance(plain_scalar(str(written)), bool):  # tRUE and fALSE are texts without quotes too
             return "remove the quotes"
@@ -282,11 +297,13 @@ def _hint(path: Path, expected: str, written: Any) -> str | None:
     if expected == "a whole number" and isinstance(written, float) and written.is_integer() and abs(written) < 1e15:
         return f"write {int(written)}"
     if "section" in expected and isinstance(written, bool):
-        null = dotted(path) in ("lora", "quantization")
-        return "write {} for the defaults" if written else ("write null for none" if null else None)
+        if written:
+            return "write {} for the defaults"
+        if dotted(path) in ("lora", "quantization"):
+            return "write null for none"
     if expected in EITHER.values() and isinstance(written, str):
-        close = difflib.get_close_matches(written.lower(), re.findall(r"[a-z][\w-]+", expected), 1, 0.7)
-        return f"did you mean {close[0]}?" if close else None
+        for near in difflib.get_close_matches(written.lower(), re.findall(r"[a-z][\w-]+", expected), 1, 0.7):
+            return f"did you mean {near}?"
     return None
 
 

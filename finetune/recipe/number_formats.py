@@ -23,10 +23,11 @@ from typing import Any
 
 PRECISION, BASE_FORMAT = "training.mixed_precision", "model.dtype"
 KEYS = (PRECISION, BASE_FORMAT)
-# Arithmetic for bfloat16 in x86, x86's tiles, and ARM. With AVX-512 or AVX2 alone a product is emulated.
+# Flags for bfloat16 arithmetic: x86, x86's tiles, ARM. With AVX-512 or AVX2 alone a product is emulated.
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
-MUCH_SLOWER = 2.0  # a timed product overrules the flags beyond this ratio: emulation takes 2.7 to 100 times as long
-_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+# A timed product overrules the flags beyond this ratio. Emulation takes 2.7 to 100 times as long.
+MUCH_SLOWER = 2.0
+_PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ def processor_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 def fastest_by_flags(flags: Iterable[str] | None = None) -> FastestFormat:
     """bf16 on a CPU with arithmetic for it, else float32. `flags`: None for this machine's flags."""
-    found = processor_flags() if flags is None else frozenset(flags)
+    available = processor_flags() if flags is None else frozenset(flags)
     for flag in FAST_BFLOAT16:
-        if flag in found:
+        if flag in available:
             return FastestFormat("bf16", f"this processor has bfloat16 arithmetic ({flag})")
-    widest = next((flag for flag in ("avx512f", "avx2", "asimd") if flag in found), None)
-    has = f", only {widest}" if widest else ""
-    return FastestFormat("no", f"this processor has no bfloat16 arithmetic ({' or '.join(FAST_BFLOAT16[:2])}{has})")
+    missing = " or ".join(FAST_BFLOAT16[:2])
+    for flag in ("avx512f", "avx2", "asimd"):
+        if flag in available:  # the widest instructions that it has
+            return FastestFormat("no", f"this processor has no bfloat16 arithmetic ({missing}, only {flag})")
+    return FastestFormat("no", f"this processor has no bfloat16 arithmetic ({missing})")
 
 
 def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float) -> FastestFormat:
@@ -96,7 +99,9 @@ def fastest_by_products(by_flags: FastestFormat, bfloat16: float, float32: float
 
 def fastest_for(gpus: int) -> FastestFormat:
     """The format for a recipe with this many GPUs, or with none for a CPU like this one."""
-    return FastestFormat("bf16", "GPUs from Ampere on have bfloat16 arithmetic") if gpus else fastest_by_flags()
+    if gpus:
+        return FastestFormat("bf16", "GPUs from Ampere on have bfloat16 arithmetic")
+    return fastest_by_flags()
 
 
 def settled_formats(
@@ -109,23 +114,31 @@ def settled_formats(
         adapters: Base weights are frozen. Without adapters `model.dtype` is only the export's format, equal on every
             device.
         quantization: The section; None: base weights are not quantised. 4-bit weights have their own compute format,
-            and everything else follows it.
+            and everything else follows it. Other quantised weights compute in bfloat16.
     """
-    four_bit = None if quantization is None else quantization.get("bnb_4bit_compute_dtype", "bfloat16")
-    if quantization is not None and not quantization.get("load_in_4bit"):
-        four_bit = "bfloat16"
+    quantised_compute = None
+    if quantization is not None:
+        quantised_compute = "bfloat16"
+        if quantization.get("load_in_4bit"):
+            quantised_compute = quantization.get("bnb_4bit_compute_dtype", "bfloat16")
     chosen = precision
     if precision == "auto":
-        chosen = "bf16" if pure_bf16 else _OF_DTYPE.get(str(four_bit), "bf16") if four_bit else fastest
+        chosen = fastest
+        if pure_bf16:
+            chosen = "bf16"
+        elif quantised_compute:
+            chosen = _PRECISION_OF_DTYPE.get(str(quantised_compute), "bf16")
     if base != "auto":
         return chosen, base
-    if four_bit:
-        return chosen, four_bit
+    if quantised_compute:
+        return chosen, quantised_compute
     if not adapters:
         return chosen, "bfloat16"
     if chosen == "no":
         return chosen, "float32"
-    return chosen, "float16" if precision == "auto" and chosen == "fp16" else "bfloat16"
+    if precision == "auto" and chosen == "fp16":
+        return chosen, "float16"
+    return chosen, "bfloat16"
 
 
 def in_float32(recipe: Any) -> tuple[str, ...]:

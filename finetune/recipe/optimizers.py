@@ -21,13 +21,13 @@ Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bi
 class OptimizerSpec:
     """The facts about an optimizer before it is built."""
 
-    moments: tuple[str, ...]  # entries of its state that have their parameter's shape
-    moment_bytes: int | None  # of an element of a moment; None: as wide as the trained weight
+    moments: tuple[str, ...]  # state entries with their parameter's shape
+    moment_bytes: int | None  # bytes of a moment's element; None: as wide as the trained weight
     works_on_shards: bool  # updates DTensors, by elements or by blocks within their rows
-    bitsandbytes_class: str | None = None  # for full tensors; None: torch's
-    unpaged: Optimizer | None = None  # of one with its state in CUDA's managed memory: the same without
-    smaller: Optimizer | None = None  # the same with smaller moments
-    other_names: str = ""  # in the configurations of other tools, other than its own
+    bitsandbytes_class: str | None = None  # for full tensors; None: torch's optimizer
+    unpaged: Optimizer | None = None  # the same optimizer without state in CUDA's managed memory; None: it has none
+    smaller: Optimizer | None = None  # the same optimizer with smaller moments
+    other_names: str = ""  # other tools' names for it
     title: str = "AdamW"  # for messages
 
     @property
@@ -36,24 +36,30 @@ class OptimizerSpec:
         return self.unpaged is not None
 
     def library(self, *, sharded: bool) -> str:
-        """The library that computes the update, for full tensors or for shards: this kit's name or another's."""
+        """The library that computes the update: torch, bitsandbytes for full tensors, or this kit for shards."""
         if self.bitsandbytes_class is None:
             return "torch"
-        return "finetune" if sharded else "bitsandbytes"
+        if sharded:
+            return "finetune"
+        return "bitsandbytes"
 
     def state_bytes(self, weight_bytes: int) -> int:
         """Bytes of moments for one trained weight with `weight_bytes`."""
         return len(self.moments) * (self.moment_bytes or weight_bytes)
 
     def state_dtypes(self, weight_dtype: str) -> tuple[str, ...]:
-        """The moments' possible number formats. With 8 bits, moments under 4,096 elements are float32."""
-        return {None: (weight_dtype,), 1: ("float32", "uint8")}.get(self.moment_bytes, ("float32",))
+        """The moments' possible number formats."""
+        if self.moment_bytes is None:
+            return (weight_dtype,)
+        if self.moment_bytes == 1:
+            return ("float32", "uint8")  # moments under 4,096 elements are float32
+        return ("float32",)
 
 
 def _bitsandbytes(
     class_name: str, moment_bytes: int, other_names: str, unpaged: Optimizer | None = None
 ) -> OptimizerSpec:
-    """Its kernels update full tensors alone (bitsandbytes 0.50); the kit has one without pages for shards."""
+    """bitsandbytes' kernels update full tensors alone (0.50). For shards, the kit has its own unpaged optimizer."""
     names, on_shards = f"{class_name} {other_names}", unpaged is None
     return OptimizerSpec(("state1", "state2"), moment_bytes, on_shards, class_name, unpaged, other_names=names)
 
@@ -65,18 +71,20 @@ OPTIMIZERS: dict[Optimizer, OptimizerSpec] = {
     "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit", 1, "", "adamw_8bit"),
     "paged_adamw_32bit": _bitsandbytes("PagedAdamW32bit", 4, "paged_adamw PagedAdamW", "adamw"),
 }
-DEFAULT: Optimizer = "adamw"  # takes the place of one that is not offered
+DEFAULT: Optimizer = "adamw"  # also replaces another tool's optimizer that is not offered
 OPTIMIZER_NAMES: dict[str, Optimizer] = {
     word: name for name, spec in OPTIMIZERS.items() for word in (name, *spec.other_names.split())
 }
-# In whatever state: entries of their parameter's shape.
+# State entries with their parameter's shape, under any optimizer.
 MOMENTS = frozenset(entry for spec in OPTIMIZERS.values() for entry in spec.moments)
 
 
 def for_shards(name: Optimizer) -> Optimizer:
-    """The optimizer itself where it updates shards, else the one that takes its place there."""
+    """The optimizer itself if it updates shards, else its replacement there."""
     spec = OPTIMIZERS[name]
-    return name if spec.works_on_shards else spec.unpaged or DEFAULT
+    if spec.works_on_shards:
+        return name
+    return spec.unpaged or DEFAULT
 
 
 # (least, usual, most) learning rate under AdamW. LoRA's best rate is about ten times the best rate for full training
@@ -87,15 +95,19 @@ RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA
 
 def far_rate(recipe: Recipe) -> Iterator[str]:
     """A line for a learning rate far outside the method's usual range."""
-    method = "full training" if recipe.lora is None else "LoRA" if recipe.quantization is None else "QLoRA"
+    method = "full training"
+    if recipe.lora is not None:
+        method = "LoRA" if recipe.quantization is None else "QLoRA"
     rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
     if not least <= rate <= most:
-        far = f"{decimal(rate)} is far {'below' if rate < least else 'above'} what {method} takes"
-        range_of = f"{decimal(least)} to {decimal(most)}"
-        yield f"training.learning_rate: {far}, {range_of}; set training.learning_rate={decimal(usual)}"
+        side = "below" if rate < least else "above"
+        problem = f"{decimal(rate)} is far {side} what {method} takes, {decimal(least)} to {decimal(most)}"
+        yield f"training.learning_rate: {problem}; set training.learning_rate={decimal(usual)}"
 
 
 def decimal(number: float) -> str:
     """0.00001 instead of 1e-05, because YAML reads 1e-05 as text; 1e+300 unchanged."""
     text = format(Decimal(repr(number)), "f").removesuffix(".0")
-    return text if len(text) <= 20 else repr(number)
+    if len(text) > 20:
+        return repr(number)
+    return text

@@ -1,4 +1,7 @@
-"""Adapters that began as a part of their base. Engines without peft would add them to the whole base."""
+"""Adapters that began as a part of their base.
+
+peft subtracts that part from the base again. An engine without peft would add the adapter to the complete base.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from finetune.recipe.schema import Recipe
 
 
 def why_not_plain(recipe: Recipe) -> str:
-    """Why the adapter's change is not a product of two matrices added to the base; empty if it is one."""
+    """Why plain LoRA cannot hold the adapter's change: base plus a product of two matrices; empty if it can."""
     assert recipe.lora is not None
     if recipe.lora.use_dora:
         return "lora.use_dora: true scales each weight"
@@ -19,14 +22,12 @@ def why_not_plain(recipe: Recipe) -> str:
 
 
 def only_by_peft(recipe: Recipe, run_dir: Path | str) -> str:
-    """A line for a run with an adapter that other engines would serve as another model; empty for other runs."""
+    """A warning if other engines would serve this run's adapter as another model; empty for other runs."""
     if recipe.lora is None or not recipe.lora.takes_from_the_base:
         return ""
-    command = (
-        ["finetune", "merge", str(run_dir)]
-        if why_not_plain(recipe)
-        else ["finetune", "export", str(run_dir), "--plain"]
-    )
+    command = ["finetune", "export", str(run_dir), "--plain"]
+    if why_not_plain(recipe):
+        command = ["finetune", "merge", str(run_dir)]
     return (
         f"lora.init_lora_weights: {recipe.lora.init_lora_weights} took a part of the base into the adapter, so only "
         f"peft loads it rightly. For vLLM and others: {shlex.join(command)}"

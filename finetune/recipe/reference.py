@@ -41,7 +41,7 @@ A recipe is one YAML page. `finetune check RECIPE` names every mistake in it by 
 `finetune check RECIPE --resolved` prints every value and where it came from. `key=value` after the recipe's name wins
 over the recipe: `training.seed=7`, `data.train.0.path=csv`, `lora=null`, `'data.eval={fraction: 0.1}'`.
 
-Numbers may be written `2e-4`; only `true` and `false` are truth values, so `mixed_precision: no` needs no quotes.
+Numbers may be written `2e-4`. Only `true` and `false` are truth values, so `mixed_precision: no` needs no quotes.
 `gradient_checkpointing` is accepted as `training.activation_checkpointing`.
 """
 
@@ -54,12 +54,19 @@ def reference_page() -> str:
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """A table for the section, then those of its own sections."""
     yield f"## {prefix or 'Top level'}\n"
     yield f"{(model.__doc__ or '').strip()}\n"
     yield "| key | takes | default | meaning |\n|---|---|---|---|"
     properties = model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
-        default = "required" if info.is_required() else f"`{_written(properties[name].get('default', '{}'))}`"
+        default = "required"
+        if not info.is_required():
+            text = "{}"  # a section: each of its keys has a default
+            if "default" in properties[name]:
+                text = yaml.safe_dump(properties[name]["default"], default_flow_style=True, width=10**6)
+                text = text.removesuffix("\n").removesuffix("...").strip().replace("|", "\\|")
+            default = f"`{text}`"
         yield f"| `{name}` | {_takes(properties[name])} | {default} | {info.description} |"
     yield ""
     for name, inner in section_models(model):
@@ -87,14 +94,6 @@ def _takes(schema: dict[str, Any]) -> str:
     }
     bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUND_SIGNS.items() if key in schema]
     return " ".join([words.get(schema.get("type", ""), "section"), *bounds])
-
-
-def _written(value: Any) -> str:
-    """A default as a recipe would write it."""
-    if value == "{}":
-        return "{}"
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("...").strip().replace("|", "\\|")
 
 
 def write_generated() -> list[Path]:

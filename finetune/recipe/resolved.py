@@ -1,4 +1,4 @@
-"""A recipe that was read: where its values came from, its leaves with their paths, and its text with every key."""
+"""A loaded recipe: where its values came from, its leaves with their paths, and its text with every key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import Path, dotted, plain_scalar
 
-# Which lists are opened, so that each of their elements is a leaf or holds some: those that hold a mapping, or all.
+# The lists whose elements are leaves, or hold some. Another list is itself a leaf.
 OpenedLists = Literal["none", "with mappings", "all"]
 
 
@@ -66,38 +66,36 @@ def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings")
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         entries = value.items()
-    elif isinstance(value, list) and _is_opened(value, lists):
-        entries = enumerate(value)
+    elif isinstance(value, list):
+        holds_mapping = any(isinstance(element, Mapping) for element in value)
+        if lists == "all" or (lists == "with mappings" and holds_mapping):
+            entries = list(enumerate(value))
     if not entries:
         yield path, value
     for key, inner in entries:
         yield from leaves(inner, (*path, key), lists=lists)
 
 
-def _is_opened(values: list[Any], lists: OpenedLists) -> bool:
-    if lists == "with mappings":
-        return any(isinstance(value, Mapping) for value in values)
-    return lists == "all" and bool(values)
-
-
 def resolved_yaml(loaded: LoadedRecipe) -> str:
     """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
     origins = loaded.origins | {key: f"{loaded.origins[key]}: auto" for key in loaded.auto_formats}
-    return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), origins)) + "\n"
+    return "\n".join(_section_lines(loaded.recipe.model_dump(mode="json"), (), origins)) + "\n"
 
 
-def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
-    indent = "  " * len(path)
+def _section_lines(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
+    """A section's lines. `item`: it is a list's element, so its first line has a dash."""
     for index, (key, inner) in enumerate(value.items()):
-        inner_path = (*path, key)
-        lead = (indent[:-2] + "- " if item and index == 0 else indent) + _in_one_line(key)
+        inner_path, lead = (*path, key), "  " * len(path)
+        if item and index == 0:
+            lead = lead[:-2] + "- "
+        lead += _in_one_line(key)
         if isinstance(inner, dict) and inner:
             yield f"{lead}:"
-            yield from _written(inner, inner_path, origins)
+            yield from _section_lines(inner, inner_path, origins)
         elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
             yield f"{lead}:"
             for number, entry in enumerate(inner):
-                yield from _written(entry, (*inner_path, number), origins, item=True)
+                yield from _section_lines(entry, (*inner_path, number), origins, item=True)
         else:
             yield f"{lead}: {_in_one_line(inner)}  # {origins[dotted(inner_path)]}"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
-from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, fastest_for, settled_formats
+from finetune.recipe.number_formats import fastest_for, settled_formats
 from finetune.recipe.sections.base import Count, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
@@ -42,29 +42,31 @@ __all__ = [
 ]
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
-# Steps between two events, or their share of the run: of T steps, ceil(T x share), as transformers counts.
+# Steps between two events. A number below 1 is a share of the run's T steps: ceil(T x share), as transformers counts.
 Interval = Count | Annotated[float, Field(gt=0, lt=1)]
 
 
 class Recipe(Section):
     """One fine-tuning run."""
 
-    budget: Budget = Field(default_factory=Budget, description="What the recipe is made for.")
+    budget: Budget = Field(default_factory=Budget, description="The machines that the recipe is made for.")
     accelerate_config: Local = Field("single", min_length=1, description="A file of accelerate_configs/, or a path.")
     model: ModelSection = Field(description="The base model.")
     quantization: Quantization | None = Field(None, description="Quantised base weights; null: none.")
     lora: Lora | None = Field(default_factory=Lora, description="Adapters; null: all weights are trained.")
-    data: Data = Field(description="What is learned from.")
+    data: Data = Field(description="The training data.")
     training: Training = Field(default_factory=Training, description="The training itself.")
     samples: Samples = Field(default_factory=Samples, description="Answers before and after training.")
     logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
-    eval_steps: Interval = Field(0.1, description="Steps between two evaluations, or below 1 their share of the run.")
-    save_steps: Interval = Field(0.1, description="Steps between two checkpoints, or below 1 their share of the run.")
+    eval_steps: Interval = Field(0.1, description="Steps between two evaluations; below 1, a share of the run.")
+    save_steps: Interval = Field(0.1, description="Steps between two checkpoints; below 1, a share of the run.")
     save_total_limit: Count = Field(2, description="Newest checkpoints kept, besides the best evaluation's.")
     timeout_seconds: int = Field(
-        600, ge=5, description="Seconds without a sign of life after which a rank counts as frozen and the run ends."
+        600, ge=5, description="A rank that shows no sign of life for so many seconds is frozen, and the run ends."
     )
-    measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
+    measure_phases: bool = Field(
+        False, description="Measure each phase's memory, seconds and collectives; slows the run."
+    )
     report_to: list[Tracker] = Field([], description="Trackers besides metrics.jsonl; wandb without a key: offline.")
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: Local | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
@@ -72,8 +74,35 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def formats_settled(cls, values: Any) -> Any:
-        """Replace `auto` by the formats that it stands for, so that no Recipe holds `auto`."""
-        return _with_formats(values) if isinstance(values, Mapping) else values
+        """Replace `auto` by the number formats that it means, so that no Recipe holds `auto`.
+
+        A value that does not fit the schema stays, and pydantic reports it.
+        """
+        if not isinstance(values, Mapping) or "model" not in values:
+            return values
+        sections: dict[str, Any] = {}
+        for name in ("budget", "model", "quantization", "training"):
+            section = values.get(name, None if name == "quantization" else {})
+            if name == "quantization" and section is None:
+                continue
+            if isinstance(section, Section):  # validated before: a copy of a recipe
+                section = section.model_dump()
+            if not isinstance(section, Mapping):
+                return values
+            sections[name] = section
+        model, training, gpus = sections["model"], sections["training"], sections["budget"].get("gpus", 0)
+        precision, base = training.get("mixed_precision", "auto"), model.get("dtype", "auto")
+        if "auto" not in (precision, base) or not isinstance(precision, str) or not isinstance(base, str):
+            return values
+        precision, base = settled_formats(
+            precision,
+            base,
+            fastest=fastest_for(gpus if isinstance(gpus, int) else 0).precision,
+            adapters=values.get("lora", True) is not None,
+            pure_bf16=training.get("pure_bf16") is True,
+            quantization=sections.get("quantization"),
+        )
+        return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
@@ -85,27 +114,3 @@ class Recipe(Section):
         """The run folder; filled in by the loader when the recipe names none."""
         assert self.output_dir is not None, "load_recipe fills output_dir"
         return self.output_dir
-
-
-def _with_formats(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sections may be mappings or parsed. A value that does not fit the schema stays, to be reported on its own."""
-    sections: dict[str, Any] = {
-        name: section.model_dump() if isinstance(section, Section) else section
-        for name in ("budget", "model", "quantization", "training")
-        if (section := values.get(name)) is not None or (name in values and name != "quantization")
-    }
-    if any(not isinstance(section, Mapping) for section in sections.values()) or "model" not in sections:
-        return values
-    model, training = sections["model"], sections.get("training", {})
-    asked = {PRECISION: training.get("mixed_precision", "auto"), BASE_FORMAT: model.get("dtype", "auto")}
-    gpus = sections.get("budget", {}).get("gpus", 0)
-    if "auto" not in asked.values() or not all(isinstance(value, str) for value in asked.values()):
-        return values
-    precision, base = settled_formats(
-        *asked.values(),
-        fastest=fastest_for(gpus if isinstance(gpus, int) else 0).precision,
-        adapters=values.get("lora", True) is not None,
-        pure_bf16=training.get("pure_bf16") is True,
-        quantization=sections.get("quantization"),
-    )
-    return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}

@@ -36,27 +36,28 @@ _OTHER_TYPES = {"MULTI_CPU": "for ranks on a CPU write distributed_type: MULTI_G
 class Strategy:
     """A strategy from an Accelerate config file, and its consequences.
 
-    Code that depends on the strategy asks one of these properties. `kind` itself is for the code that builds an
-    Accelerator and a model from it (strategies/accelerator.py, assemble.py). So a new kind answers here and is built
-    there.
+    Code that depends on the strategy asks one of these properties. Only the code that builds an Accelerator and a model
+    reads `kind` itself (strategies/accelerator.py, assemble.py). So a new kind answers here and is built there.
     """
 
     name: str
     path: Path
     kind: Kind
-    only_where: bool  # says where to run (two CPU ranks), not how: agrees with any strategy
+    only_where: bool  # says where to run (two CPU ranks), not how, so it agrees with any strategy
     num_processes: int | None
     settings: dict[str, Any]  # the decisive settings, by Accelerate's names: recipe/accelerate_file.py
     notes: tuple[str, ...] = ()  # settings in the file that the recipe overrules
 
     @property
     def pipelines(self) -> Pipelines | None:
-        """The schedule, and how many pipelines train beside each other; None: there is none."""
-        return pipelines_named(self.name) if self.kind == "pipeline" else None
+        """The schedule, and the number of pipelines that train side by side; None: no pipeline."""
+        if self.kind != "pipeline":
+            return None
+        return pipelines_named(self.name)
 
     @property
     def schedule(self) -> str | None:
-        """The order in which a pipeline computes micro-batches, one of SCHEDULES; None: there is no pipeline."""
+        """The order in which a pipeline computes micro-batches, one of SCHEDULES; None: no pipeline."""
         return self.pipelines and self.pipelines.schedule
 
     @property
@@ -71,7 +72,7 @@ class Strategy:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether one rank is too few: offload to host memory or disk is of use to a single GPU too."""
+        """Whether one rank is too few. Offload to host memory or disk helps a single GPU too."""
         return self.distributed and not self.offloaded
 
     @property
@@ -95,25 +96,27 @@ class Strategy:
         return self.shards_modules or self.uses_engine
 
     def casts_weights_once(self, recipe: Recipe) -> bool:
-        """Whether each rank has all weights in float32, trains them, and computes with 16-bit copies that are made once
-        an optimizer step."""
+        """Whether each rank trains all weights in float32, and computes with 16-bit copies.
+
+        Each optimizer step makes the copies once.
+        """
         training = recipe.training
         in_16_bits = training.mixed_precision != "no" and not training.pure_bf16
         return in_16_bits and recipe.lora is None and not (self.shards_modules or self.uses_engine)
 
     @property
     def reduces_in_float32(self) -> bool:
-        """Whether gradients are summed over the ranks in float32, whatever the number format of the weights."""
+        """Whether ranks sum gradients in float32, whatever the weights' number format."""
         return self.shards_modules or self.uses_engine
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are reduced in the last micro-step of an optimizer step alone, not in each."""
+        """Whether gradients are reduced once an optimizer step, in its last micro-step."""
         return self.gradient_buckets or self.zero_stage == 1 or self.schedule is not None
 
     @property
     def gathers_once(self) -> bool:
-        """Whether weights stay gathered from the first micro-step of an optimizer step to its last backward."""
+        """Whether weights stay gathered from an optimizer step's first micro-step to its last backward."""
         return self.shards_modules and not self.reshard_after_forward
 
     @property
@@ -123,7 +126,7 @@ class Strategy:
 
     @property
     def layers_repeat(self) -> bool:
-        """Whether each layer gathers and frees the same as the one before it. ZeRO-3 prefetches across layers."""
+        """Whether every layer gathers and frees alike. ZeRO-3 does not, because it prefetches across layers."""
         return self.zero_stage != 3
 
     @property
@@ -150,40 +153,43 @@ class Strategy:
 
     @property
     def unit_class(self) -> str | None:
-        """FSDP2: the decoder layer class that the file names as unit; None: the class that the model has."""
-        named = self.section("fsdp_config").get("fsdp_transformer_layer_cls_to_wrap")
-        return None if named is None else str(named)
+        """FSDP2: the decoder layer class that the file names as unit; None: the model's own."""
+        name = self.section("fsdp_config").get("fsdp_transformer_layer_cls_to_wrap")
+        return None if name is None else str(name)
 
     @property
     def replicates(self) -> bool:
-        """HSDP: whether several copies of the sharded model reduce their gradients over the copies."""
+        """HSDP: whether there are several copies of the sharded model, which reduce their gradients together."""
         mesh = self.settings.get("parallelism_config")
-        return (
-            self.shards_modules and mesh is not None and (mesh == {} or "parallelism_config_dp_replicate_size" in mesh)
-        )
+        if not self.shards_modules or mesh is None:
+            return False
+        return mesh == {} or "parallelism_config_dp_replicate_size" in mesh  # empty: one copy on each node
 
     def rank_count(self, processes: int) -> int:
-        """Ranks where `processes` could run."""
+        """How many ranks train if `processes` could run."""
         return processes if self.distributed else 1
 
     def stage_count(self, ranks: int) -> int:
-        """The number of stages that share the decoder layers: all `ranks`, or one copy's, under a pipeline."""
-        return max(1, ranks // self.pipelines.copies) if self.pipelines else 1
+        """The number of stages that share the decoder layers; 1 without a pipeline."""
+        if self.pipelines is None:
+            return 1
+        return max(1, ranks // self.pipelines.copies)
 
     def data_rank_count(self, ranks: int) -> int:
         """How many of `ranks` have their own rows. A pipeline's stages compute the same rows."""
         return ranks // self.stage_count(ranks)
 
     def replica_count(self, ranks: int, per_node: int) -> int:
-        """Copies of the sharded model, or 1. There are as many as nodes with `per_node` ranks, unless the file sets a
-        number.
+        """Copies of the sharded model, or 1.
+
+        The file may set their number. Else each node, with `per_node` ranks, has one copy.
         """
         if not self.replicates:
             return 1
         return int(self.section("parallelism_config").get("parallelism_config_dp_replicate_size") or ranks // per_node)
 
     def can_replicate(self, ranks: int, per_node: int) -> bool:
-        """Whether HSDP makes two or more copies, each sharded over the same number of ranks, two or more."""
+        """Whether HSDP makes two or more copies, each sharded over equally many ranks, two or more."""
         copies = self.replica_count(ranks, per_node)
         return copies > 1 and ranks % copies == 0 and ranks > copies
 
@@ -197,24 +203,28 @@ class Strategy:
                 "fsdp_config.fsdp_offload_params": self.offloaded,
                 "parallelism_config.parallelism_config_dp_replicate_size": self.replica_count(ranks, per_node),
             }
+        if not self.uses_engine:
+            return {}
         section = self.section("deepspeed_config")
-        engine = {name: key.read(section[name]) for name, key in ENGINE_KEYS.items() if name in section}
-        devices = {f"offload_{what}_device": device for what, device in self.offload_devices.items()}
-        paths = {key: value for key, value in section.items() if key.endswith("_nvme_path")}
-        stage = {"zero_stage": self.zero_stage} if self.uses_engine else {}
-        named = (stage | devices | paths | engine).items() if stage else ()
-        return {f"deepspeed_config.{key}": value for key, value in named}
+        settings: dict[str, Any] = {"zero_stage": self.zero_stage}
+        settings |= {f"offload_{what}_device": device for what, device in self.offload_devices.items()}
+        settings |= {key: value for key, value in section.items() if key.endswith("_nvme_path")}
+        settings |= {name: key.read(section[name]) for name, key in ENGINE_KEYS.items() if name in section}
+        return {f"deepspeed_config.{key}": value for key, value in settings.items()}
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the file, as `fsdp_config`; empty where the file has none."""
+        """The file's section with this name, such as `fsdp_config`; empty if it has none."""
         return self.settings.get(name) or {}
 
 
 def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bool = True) -> Strategy:
-    """Read a file of accelerate_configs/ by name, or any Accelerate config by path.
+    """Read an Accelerate config: by its name in accelerate_configs/, or by path.
 
-    With a recipe the file may repeat settings that the recipe decides. Raises RecipeError naming the file and, when
-    strict, every key that is unknown, has no effect here or contradicts the recipe.
+    Raises RecipeError that names the file and, if strict, every key that is unknown, has no effect here or contradicts
+    the recipe.
+
+    Args:
+        recipe: With a recipe, the file may repeat settings that the recipe decides.
     """
     path = CONFIG_FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -234,17 +244,17 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         kind = "pipeline"
     meaning = meaning_of(settings, recipe)
     if strict and meaning.mistakes:
-        lines = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
-        named = [
-            (f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}", problem)
-            for key, problem in meaning.mistakes
-        ]
-        raise RecipeError(first_lines([f"accelerate_config: {place}: {problem}" for place, problem in named], 20))
+        line_numbers = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
+        messages = []
+        for key, problem in meaning.mistakes:
+            place = f"{path}{line_numbers.get(key, '')}: {printable(shorten(key, 100))}"
+            messages.append(f"accelerate_config: {place}: {problem}")
+        raise RecipeError(first_lines(messages, 20))
     return Strategy(
         name=path.stem,
         path=path,
         kind=kind,
-        # The settings describe how training is sharded and offloaded, not only where.
+        # A file for a CPU without sharding says where to run. Any other file says how.
         only_where=bool(meaning.settings.get("use_cpu")) and kind in ("single", "ddp"),
         num_processes=meaning.settings.get("num_processes"),
         settings=meaning.settings,

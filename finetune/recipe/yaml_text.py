@@ -19,15 +19,15 @@ from finetune.redaction import hide_secrets, known_secrets
 
 MAX_BYTES = 2**20
 MAX_YAML_DEPTH = 20
-MAX_NODES = 20_000  # after aliases are unfolded
+MAX_NODES = 20_000  # counted after aliases are unfolded
 
 Path = tuple[str | int, ...]
 STANDARD = "tag:yaml.org,2002:"
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 INTEGER = re.compile(r"[-+]?(0|[1-9][\d_]*)")
 LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as PyYAML counts lines
-SHOWN_COLUMNS = 100  # of a source line
-# PyYAML's message -> what is wrong and what to do, for common mistakes.
+SHOWN_COLUMNS = 100  # shown of a source line
+# PyYAML's message -> problem and remedy, for common mistakes.
 PLAIN_WORDS = {
     "'\\t'": "a tab cannot indent in YAML; use spaces",
     "mapping values are not allowed here": "a second `key:` in one line; begin a new line, or quote the value",
@@ -37,7 +37,7 @@ PLAIN_WORDS = {
     "found undefined alias": "an alias (*name) without its anchor (&name); write the value out",
     "unknown escape character": "this backslash means nothing in double quotes; use single quotes, or write two",
 }
-# The same, for mistakes whose place is where a bracket or quote was opened.
+# More of these. Their mistakes are shown where the bracket or quote was opened.
 OPENED_WORDS = {
     "could not find expected ':'": "this line is not `key: value`; add the colon and a space",
     "expected ',' or ']'": "this bracket is not closed, or a comma or quotes are missing inside; complete it, add ]",
@@ -61,7 +61,7 @@ class Flaw:
     place: Place
     key: str
     problem: str
-    unreadable: Path | None = None  # the value that cannot be read for it: what else is wrong there follows from this
+    unreadable: Path | None = None  # the value that cannot be read; other mistakes in it follow from this one
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Parsed:
     values: dict[Path, Place] = field(default_factory=dict)
     flaws: list[Flaw] = field(default_factory=list)
     nodes: int = 0
-    too_far: Place | None = None  # where unfolding aliases was given up
+    too_far: Place | None = None  # where aliases unfolded into too many values
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,13 +108,14 @@ def parse(text: str) -> Parsed:
 
 
 def yaml_value(text: str) -> Any:
-    """The value of a YAML 1.1 file, which other programs read too. Raises YAMLError, also for the half dozen kinds of
-    errors that tag constructors raise.
+    """The value of a YAML 1.1 file, which other programs read too.
+
+    Raises YAMLError, also instead of the half dozen other errors that PyYAML's tag constructors raise.
     """
     try:
         return yaml.safe_load(text)
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
-        raise yaml.YAMLError("a value is none of the kind that it is written as") from error
+        raise yaml.YAMLError("a value is not of the kind that its tag names") from error
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
 
@@ -125,7 +126,7 @@ def dotted(path: Path) -> str:
 
 
 def _limits(text: str) -> Flaw | None:
-    """The first limit exceeded (depth, values, documents), found without building anything."""
+    """The first limit that the text exceeds (depth, values, documents), found without building anything."""
     depth, documents, nodes = 0, 0, 0
     for event in yaml.parse(text, Loader=_Loader):
         nodes += isinstance(event, yaml.NodeEvent)
@@ -141,13 +142,17 @@ def _limits(text: str) -> Flaw | None:
 
 
 def _syntax(text: str, error: yaml.MarkedYAMLError) -> Flaw:
-    mark = error.problem_mark or error.context_mark
-    place = _place(mark) if mark else Place(1, 1)
+    """PyYAML's error in plain words, with its place."""
+    place, line = Place(1, 1), ""
+    if mark := error.problem_mark or error.context_mark:
+        place = _place(mark)
     lines = LINE_END.split(text)
-    line = lines[place.line - 1] if place.line <= len(lines) else ""
+    if place.line <= len(lines):
+        line = lines[place.line - 1]
     indent = len(line) - len(line.lstrip())
     if "\t" in line[:indent]:
         return Flaw(place, "", PLAIN_WORDS["'\\t'"])
+    # PyYAML sees `b: 1` as a second `key:` if it continues the line above. Deeper below `a: 1`, it is indented wrongly.
     above = next((before for before in reversed(lines[: place.line - 1]) if before.strip()), "")
     deeper = indent > len(above) - len(above.lstrip()) and line.find(":") == place.column - 1
     if "mapping values" in str(error.problem) and deeper and not above.lstrip().startswith("#"):
@@ -157,7 +162,9 @@ def _syntax(text: str, error: yaml.MarkedYAMLError) -> Flaw:
             return Flaw(place, "", meaning)
     for words, meaning in OPENED_WORDS.items():
         if words in str(error.problem):
-            return Flaw(_place(error.context_mark) if error.context_mark else place, "", meaning)
+            if error.context_mark:
+                place = _place(error.context_mark)
+            return Flaw(place, "", meaning)
     reason = " ".join(filter(None, [error.context, error.problem]))
     return Flaw(place, "", f"this is not YAML: {reason}; check indentation, quotes and brackets")
 
@@ -169,7 +176,7 @@ def _place(mark: Any) -> Place:
 def _value(node: yaml.Node, path: Path, parsed: Parsed) -> Any:
     parsed.nodes += 1
     parsed.values[path] = _place(node.start_mark)
-    if parsed.nodes > MAX_NODES or len(path) > MAX_YAML_DEPTH:  # deeper than the text is only an alias of itself
+    if parsed.nodes > MAX_NODES or len(path) > MAX_YAML_DEPTH:  # only an alias inside itself is deeper than its text
         parsed.too_far = parsed.too_far or parsed.values[path]
         return None
     if isinstance(node, yaml.MappingNode):
@@ -212,7 +219,7 @@ def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> N
 
 def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     _refuse_tag(node, "str", path, parsed)
-    # JSON spells a letter beyond 16 bits as two escapes; PyYAML does not join them.
+    # JSON writes a letter beyond 16 bits as two escapes. PyYAML does not join them.
     text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if "\0" in text or text.count("\N{REPLACEMENT CHARACTER}") > node.value.count("\N{REPLACEMENT CHARACTER}"):
         problem = "holds a character that no file name or text can hold; remove its escape"
@@ -239,7 +246,6 @@ def plain_scalar(text: str) -> Any:
 def number_trap(text: str) -> str | None:
     """The text to write instead of a number that YAML 1.1, or a person, spells differently; None for other text."""
     plain = text.replace("_", "")
-    value: float
     if isinstance(plain_scalar(text), (int, float)):
         return "remove the quotes"
     if re.fullmatch(r"[-+]?0\d+", plain):
@@ -247,16 +253,17 @@ def number_trap(text: str) -> str | None:
     if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,16}|0[bB][01]{1,64}", plain):
         return f"write {int(plain, 0)}"
     if re.fullmatch(r"\d{1,9}(:[0-5]?\d){1,3}", plain):
-        value = 0
+        seconds = 0  # 1:30 is 90
         for part in plain.split(":"):
-            value = value * 60 + int(part)
-        return f"a colon makes it a time (YAML 1.1 reads {value}), write one number"
+            seconds = seconds * 60 + int(part)
+        return f"a colon makes it a time (YAML 1.1 reads {seconds}), write one number"
     if re.fullmatch(r"\d{1,3}(,\d{3})+", plain):
         return f"write {plain.replace(',', '')}"
     if re.fullmatch(r"\d{1,9}(\.\d+)?\s*%", plain):
         return f"write {float(plain.rstrip('% ')) / 100:g}"
     if re.fullmatch(r"\d{1,9}[kKmM]", plain):
-        return f"write {int(plain[:-1]) * (1_000 if plain[-1] in 'kK' else 1_000_000)}"
+        factor = {"k": 1_000, "m": 1_000_000}[plain[-1].lower()]
+        return f"write {int(plain[:-1]) * factor}"
     return None
 
 
@@ -275,19 +282,25 @@ def shown(value: Any) -> str:
 
 
 def shorten(text: str, length: int, ellipsis: str = "...") -> str:
-    """The text, or as much of its beginning as leaves room for an ellipsis within `length` characters."""
-    return text if len(text) <= length else text[: length - len(ellipsis)] + ellipsis
+    """The text, or its beginning and an ellipsis, `length` characters in all."""
+    if len(text) <= length:
+        return text
+    return text[: length - len(ellipsis)] + ellipsis
 
 
 def excerpt(text: str, place: Place) -> Iterator[str]:
-    """The source line and a caret under the place; of a long line, the part around it."""
+    """The source line and a caret under the place. A long line is cut on both sides of it."""
     lines = LINE_END.split(text)
     if not 0 < place.line <= len(lines) or not lines[place.line - 1].strip():
         return
-    line, at = printable(lines[place.line - 1].replace("\t", " ")), place.column - 1
-    start = max(0, at - SHOWN_COLUMNS // 2) if len(line) > SHOWN_COLUMNS else 0
-    before = ("..." if start else "") + line[start:at]
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in before)
-    after = line[at : start + SHOWN_COLUMNS]
-    yield f"    {before}{after}{'...' if len(line) > start + SHOWN_COLUMNS else ''}".rstrip()
+    line, column, start = printable(lines[place.line - 1].replace("\t", " ")), place.column - 1, 0
+    if len(line) > SHOWN_COLUMNS:
+        start = max(0, column - SHOWN_COLUMNS // 2)
+    before, after = line[start:column], line[column : start + SHOWN_COLUMNS]
+    if start:
+        before = "..." + before
+    if len(line) > start + SHOWN_COLUMNS:
+        after += "..."
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in before)  # these take two columns
+    yield f"    {before}{after}".rstrip()
     yield f"    {' ' * (len(before) + wide)}^"

@@ -194,7 +194,7 @@ def test_the_recipes_budget_is_the_default() -> None:
         ("fsdp2", 1, 1, "runs on several processes, 1 x 1 GPU are one"),
         ("zero3", 1, 1, "runs on several processes"),
         ("cpu_2proc", 1, 2, "runs on a CPU, not on 1 x 2 GPUs"),
-        ("1f1b_ddp2", 1, 3, "two stages or more, all as long; 3 processes cannot be divided so: launch 4"),
+        ("1f1b_ddp2", 1, 3, "two stages or more, all equally long; 3 processes cannot be divided so: launch 4"),
         ("gpipe_ddp2", 2, 1, "2 processes cannot be divided so: launch 4"),
         ("fsdp2", 16, 8, "8 rows a step leave 120 of 128 ranks without one"),
     ],

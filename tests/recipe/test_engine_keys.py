@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
         ["sub_group_size: 1e9"],
         "4: deepspeed_config.sub_group_size: '1e9': has no effect under zero",
     ),
-    "not gathered": (2, ["allgather_partitions: false"], "False: DeepSpeed gathers updated weights whatever it says"),
+    "not gathered": (2, ["allgather_partitions: false"], "False: DeepSpeed gathers updated weights all the same"),
     "offload and scattered": (
         2,
         ["offload_optimizer_device: cpu", "contiguous_gradients: false"],
@@ -153,7 +153,7 @@ def test_what_changes_nothing_is_said() -> None:
     section: dict[str, Any] = {"zero_stage": 2, "allgather_bucket_size": 2, "hysteresis": 2, "reduce_bucket_size": 4}
     first, second = engine_notes(section, "bf16")
     assert "allgather_bucket_size changes nothing" in first
-    assert "hysteresis: of training.mixed_precision: fp16 alone; here it is bf16" in second
+    assert "hysteresis: only for training.mixed_precision: fp16; here it is bf16" in second
     assert list(engine_notes(section, "fp16")) == [first]
     assert list(engine_notes({"zero_stage": 2, "reduce_bucket_size": 4}, "bf16")) == []
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from finetune.paths import in_home
 
 Local = Annotated[str, AfterValidator(in_home)]  # may be a path; ~ is the home folder
-MOST = 2**31 - 1  # of what is counted: no run has more of anything
+MOST = 2**31 - 1  # limit for every count; no run has more of anything
 Count = Annotated[int, Field(ge=1, le=MOST)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST)]
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from finetune.recipe import cross_checks
 from finetune.recipe.sections.base import Local, Section
 
-MOST_TOKENS = 2**20  # of a row: of all models known in 2026 few have more positions
+MOST_TOKENS = 2**20  # in a row; few models known in 2026 have more positions
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
@@ -30,9 +30,9 @@ class DataSet(Section):
     data_files: Local | list[Local] | None = Field(None, description="Local files, relative to the working folder.")
     split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
-    format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
+    format: RowFormat = Field("auto", description="A row's layout; auto looks at the columns.")
     columns: dict[str, str] = Field(
-        {}, description="Our column to the data set's: {prompt: question, completion: answer}; others keep their names."
+        {}, description="Our column: the data set's. {prompt: question, completion: answer}. Others keep their names."
     )
     template: dict[str, str] = Field(
         {},
@@ -52,13 +52,13 @@ class DataSet(Section):
     )
     roles: dict[str, Role] = Field(
         {},
-        description="The data set's role names to ours: {Human: user}; those of messages and sharegpt are known. "
-        "function_call: the assistant's, whose content is the JSON of its calls.",
+        description="The data set's role: ours. {Human: user}. Roles of messages and sharegpt are known. "
+        "function_call: the assistant's calls, as JSON in its content.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="Variables for the chat template: {enable_thinking: false}; a row's own column wins."
     )
-    weight: float = Field(1.0, gt=0, le=1000, description="How often each row is seen an epoch; 0.5: half of the rows.")
+    weight: float = Field(1.0, gt=0, le=1000, description="Times each row is seen an epoch. 0.5: half the rows.")
 
     @model_validator(mode="after")
     def known_columns(self) -> DataSet:
@@ -67,9 +67,11 @@ class DataSet(Section):
 
     @property
     def short_name(self) -> str:
-        """The first file's stem, or the last part of the data set's path: letters, digits, dots and dashes."""
+        """The first file's stem, or the path's last part: letters, digits, dots and dashes."""
         files = [self.data_files] if isinstance(self.data_files, str) else self.data_files
-        name = PurePath(files[0]).stem if files else PurePath(self.path).name
+        name = PurePath(self.path).name
+        if files:
+            name = PurePath(files[0]).stem
         return re.sub(r"[^\w.-]+", "_", name).strip("_") or "set"
 
 
@@ -84,38 +86,45 @@ class Data(Section):
 
     train: list[DataSet] = Field(min_length=1, description="Data sets, mixed by weight.")
     eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
-    max_length: int = Field(2048, ge=8, le=MOST_TOKENS, description="Tokens of one row, packed or not.")
+    max_length: int = Field(2048, ge=8, le=MOST_TOKENS, description="Tokens in one row, packed or not.")
     packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
     train_on: TrainOn = Field(
         "assistant",
-        description="assistant: its turns; completion: the last answer; each_turn: every answer as an example of its "
-        "own, for templates that write earlier ones otherwise; all.",
+        description="Supervised tokens. assistant: its turns. completion: the last answer. each_turn: every answer, "
+        "as an example of its own; for templates that write earlier answers differently. all: every token.",
     )
-    truncation: Truncation = Field("error", description="What happens to a document longer than max_length.")
+    truncation: Truncation = Field(
+        "error", description="For documents longer than max_length. right: cut their end. drop: leave them out."
+    )
     chat_template: Local | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
-    date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
+    date_string: str = Field("26 Jul 2024", description="The date that templates print as today's.")
 
     @property
     def eval_sets(self) -> list[DataSet]:
         """The data sets with held-out rows; none if `eval` is null or a share of the training rows."""
-        return self.eval if isinstance(self.eval, list) else []
+        if isinstance(self.eval, list):
+            return self.eval
+        return []
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        """The template's variables when the model is prompted: those of all training sets, or none if they differ."""
+        """The template's variables when the model is prompted: the training sets' own, or none if they differ."""
         first = self.train[0].chat_template_kwargs
-        return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
+        if all(entry.chat_template_kwargs == first for entry in self.train):
+            return first
+        return {}
 
     @property
     def eval_names(self) -> list[str]:
-        """The name for each of `eval_sets` in metrics: its file's or its own, with its place if names are equal."""
+        """The `eval_sets`' names in metrics. Equal names make all of them end with their place in the list."""
         names = [entry.short_name for entry in self.eval_sets]
-        distinct = len(set(names)) == len(names)
-        return names if distinct else [f"{name}_{place}" for place, name in enumerate(names, 1)]
+        if len(set(names)) == len(names):
+            return names
+        return [f"{name}_{place}" for place, name in enumerate(names, 1)]
 
     @property
     def metrics(self) -> list[str]:
-        """The values for metric_for_best_model: the loss over all held-out rows, and over each of several data sets."""
+        """The values for metric_for_best_model: the loss over all held-out rows, then over each data set if several."""
         names = self.eval_names if len(self.eval_sets) > 1 else []
         return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
 

@@ -24,20 +24,27 @@ class EngineKey:
     most: float = inf
     stages: tuple[int, ...] = (1, 2, 3)
     even: bool = False
-    deepspeed_name: str = ""  # where it is not the key itself
+    deepspeed_name: str = ""  # if DeepSpeed's name is not the key itself
 
     @property
     def wants(self) -> str:
-        """The values that it takes, in words."""
+        """The key's values in words."""
         if self.kind is bool:
             return "true or false"
-        number = "an even whole number" if self.even else "a whole number" if self.kind is int else "a number"
-        return f"{number} from {self.least:,.0f}" + (f" to {self.most:,.0f}" if isfinite(self.most) else "")
+        number = "a number"
+        if self.kind is int:
+            number = "an even whole number" if self.even else "a whole number"
+        text = f"{number} from {self.least:,.0f}"
+        if isfinite(self.most):
+            text += f" to {self.most:,.0f}"
+        return text
 
     def read(self, value: Any) -> Any:
-        """The value as DeepSpeed takes it; None where it is none. YAML reads 5e8 as text."""
+        """The value as DeepSpeed takes it; None if it takes no such value. YAML reads 5e8 as text."""
+        if self.kind is bool and isinstance(value, bool):
+            return value
         if self.kind is bool or isinstance(value, bool):
-            return value if self.kind is bool and isinstance(value, bool) else None
+            return None
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -46,7 +53,9 @@ class EngineKey:
             return None
         if self.kind is float:
             return number
-        return int(number) if number == int(number) and not (self.even and number % 2) else None
+        if number != int(number) or (self.even and number % 2):
+            return None
+        return int(number)
 
 
 ENGINE_KEYS: dict[str, EngineKey] = {
@@ -67,10 +76,9 @@ ENGINE_KEYS: dict[str, EngineKey] = {
 }
 DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _BESIDE = "write its keys beside zero_stage, as in docs/deepspeed_keys.md; remove the line"
-OTHER_PLACES = dict.fromkeys(
-    ("deepspeed_config_file", "zero_optimization", "fp16"), _BESIDE
-)  # of these keys, elsewhere
-INITIAL_SCALE_POWER = 16  # where a file names none, as torch's GradScaler begins
+# Keys of DeepSpeed's own configuration -> where to write their content.
+OTHER_PLACES = dict.fromkeys(("deepspeed_config_file", "zero_optimization", "fp16"), _BESIDE)
+INITIAL_SCALE_POWER = 16  # if a file names none; torch's GradScaler begins with it too
 
 
 def engine_settings(section: Mapping[str, Any]) -> dict[Where, dict[str, Any]]:
@@ -90,18 +98,18 @@ def engine_mistakes(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             values[name] = key.read(section[name])
             if values[name] is None:
                 yield name, f"{section[name]!r}: write {key.wants}"
-    for name, problem in _unfit(values, section):
+    for name, problem in _without_effect(values, section):
         yield name, f"{section[name]!r}: {problem}"
 
 
-def _unfit(values: Mapping[str, Any], section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Values that the others leave without effect, or that DeepSpeed 0.19 would silently replace."""
+def _without_effect(values: Mapping[str, Any], section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Values without effect beside the others, and values that DeepSpeed 0.19 would silently replace."""
     stage = section.get("zero_stage")
     for name in values:
         if stage not in ENGINE_KEYS[name].stages:
             yield name, f"has no effect under zero_stage: {stage}; remove it"
     if values.get("allgather_partitions") is False:
-        yield "allgather_partitions", "DeepSpeed gathers updated weights whatever it says; set true, or remove it"
+        yield "allgather_partitions", "DeepSpeed gathers updated weights all the same; set true, or remove it"
     offloads = {what: section.get(f"offload_{what}_device") not in (None, "none") for what in ("optimizer", "param")}
     if values.get("contiguous_gradients") is False and offloads["optimizer"] and stage in (1, 2):
         yield "contiguous_gradients", "offload_optimizer_device needs contiguous gradients; set true, or remove it"
@@ -122,5 +130,5 @@ def engine_notes(section: Mapping[str, Any], mixed_precision: str) -> Iterator[s
         yield "accelerate_config: allgather_bucket_size changes nothing: DeepSpeed gathers updated weights in one call"
     idle = [name for name, key in ENGINE_KEYS.items() if key.where == "fp16" and name in section]
     if idle and mixed_precision != "fp16":
-        words = f"of training.mixed_precision: fp16 alone; here it is {mixed_precision}"
-        yield f"accelerate_config: {', '.join(idle)}: {words}"
+        problem = f"only for training.mixed_precision: fp16; here it is {mixed_precision}"
+        yield f"accelerate_config: {', '.join(idle)}: {problem}"

@@ -25,24 +25,24 @@ class Lora(Section):
     r: Count = Field(16, description="Rank.")
     lora_alpha: float = Field(32, gt=0, description="Scale; the update is multiplied by lora_alpha / r.")
     rank_pattern: dict[str, Count] = Field(
-        {}, description="Other ranks by name or pattern: {q_proj: 8}; the first that fits the end of a path counts."
+        {}, description="Other ranks by name or pattern: {q_proj: 8}. The first that fits a path's end counts."
     )
-    alpha_pattern: dict[str, Scale] = Field({}, description="Other lora_alpha, in the same way.")
+    alpha_pattern: dict[str, Scale] = Field({}, description="Other lora_alpha by name or pattern.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: str | list[str] = Field(
         "all-linear", description="Layers that get an adapter: all-linear (experts too), a pattern, or a list of names."
     )
     target_parameters: list[str] | None = Field(
-        None, description="Parameters too, as [mlp.experts.down_proj]; null: under all-linear those of the experts."
+        None, description="Parameters too, as [mlp.experts.down_proj]; null: the experts' under all-linear."
     )
     exclude_modules: str | list[str] = Field([], description="Layers that get none: a pattern, or a list of names.")
-    modules_to_save: list[str] = Field([], description="Further modules trained in full and saved with the adapter.")
+    modules_to_save: list[str] = Field([], description="More modules, trained in full and saved with the adapter.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction separately (DoRA).")
     # pissa_niter_[n] is left out: peft draws another part of the base when it loads such an adapter, so it cannot fit.
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] = Field(True, description=INITS)
     loraplus_lr_ratio: float | None = Field(
-        None, ge=1, description="LoRA+: B's learning rate over A's, which is learning_rate; null: one rate."
+        None, ge=1, description="LoRA+: B's learning rate as a multiple of A's, learning_rate; null: one rate."
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ class Budget(Section):
     """The machines that the recipe is made for."""
 
     gpus: int = Field(0, ge=0, le=MOST_GPUS, description="GPUs per node; 0 means the CPU.")
-    gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")
+    gpu_memory_gb: float = Field(0, ge=0, description="One GPU's memory in GB, as its maker states it.")
     nodes: int = Field(1, ge=1, le=MOST_NODES, description="Machines.")
 
 
@@ -35,25 +35,25 @@ class ModelSection(Section):
     adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
     dtype: BaseDtype = Field(
         "auto",
-        description="Number format of frozen base weights; trained weights are float32. auto: bfloat16; float32 under "
-        "lora where mixed_precision is no.",
+        description="Number format of frozen base weights; trained weights are float32. auto: bfloat16, or float32 "
+        "for lora with mixed_precision: no.",
     )
     attention: Attention = Field(
         "auto",
-        description="auto: document-isolated variable-length attention, by FlashAttention 3 or 4 where installed; "
-        "varlen: by torch's own kernel.",
+        description="auto: document-isolated variable-length attention, by FlashAttention 3 or 4 if installed. "
+        "varlen: the same by torch's own kernel.",
     )
     router_aux_loss_coef: float | None = Field(
         None,
         ge=0,
-        description="Weight of the loss that balances experts, by document; null: the model's own, if it asks for it.",
+        description="Weight of the loss that balances experts, by document; null: the model's own, if it has one.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
     add_tokens: list[str] = Field(
-        [], description="New tokens of ordinary text: [<date>, benzylamine]; their rows begin as their pieces' mean."
+        [], description="New text tokens: [<date>, benzylamine]. Their rows begin as the mean of their pieces' rows."
     )
     add_special_tokens: list[str] = Field(
-        [], description="New control tokens, which only a chat template writes and decoding leaves out."
+        [], description="New control tokens. Only a chat template writes them, and decoding leaves them out."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A run's results: answers to look at, and the place where the result goes."""
+"""A run's results: answers to look at, and where the result goes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from pydantic import Field
 
 from finetune.recipe.sections.base import Count, Section, WholeNumber
 
-USUAL = 64  # new tokens of an answer
-FEWER = 16  # the same where every forward gathers the model: Llama-3.1-70B in bf16 is 131 GiB for each new token
+USUAL = 64  # new tokens in an answer
+FEWER = 16  # new tokens if every forward gathers the model: 131 GiB for each new token of Llama-3.1-70B in bf16
 
 
 class Samples(Section):
     """Answers before and after training, to be looked at."""
 
-    count: WholeNumber = Field(4, description="Held-out prompts answered when prompts is null; 0: none.")
+    count: WholeNumber = Field(4, description="Held-out prompts to answer if prompts is null; 0: none.")
     prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
     max_new_tokens: Count | None = Field(
         None,
-        description="Length of an answer in tokens; null: 64, or 16 where each forward gathers sharded weights or goes "
+        description="An answer's length in tokens; null: 64, or 16 if each forward gathers sharded weights or passes "
         "through a pipeline.",
     )
 
     def length(self, *, sharded: bool) -> int:
-        """New tokens of an answer at most: as asked for, or fewer where weights are sharded or in stages."""
-        return self.max_new_tokens or (FEWER if sharded else USUAL)
+        """An answer's most new tokens. `sharded`: weights are sharded, or in a pipeline's stages."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return FEWER if sharded else USUAL
 
 
 class Hub(Section):

@@ -25,8 +25,8 @@ Scheduler = Literal[
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Recomputation = bool | int | Literal["auto", "selective"]
-# What `activation_checkpointing: auto` chooses from, the least computed twice first. The second and the third take
-# about the same memory; of compiled layers the second cannot be.
+# The choices for `activation_checkpointing: auto`, from the least recomputation to the most. The second and the third
+# need about the same memory. Compiled layers do not support the second.
 RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
 RECOMPUTATIONS_IF_COMPILED: tuple[Recomputation, ...] = (False, 2, True)
 
@@ -43,60 +43,64 @@ class Training(Section):
     lr_scheduler_kwargs: dict[str, Any] = Field({}, description="The shape's own arguments, by transformers' names.")
     warmup_ratio: Fraction = Field(0.03, description="Share of the steps spent warming up.")
     warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; none on biases and norms.")
     adam_beta1: Decay = Field(0.9, description="AdamW's decay of the gradient's running mean.")
     adam_beta2: Decay = Field(0.999, description="AdamW's decay of the squared gradient's running mean.")
-    adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Added to that mean's root, by which AdamW divides.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused, or in 8 bits; paged: on CUDA, not sharded.")
     mixed_precision: Literal["auto", "bf16", "fp16", "fp8", "no"] = Field(
         "auto",
-        description="For computation. auto: bf16 where the device has arithmetic for it, else fp16 on a GPU, no "
-        "(float32) on a CPU; a run keeps what it began with. fp16 scales losses; fp8: bf16 with the layers' products "
-        "in float8 (torchao), of weights that are all trained.",
+        description="Number format for computation. auto: bf16 if the device has arithmetic for it; else fp16 on a "
+        "GPU, no on a CPU. A run keeps its choice. no: float32. fp16: losses are scaled. fp8: bf16, with the layers' "
+        "products in float8 (torchao); all weights must be trained.",
     )
-    pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
+    pure_bf16: bool = Field(
+        False, description="Trained weights and AdamW's state in bfloat16 too, with stochastic rounding."
+    )
     activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(
         "auto",
-        description="Recompute in backward: auto (the least that fits by the closed form, on a CPU into free host "
-        "memory; true where there is none), false, selective (all but products and attention), n (every n-th layer), "
-        "true.",
+        description="Layers that backward recomputes. true: all. false: none. n: every n-th. selective: all, but "
+        "they keep products and attention outputs. auto: the least that fits by the closed form (on a CPU, into free "
+        "host memory); true without a closed form.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Decoder layers as fused kernels (torch.compile); auto: on a GPU, where the first step can.",
+        description="Decoder layers as fused kernels (torch.compile). auto: on a GPU, if the first step can compile.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: int = Field(42, ge=0, le=2**63 - 1, description="Seed of row order, adapter initialisation and dropout.")
     deterministic: bool = Field(
         False,
-        description="On a GPU: kernels that sum in one order, so that a resumed run is bitwise; slower attention.",
+        description="On a GPU: kernels that sum in one order, so that a resumed run is bitwise. Attention is slower.",
     )
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
     early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
     load_best_model_at_end: bool | None = Field(
-        None, description="Export the best evaluation's weights, not the last; null: with early_stopping_patience."
+        None, description="Export the best evaluation's weights, not the last. null: if early_stopping_patience is set."
     )
     metric_for_best_model: str = Field(
-        "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
+        "eval_loss", description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME."
     )
 
     @property
     def float8(self) -> bool:
-        """Whether products inside of layers are in float8; all else is then as under bf16."""
+        """Whether products inside layers are in float8. Everything else is then as under bf16."""
         return self.mixed_precision == "fp8"
 
     @property
     def accelerate_precision(self) -> str:
-        """Accelerate's `mixed_precision`. float8 layers belong to the model, so this is the format for everything
-        else."""
-        return "bf16" if self.float8 else self.mixed_precision
+        """Accelerate's `mixed_precision`. Float8 layers belong to the model, so Accelerate sees bf16."""
+        if self.float8:
+            return "bf16"
+        return self.mixed_precision
 
     @property
     def recompute_every(self) -> int:
-        """Every how many-th layer is recomputed in backward; 0: none. `auto` is 1 until it is resolved."""
-        asked = self.activation_checkpointing
-        return 1 if isinstance(asked, str) else int(asked)
+        """n, if backward recomputes every n-th layer; 0: none. `auto` counts as 1 until a run resolves it."""
+        if isinstance(self.activation_checkpointing, str):
+            return 1
+        return int(self.activation_checkpointing)
 
     @property
     def keeps_products(self) -> bool:
@@ -117,4 +121,6 @@ class Training(Section):
 
     def warmup_of(self, total_steps: int) -> int:
         """The warmup in optimizer steps: `warmup_steps`, or `warmup_ratio` times the run, rounded up."""
-        return math.ceil(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_ratio * total_steps)
