@@ -113,6 +113,7 @@ def _launcher(read: Callable[[Any], Any] = _as_it_is, **options: Any) -> Acceler
     return AccelerateKey(read, keeps=True, **options)
 
 
+# The tables follow the sections of a file that `accelerate config` writes. A key that is in no table is a mistake.
 _COMPILING = "the recipe owns it: training.compile; set 'no'"
 _ABSENT = AccelerateKey(lambda _: UNREADABLE, remedy="has no effect here; remove it")
 _TOP: dict[str, AccelerateKey] = {
@@ -142,6 +143,7 @@ _TOP: dict[str, AccelerateKey] = {
     **dict.fromkeys("tpu_env tpu_name tpu_zone tpu_vm command_file commands".split(), _ABSENT),
     **dict.fromkeys(("megatron_lm_config", "mpirun_config"), _ABSENT),
 }
+# Keys of FSDP1 that change nothing under FSDP2 are accepted at the value that FSDP2 follows.
 _FSDP: dict[str, AccelerateKey] = {
     "fsdp_version": AccelerateKey(
         _whole_number, works=(2,), keeps=True, remedy="this kit shards by FSDP2; set fsdp_version: 2"
@@ -183,6 +185,7 @@ _FSDP: dict[str, AccelerateKey] = {
     "fsdp_activation_checkpointing_offload": AccelerateKey(_truth_value, works=(False,), same=False),
 }
 _DEVICES = ("none", "cpu", "nvme")
+# DeepSpeed's own keys are checked together, by engine_mistakes.
 _ZERO: dict[str, AccelerateKey] = {
     "zero_stage": AccelerateKey(_whole_number, works=(1, 2, 3), keeps=True),
     "offload_optimizer_device": AccelerateKey(_word, works=_DEVICES, same="none"),
@@ -211,6 +214,7 @@ _ONE = AccelerateKey(_whole_number, works=(1,), same=1, remedy="there is no such
 _OF_LARGER_SIZES = (
     "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"
 )
+# HSDP: copies (replicate) of the model, each over so many ranks (shard).
 _MESH: dict[str, AccelerateKey] = {
     "parallelism_config_dp_replicate_size": AccelerateKey(_whole_number, same=1, remedy="write a whole number"),
     "parallelism_config_dp_shard_size": AccelerateKey(_whole_number, remedy="write a whole number"),
@@ -225,6 +229,7 @@ _DYNAMO: dict[str, AccelerateKey] = {
         AccelerateKey(drops=True),
     ),
 }
+# Read only with training.mixed_precision: fp8.
 _FLOAT8: dict[str, AccelerateKey] = {
     "fp8_backend": AccelerateKey(_upper, works=("AO",), drops=True, remedy="float8 is torchao's here; set AO"),
     "fp8_enable_fsdp_float8_all_gather": AccelerateKey(_truth_value, works=(False,), drops=True),
@@ -246,7 +251,9 @@ SECTIONS = {
     "dynamo_config": _Table(_DYNAMO, "dynamo_"),
     "fp8_config": _Table(_FLOAT8, "fp8_"),
 }
+# distributed_type -> the section and key that its file must have.
 _REQUIRED = {"FSDP": ("fsdp_config", "fsdp_version"), "DEEPSPEED": ("deepspeed_config", "zero_stage")}
+# FSDP1's sharding strategies that FSDP2 expresses in other keys.
 _OTHER_SHARDING = {
     "NO_SHARD": "is DDP; set distributed_type: MULTI_GPU and remove fsdp_config",
     "HYBRID_SHARD": "keeps copies of the sharded model; set true, and add parallelism_config: {}",
@@ -365,12 +372,12 @@ def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
             found.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
     if zero := settings.get("deepspeed_config"):
         for what in ("optimizer", "param"):
-            if zero.get(f"offload_{what}_device") != "nvme":
+            if zero.get(f"offload_{what}_device") != "nvme":  # the path has no effect
                 zero.pop(f"offload_{what}_nvme_path", None)
     mesh, ranks = settings.get("parallelism_config", {}), settings.get("num_processes")
     shards = mesh.get("parallelism_config_dp_shard_size")
     copies = mesh.get("parallelism_config_dp_replicate_size") or 1
-    if shards is not None and ranks is not None and shards * copies != ranks:
+    if shards is not None and ranks is not None and shards * copies != ranks:  # 2 copies x 4 shards are 8 ranks
         place = "parallelism_config.parallelism_config_dp_shard_size"
         text = f"{shards}: {copies} x {shards} ranks are not num_processes: {ranks}; remove the line"
         found.mistakes.append((place, text))

@@ -83,7 +83,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
     try:
         config = json.loads(text)
         kind = config.get("peft_type")
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):  # not JSON, not a mapping, nested too deeply
         return f"{name}: {CONFIG} is not JSON of an adapter; name the folder of an adapter that peft saved"
     if kind != "LORA":
         return f"{name}: is an adapter of kind {kind}; name a LoRA adapter"

@@ -152,7 +152,7 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
         columns = ", ".join([*ROW_COLUMNS[entry.format], *OPTIONAL_COLUMNS[entry.format]])
         problem = f"does not fit format {entry.format}, whose columns are {columns}"
         yield CrossCheck("columns", problem, "write format: auto")
-    mapped: set[str] = set()
+    mapped: set[str] = set()  # their columns so far
     for ours, theirs in entry.columns.items():
         if theirs in mapped:
             yield CrossCheck(f"columns.{ours}", f"{theirs} is mapped twice", "keep one of them")
@@ -226,6 +226,7 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
             yield CrossCheck(key, "is not a number", "write a number")
         elif remedy := _out_of_range(name, value, training):
             yield CrossCheck(key, f"is {shown(value)}", remedy)
+    # Without these arguments transformers raises an error, but only after the model is loaded.
     if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1:
         remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
         yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
@@ -258,8 +259,8 @@ def _out_of_range(name: str, value: float, training: Training) -> str:
 
 def check_sections(recipe: Recipe) -> None:
     """Check that values in different sections agree, and that names can be used."""
-    checks = (_frozen_base_mistakes, _training_mistakes, _hub_mistakes, _name_mistakes)
-    refuse(mistake for check in checks for mistake in check(recipe))
+    mistakes = [*_frozen_base_mistakes(recipe), *_training_mistakes(recipe)]
+    refuse([*mistakes, *_hub_mistakes(recipe), *_name_mistakes(recipe)])
 
 
 def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
@@ -323,6 +324,7 @@ def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] |
     """The problem and the remedy if the best evaluation may have no checkpoint; else None."""
     if not recipe.training.exports_best or recipe.data.eval is None:
         return None
+    # Every 30 steps evaluated and every 20 saved: step 30 may be the best, and has no checkpoint.
     evaluated = steps_between(recipe.eval_steps, total_steps)
     saved = steps_between(recipe.save_steps, total_steps)
     if evaluated >= total_steps or evaluated % saved == 0:  # the last step is always evaluated and saved

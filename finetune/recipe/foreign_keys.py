@@ -14,6 +14,7 @@ from finetune.errors import RecipeError
 from finetune.recipe.optimizers import OPTIMIZER_NAMES
 from finetune.recipe.yaml_text import shown
 
+# Tools whose whole configurations `finetune import` converts. Single keys of more tools are known below.
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
 TOOL_TITLES: dict[Tool, str] = {
     "axolotl": "axolotl",

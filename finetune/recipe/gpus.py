@@ -12,10 +12,10 @@ from finetune.wording import counted
 
 
 class _Model(NamedTuple):
-    """A GPU's memory: as its maker states it, and the total that nvidia-smi shows."""
+    """A GPU's memory."""
 
-    gb: float
-    mib: int
+    gb: float  # as its maker states it
+    mib: int  # the total that nvidia-smi shows
 
 
 MODELS = {
@@ -68,10 +68,10 @@ def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
         if nodes is not None:
             raise FinetuneError(f"--nodes: {nodes}: --gpus cpu is one machine without GPUs; leave --nodes out")
         return None
-    if re.fullmatch(r"(?:\d+X)*\d+(?:\.\d+)?", words, re.ASCII):
+    if re.fullmatch(r"(?:\d+X)*\d+(?:\.\d+)?", words, re.ASCII):  # 8, or 2x24
         raise FinetuneError(f"--gpus: {text}: a number alone may be GPUs or GB; {FORMS}")
     match = _FORM.fullmatch(words)
-    if match is None or (match[1] and match[5]):
+    if match is None or (match[1] and match[5]):  # 2xH100:8 counts GPUs twice
         raise FinetuneError(f"--gpus: {text!r} does not name GPUs; {FORMS}")
     first, second, gb, name, last = match.groups()  # 2x8x80GB: 2, 8, 80; H100:8: name H100, last 8
     if name and name not in MODELS:

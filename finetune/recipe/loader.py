@@ -122,6 +122,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     for flaw in source.parsed.flaws:
         source.add(flaw.place, flaw.key, flaw.problem)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
+    # Another tool's file would have a mistake in every line; one message names the command that converts it.
     refuse_configuration_of_a_tool(file, value)
     _rename_aliases(source, value)
     for override in overrides:
@@ -133,6 +134,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
             source.add(source.parsed.values.get((), Place(1, 1)), "", problem)
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
+    # Rows that a packaged recipe names lie in the package, wherever the user is.
     if "data" in value and file.resolve().parent == RECIPES.resolve():
         value["data"] = _with_shipped_files(value["data"], ("data",), source.overridden)
     recipe = _validate(source, value)
@@ -286,7 +288,7 @@ def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
     current: Any = value
     for index, part in enumerate(path):
         last = index == len(path) - 1
-        if isinstance(current, list):
+        if isinstance(current, list):  # data.train.0.path
             if not isinstance(part, int) or part >= len(current):
                 return f"{dotted(path[:index])} is a list of {len(current)}; name one by number, from 0"
         elif not isinstance(current, dict):
@@ -311,6 +313,7 @@ def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
             source.report(alias, f"is the same key as {dotted(CHECKPOINTING)}; keep one of them", at_key=True)
             continue
         value["training"] = {**training, "activation_checkpointing": setting}
+        # Messages about the key point at its alias in the file.
         for places in (source.parsed.keys, source.parsed.values):
             if alias in places:
                 places[CHECKPOINTING] = places[alias]

@@ -111,6 +111,7 @@ def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]
         for mistake in mistakes.values()
         if not _is_either(mistake) or not any(path[: len(mistake.path)] == mistake.path for path in specific)
     ]
+    # A misspelt key is reported as unknown. Do not report it as missing too.
     return [mistake for mistake in kept if not _is_misspelt_elsewhere(mistake, kept)]
 
 
@@ -126,7 +127,7 @@ def unknown_key(path: Path) -> str:
     known, everywhere = keys_of(section), list(_all_paths(Recipe, ()))
     elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
     answer = answer_for(name)
-    if elsewhere:
+    if elsewhere:  # learning_rate outside training
         text = f"belongs elsewhere; write {' or '.join(elsewhere)}"
         if answer and not any(place in answer for place in elsewhere):
             text += f", or, as another tool means it, {answer}"
@@ -134,10 +135,10 @@ def unknown_key(path: Path) -> str:
     if answer:
         return f"is another tool's key; {answer}"
     close = difflib.get_close_matches(name, known, 1, 0.55)
-    if close:
+    if close:  # a misspelt key of this section
         return f"is unknown; did you mean {dotted((*section, close[0]))}?"
     far = difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)
-    if far:
+    if far:  # a misspelt key of another section
         place = next(p for p in everywhere if p[-1] == far[0])
         return f"is unknown; did you mean {dotted(place)}?"
     return f"is unknown; the keys here are {', '.join(known)}"
@@ -207,6 +208,7 @@ def _recipe_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
     location = error["loc"]
     for index, part in enumerate(location):
         last_and_absent = index == len(location) - 1 and error["type"] == "missing"
+        # pydantic names a union's branch directly after the union's own key.
         if _is_union(path) and (not branches or branches[-1].depth < len(path)):
             branches.append(_Branch(str(part), len(path)))
         elif isinstance(current, Mapping) and (part in current or last_and_absent):
@@ -287,16 +289,16 @@ def _wanted_instead(path: Path, expected: str, written: Any) -> str:
 def _hint(path: Path, expected: str, written: Any) -> str | None:
     """The text to write instead of a wrongly typed value, if that is clear."""
     if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
-        if isinstance(plain_scalar(str(written)), bool):  # tRUE and fALSE are texts without quotes too
+        if isinstance(plain_scalar(str(written)), bool):  # "true"; but tRUE is a text without quotes too
             return "remove the quotes"
         return f"{shown(written)} is not a truth value, write {TRUTH_WORDS[str(written).lower()]}"
-    if expected == "text" and isinstance(written, (bool, int, float)):
+    if expected == "text" and isinstance(written, (bool, int, float)):  # revision: 1.0
         return f'{IN_QUOTES} "{shown(written)}"'
-    if "number" in expected and isinstance(written, str):
+    if "number" in expected and isinstance(written, str):  # learning_rate: "2e-4"
         return number_trap(written) or "write digits, without units or expressions"
     if expected == "a whole number" and isinstance(written, float) and written.is_integer() and abs(written) < 1e15:
         return f"write {int(written)}"
-    if "section" in expected and isinstance(written, bool):
+    if "section" in expected and isinstance(written, bool):  # lora: true
         if written:
             return "write {} for the defaults"
         if dotted(path) in ("lora", "quantization"):

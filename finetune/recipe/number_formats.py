@@ -128,11 +128,12 @@ def settled_formats(
             chosen = "bf16"
         elif quantised_compute:
             chosen = _PRECISION_OF_DTYPE.get(str(quantised_compute), "bf16")
+    # `chosen` stands. The rest settles model.dtype.
     if base != "auto":
         return chosen, base
     if quantised_compute:
         return chosen, quantised_compute
-    if not adapters:
+    if not adapters:  # only the export's format
         return chosen, "bfloat16"
     if chosen == "no":
         return chosen, "float32"

@@ -173,7 +173,7 @@ class Strategy:
         """The number of stages that share the decoder layers; 1 without a pipeline."""
         if self.pipelines is None:
             return 1
-        return max(1, ranks // self.pipelines.copies)
+        return max(1, ranks // self.pipelines.copies)  # 8 ranks under 1f1b_ddp2: 4 stages
 
     def data_rank_count(self, ranks: int) -> int:
         """How many of `ranks` have their own rows. A pipeline's stages compute the same rows."""
@@ -186,6 +186,7 @@ class Strategy:
         """
         if not self.replicates:
             return 1
+        # 16 ranks on nodes with 8: two copies, each over one node's 8 ranks.
         return int(self.section("parallelism_config").get("parallelism_config_dp_replicate_size") or ranks // per_node)
 
     def can_replicate(self, ranks: int, per_node: int) -> bool:
@@ -240,7 +241,7 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         remedy = _OTHER_TYPES.get(distributed_type, "correct that file")
         known = ", ".join(KIND_OF_TYPE)
         raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; {remedy}"])
-    if kind == "ddp" and pipelines_named(path.stem):
+    if kind == "ddp" and pipelines_named(path.stem):  # a pipeline's file is a DDP file with a pipeline's name
         kind = "pipeline"
     meaning = meaning_of(settings, recipe)
     if strict and meaning.mistakes:

@@ -129,6 +129,7 @@ def _limits(text: str) -> Flaw | None:
     """The first limit that the text exceeds (depth, values, documents), found without building anything."""
     depth, documents, nodes = 0, 0, 0
     for event in yaml.parse(text, Loader=_Loader):
+        # A bomb of aliases has few events; `_value` counts what it unfolds into.
         nodes += isinstance(event, yaml.NodeEvent)
         if nodes > 2 * MAX_NODES:  # keys count here too
             return Flaw(_place(event.start_mark), "", f"holds more than {MAX_NODES:,} values; a recipe is a page")
@@ -193,7 +194,7 @@ def _mapping(node: yaml.MappingNode, path: Path, parsed: Parsed) -> dict[str, An
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         name, place = str(key_node.value), _place(key_node.start_mark)
-        if not isinstance(key_node, yaml.ScalarNode):
+        if not isinstance(key_node, yaml.ScalarNode):  # {a: b}: c, or [a]: b
             problem = "a key must be a word; write key: value, or put a value that begins with a bracket in quotes"
             parsed.flaws.append(Flaw(place, dotted(path), problem, path))
             continue
@@ -235,8 +236,10 @@ def plain_scalar(text: str) -> Any:
         return text.lower() == "true"
     if INTEGER.fullmatch(text):
         digits = text.replace("_", "")
-        return int(digits) if len(digits) < 20 else float(digits)
-    if FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0\d+", text):
+        if len(digits) < 20:  # int() refuses thousands of digits
+            return int(digits)
+        return float(digits)
+    if FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0\d+", text):  # 010 stays text: number_trap explains it
         return float(text.replace("_", ""))
     if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", text):
         return float(text.replace(".", ""))
@@ -248,8 +251,9 @@ def number_trap(text: str) -> str | None:
     plain = text.replace("_", "")
     if isinstance(plain_scalar(text), (int, float)):
         return "remove the quotes"
-    if re.fullmatch(r"[-+]?0\d+", plain):
+    if re.fullmatch(r"[-+]?0\d+", plain):  # 010, which YAML 1.1 reads as 8
         return f"a leading zero may mean octal, write {int(plain)}"
+    # 0xff, 0o17, 0b11
     if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,16}|0[bB][01]{1,64}", plain):
         return f"write {int(plain, 0)}"
     if re.fullmatch(r"\d{1,9}(:[0-5]?\d){1,3}", plain):
@@ -257,11 +261,11 @@ def number_trap(text: str) -> str | None:
         for part in plain.split(":"):
             seconds = seconds * 60 + int(part)
         return f"a colon makes it a time (YAML 1.1 reads {seconds}), write one number"
-    if re.fullmatch(r"\d{1,3}(,\d{3})+", plain):
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", plain):  # 10,000
         return f"write {plain.replace(',', '')}"
-    if re.fullmatch(r"\d{1,9}(\.\d+)?\s*%", plain):
+    if re.fullmatch(r"\d{1,9}(\.\d+)?\s*%", plain):  # 5 %
         return f"write {float(plain.rstrip('% ')) / 100:g}"
-    if re.fullmatch(r"\d{1,9}[kKmM]", plain):
+    if re.fullmatch(r"\d{1,9}[kKmM]", plain):  # 2k
         factor = {"k": 1_000, "m": 1_000_000}[plain[-1].lower()]
         return f"write {int(plain[:-1]) * factor}"
     return None
