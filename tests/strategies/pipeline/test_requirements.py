@@ -88,7 +88,9 @@ def test_interleaved_wants_rounds_of_equal_size() -> None:
     """Nine micro-batches over four stages: two rounds, of which one would have five."""
     some: dict[str, Any] = {"global_batch_size": 9, "per_device_batch_size": 1, "mixed_precision": "no"}
     check_launch(least_recipe(accelerate_config="1f1b", training=some), FOUR)
-    with pytest.raises(EnvironmentMismatch, match="rounds of equal size, each with 4 micro-batches or more; 9 a step make none") as caught:  # noqa: E501
+    with pytest.raises(
+        EnvironmentMismatch, match="rounds of equal size, each with 4 micro-batches or more; 9 a step make none"
+    ) as caught:  # noqa: E501
         check_launch(least_recipe(accelerate_config="interleaved_1f1b", training=some), FOUR)
     assert "\n" not in str(caught.value)
     remedies = dict(word.split("=") for word in SETTING.findall(str(caught.value)))
