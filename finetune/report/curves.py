@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.measure.units import PHASES
+from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
@@ -24,13 +24,13 @@ CURVES = (
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
 )
-FEWEST_SMOOTHED = 20  # lines of training; a curve of fewer is read as it is
-SMOOTHED_SHARE = 12  # a smoothed point is the mean of this part of the run's lines
+FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed
+SMOOTHED_SHARE = 12  # a smoothed point is the mean of a twelfth of the run's lines
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run's folder, read, with the name that it has among others."""
+    """A run's folder, its contents, and its name among the other runs."""
 
     name: str
     folder: Path
@@ -41,86 +41,83 @@ class ReportedRun:
 def read_runs(
     folders: Sequence[Path], plan_of: Callable[[Path], Mapping[str, Any] | None] = lambda run: None
 ) -> list[ReportedRun]:
-    """The runs in these folders; for a comparison's folder, its jobs. Raises FinetuneError if there is no run.
+    """Read the runs in these folders; a comparison's folder gives its jobs. Raises FinetuneError if there is no run.
 
     Args:
         plan_of: Makes the plan for a run's folder, to show beside the measurement; by default there is none.
     """
-    jobs = [job for folder in folders for job in _jobs(folder)]
-    names = _names(jobs)
-    return [_read(folder, name, plan_of) for folder, name in zip(jobs, names, strict=True)]
+    run_folders: list[Path] = []
+    for folder in folders:
+        if (folder / "compare.json").is_file():
+            jobs = sorted(job for job in folder.glob("jobs/*") if (job / "metrics.jsonl").is_file())
+            if not jobs:
+                raise FinetuneError(f"{folder}: no job of this comparison has trained a step; run it again")
+            run_folders += jobs
+        else:
+            require_run_folder(folder)
+            run_folders.append(folder)
+    names = _distinct_names(run_folders)
+    return [_read_checked(folder, name, plan_of) for folder, name in zip(run_folders, names, strict=True)]
 
 
-def _jobs(folder: Path) -> list[Path]:
-    if (folder / "compare.json").is_file():
-        found = sorted(job for job in folder.glob("jobs/*") if (job / "metrics.jsonl").is_file())
-        if not found:
-            raise FinetuneError(f"{folder}: a comparison none of whose jobs has a step in jobs/; run it again")
-        return found
-    require_run_folder(folder)
-    return [folder]
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as make the names distinct."""
-    for words in range(1, 1 + max(len(folder.resolve().parts) for folder in folders)):
-        names = ["/".join(folder.resolve().parts[-words:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    raise FinetuneError("two of these runs are the same folder; name each once")
-
-
-def _read(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str, Any] | None]) -> ReportedRun:
+def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str, Any] | None]) -> ReportedRun:
     facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
     run = ReportedRun(name, folder, facts, plan_of(folder) or {})
+    # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
     with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
         summary(run), phase_peaks(run), planned_peaks(run), run.facts.missing()
     return run
 
 
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Each path's end, with as many parts as make the names distinct: a/run and b/run."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, 1 + max(map(len, parts))):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise FinetuneError("two of these runs are the same folder; name each once")
+
+
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
-    """Training losses as curves, smoothed over the faint single ones; held-out losses as dots."""
-    alone, series = len(runs) == 1, []
+    """Training losses as faint curves, their smoothed curves before them, and held-out losses as dots."""
+    series = []
     for index, run in enumerate(runs):
-        name = "training" if alone else run.name
+        training_name, held_out_name = run.name, f"{run.name}, held out"
+        if len(runs) == 1:
+            training_name, held_out_name = "training", "held out"
         lines = [line for line in run.facts.trained() if line.get("loss") is not None]
-        points, window = _points(lines, "loss"), max(5, len(lines) // SMOOTHED_SHARE) | 1
+        points, holes = _points(lines, "loss"), run.facts.holes()
         smooth = len(points) >= FEWEST_SMOOTHED
-        holes = run.facts.holes()
-        series.append(Series(name, points, colour=2 * index, faint=smooth, holes=holes))
+        # Each run takes two colours: an even one for training, the next for its held-out rows.
+        series.append(Series(training_name, points, colour=2 * index, faint=smooth, holes=holes))
         if smooth:
+            # An odd window has a middle: 60 lines give 5, 240 lines give 21.
+            window = max(5, len(lines) // SMOOTHED_SHARE) | 1
             mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
-            between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
-            steps = round(between * window)
-            series.append(Series(f"{name}, mean of {steps} steps", mean, colour=2 * index, holes=holes))
+            steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
+            name = f"{training_name}, mean of {round(steps_between * window)} steps"
+            series.append(Series(name, mean, colour=2 * index, holes=holes))
         if held_out := _points(run.facts.evals(), "loss"):
-            series.append(Series("held out" if alone else f"{run.name}, held out", held_out, True, 2 * index + 1))
-    return Chart("Loss", series, holes=_holes(runs), leads=True)
-
-
-def _losses_by_set(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Held-out losses of a lone run's data sets, where it has several: NAME_loss in its evaluations."""
-    names = dict.fromkeys(key for run in runs for line in run.facts.evals() for key in line if key.endswith("_loss"))
-    if len(runs) > 1 or not names:
-        return []
-    evals = runs[0].facts.evals()
-    return [
-        Chart("Held-out loss by data set", [Series(key.removesuffix("_loss"), _points(evals, key)) for key in names])
-    ]
+            series.append(Series(held_out_name, held_out, True, 2 * index + 1))
+    return Chart("Loss", series, holes=_shown_holes(runs), leads=True)
 
 
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
+        # Every second colour, so that a run has its loss curve's colour.
         Series(run.name, _points(run.facts.trained(), key, factor), colour=2 * index, holes=run.facts.holes())
-        for index, run in enumerate(runs)  # in the colours of the loss, whose every second one is for held-out rows
+        for index, run in enumerate(runs)
     ]
-    return Chart(title, series, holes=_holes(runs))
+    return Chart(title, series, holes=_shown_holes(runs))
 
 
-def _holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
-    """The steps without metrics of a run that is shown alone."""
-    return runs[0].facts.holes() if len(runs) == 1 else []
+def _shown_holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
+    """A single run's steps without metrics; several runs would shade each other's."""
+    if len(runs) > 1:
+        return []
+    return runs[0].facts.holes()
 
 
 def memory_curve(runs: Sequence[ReportedRun]) -> Chart:
@@ -129,14 +126,26 @@ def memory_curve(runs: Sequence[ReportedRun]) -> Chart:
 
 
 def peaks_of(runs: Sequence[ReportedRun]) -> str:
-    """The subject of a training line's memory: on a CPU the process, on a GPU its tensors."""
-    kinds = {"the process" if run.facts.receipt.get("device") == "cpu" else "tensors on the GPU" for run in runs}
-    return kinds.pop() if len(kinds) == 1 else "the process (CPU) or tensors (GPU)"
+    """Name what a training line's memory measures: on a CPU the process, on a GPU its tensors."""
+    on_cpu = [run.facts.receipt.get("device") == "cpu" for run in runs]
+    if all(on_cpu):
+        return "the process"
+    if any(on_cpu):
+        return "the process (CPU) or tensors (GPU)"
+    return "tensors on the GPU"
 
 
 def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Everything that is drawn over the optimizer steps."""
-    charts = [loss_chart(runs), *_losses_by_set(runs), *(curve(runs, *each) for each in CURVES), memory_curve(runs)]
+    """All charts over the optimizer steps that have something to show."""
+    charts = [loss_chart(runs)]
+    if len(runs) == 1:
+        # With several data.eval sets, an evaluation holds NAME_loss for each.
+        evals = runs[0].facts.evals()
+        keys = dict.fromkeys(key for line in evals for key in line if key.endswith("_loss"))
+        by_set = [Series(key.removesuffix("_loss"), _points(evals, key)) for key in keys]
+        charts.append(Chart("Held-out loss by data set", by_set))
+    charts += [curve(runs, *each) for each in CURVES]
+    charts.append(memory_curve(runs))
     return [chart for chart in charts if chart.shown]
 
 
@@ -144,7 +153,7 @@ def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Peak memory of each phase, planned and measured, as bars."""
     peaks: dict[str, dict[str, float]] = {}
     for run in runs:
-        prefix = "" if len(runs) == 1 else f"{run.name}, "
+        prefix = f"{run.name}, " if len(runs) > 1 else ""
         peaks |= {f"{prefix}planned": planned_peaks(run), f"{prefix}measured": phase_peaks(run)}
     phases = [phase for phase in PHASES if any(phase in each for each in peaks.values())]
     series = [
@@ -157,7 +166,9 @@ def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
 
 def memory_chart(runs: Sequence[ReportedRun]) -> Chart:
     """`phase_chart` where a run measured its phases, else the peak over the steps."""
-    return phase_chart(runs) if any(map(phase_peaks, runs)) else memory_curve(runs)
+    if any(phase_peaks(run) for run in runs):
+        return phase_chart(runs)
+    return memory_curve(runs)
 
 
 def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
@@ -165,56 +176,58 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -
 
 
 def phase_peaks(run: ReportedRun) -> dict[str, float]:
-    """Each phase's peak, GiB: over all steps and on the rank with most, if phases were measured; else in the worst
-    step, which every run measures.
+    """Each phase's measured peak, GiB.
+
+    With measured phases, the peak over all steps, on the rank with the highest. Else the worst step's peak; every run
+    measures it.
     """
     peaks: dict[str, float] = {}
     for line in run.facts.metrics:
         if line.get("kind") == "phase":
             peaks[line["phase"]] = max(peaks.get(line["phase"], 0.0), float(line["peak_gib"]))
-    return _in_order(peaks) or _gib((run.facts.receipt.get("memory") or {}).get("measured") or {})
+    if any(phase in peaks for phase in PHASES):
+        return {phase: peaks[phase] for phase in PHASES if phase in peaks}
+    worst_step = (run.facts.receipt.get("memory") or {}).get("measured") or {}
+    return _peaks_in_gib(worst_step)
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:
     """The planner's figure for each phase, GiB; empty without a plan."""
-    return _gib(run.plan)
+    return _peaks_in_gib(run.plan)
 
 
-def _gib(section: Mapping[str, Any]) -> dict[str, float]:
-    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in section.get("phases", {}).items()})
-
-
-def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
+def _peaks_in_gib(section: Mapping[str, Any]) -> dict[str, float]:
+    """A plan's or receipt's peaks, in the order in which a step has its phases."""
+    peaks = {name: phase["peak_bytes"] / GIB for name, phase in section.get("phases", {}).items()}
     return {phase: peaks[phase] for phase in PHASES if phase in peaks}
 
 
 def summary(run: ReportedRun) -> dict[str, str]:
     """One row of a table: how the run ran, and its results."""
-    trained, evals, receipt = run.facts.trained(), run.facts.evals(), run.facts.receipt
-    seconds = [line["step_seconds"] for line in (trained[1:] or trained)]  # the first step warms up
-    parameters = receipt.get("parameters", {})
-    where = f"{receipt.get('world_size', '?')} x {receipt.get('device', '?')}"
-    return {
+    receipt, trained, evals = run.facts.receipt, run.facts.trained(), run.facts.evals()
+    strategy, ranks, device = (receipt.get(key, "?") for key in ("strategy", "world_size", "device"))
+    row = {
         "state": str(run.facts.state.get("state", "unknown")),
-        "strategy": f"{receipt.get('strategy', '?')} on {where}",
-        "trained": f"{parameters['trained']:,}" if "trained" in parameters else "",
-        "steps": str(trained[-1]["step"]) if trained else "0",
-        "loss": f"{trained[-1]['loss']:.4f}" if trained else "",
-        "held out": " to ".join(f"{evals[index]['loss']:.4f}" for index in ({0, len(evals) - 1} if evals else ())),
-        "exported": _exported(run.facts),
-        "s per 20 steps": f"{20 * statistics.fmean(seconds):.2f}" if seconds else "",
-        "tokens/s": f"{_rate(trained):,.0f}" if trained else "",
-        "peak GiB": f"{max(line['peak_memory_gib'] for line in trained):.2f}" if trained else "",
+        "strategy": f"{strategy} on {ranks} x {device}",
+        "trained": "",
+        "steps": "0",
+        **dict.fromkeys(("loss", "held out", "exported", "s per 20 steps", "tokens/s", "peak GiB"), ""),
     }
-
-
-def _exported(facts: RunFacts) -> str:
-    """The exported step, if it is the best evaluation's, and its held-out loss."""
-    export = facts.receipt.get("export", {})
-    return f"step {export['step']}, the best: {export['loss']:.4f}" if export.get("best") else ""
-
-
-def _rate(trained: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per second over all steps but the first."""
-    lines = trained[1:] or trained
-    return float(sum(line["tokens"] for line in lines) / sum(line["step_seconds"] for line in lines))
+    parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
+    if "trained" in parameters:
+        row["trained"] = f"{parameters['trained']:,}"
+    if evals:
+        row["held out"] = f"{evals[0]['loss']:.4f}"
+        if len(evals) > 1:
+            row["held out"] += f" to {evals[-1]['loss']:.4f}"
+    if export.get("best"):
+        row["exported"] = f"step {export['step']}, the best: {export['loss']:.4f}"
+    if trained:
+        row["steps"] = str(trained[-1]["step"])
+        row["loss"] = f"{trained[-1]['loss']:.4f}"
+        timed = trained[1:] or trained  # the first step warms up
+        seconds = [line["step_seconds"] for line in timed]
+        row["s per 20 steps"] = f"{20 * statistics.fmean(seconds):.2f}"
+        row["tokens/s"] = f"{float(sum(line['tokens'] for line in timed) / sum(seconds)):,.0f}"
+        row["peak GiB"] = f"{max(line['peak_memory_gib'] for line in trained):.2f}"
+    return row

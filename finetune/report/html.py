@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from the templates of this folder (*.html.jinja)."""
+"""Self-contained HTML pages from this folder's templates (*.html.jinja)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ SHOWN_LETTERS = 1500  # of a prompt or an answer
 
 
 def render_page(template: str, **values: object) -> str:
-    """The document of a template. Values are text and never markup; a name that the template lacks raises."""
+    """Render a template to a document. Values are text and never markup; a name that the template lacks raises."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def svg(chart: Chart, size: Size) -> object:
+        return Markup(inline_svg(chart, size))  # safe as markup: matplotlib escapes the texts that it draws
+
+    def shortened(value: object) -> str:
+        text = str(value)
+        if len(text) <= SHOWN_LETTERS:
+            return text
+        return text[:SHOWN_LETTERS] + " …"
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"svg": _svg, "shortened": _shortened}
+    environment.filters |= {"svg": svg, "shortened": shortened}
     page = environment.get_template(template).render(values)
-    return page.encode("utf-8", "replace").decode("utf-8")  # half a letter, of a run's own samples
-
-
-def _svg(chart: Chart, size: Size) -> object:
-    from markupsafe import Markup
-
-    return Markup(inline_svg(chart, size))  # matplotlib escapes what it writes
-
-
-def _shortened(text: object) -> str:
-    text = str(text)
-    return text if len(text) <= SHOWN_LETTERS else text[:SHOWN_LETTERS] + " …"
+    # A run's own samples may hold half a surrogate pair, which UTF-8 cannot write.
+    return page.encode("utf-8", "replace").decode("utf-8")

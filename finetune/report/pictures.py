@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#eeca3b")
-FAINT = "66"  # the opacity of a curve behind its smoothed one, hexadecimal
-HOLE = "#80808040"  # the ground where steps have no metrics
-MOST_POINTS = 1200  # of one curve; where there are more, each is the mean of its neighbours
-PNG_INCHES = (8.0, 4.5)  # with 12-point letters still readable at half size
-# (width, height, letters, points of a curve) in the units of a page, CSS pixels. A page shows a chart at nearly its own
-# size, on a phone and on a desk, so that letters are of one size everywhere: page.html.jinja.
+FAINT = "66"  # opacity of a curve behind its smoothed one, hexadecimal
+HOLE = "#80808040"  # background of steps without metrics
+MOST_POINTS = 1200  # of one curve; a longer curve shows the means of neighbouring points
+PNG_INCHES = (8.0, 4.5)  # its 12-point letters can be read at half size
+# (width, height, letters, points of a curve); all but the points in CSS pixels. A page shows a chart at nearly this
+# size, on a phone and on a desk, so letters have one size everywhere: page.html.jinja.
 SIZES = {"column": (352, 190, 12, 500), "middle": (704, 220, 12, 800), "page": (1104, 260, 12, MOST_POINTS)}
 Size = Literal["column", "middle", "page"]
-BARS_OF_A_COLUMN = 8  # more than these need the page's width, else their labels overlap
+BARS_OF_A_COLUMN = 8  # more bars need the page's width, else their labels overlap
 DPI = 130
-BAR_GROUP = 0.8  # of the distance between two groups; the rest is the gap
+BAR_GROUP = 0.8  # width of a group's bars; 1 is the distance between two groups
+BAR_FILL = 0.92  # width of one bar in its place, so that neighbours do not touch
 MATPLOTLIB_SETTINGS = {
     "svg.fonttype": "none",  # text stays text: no glyphs are embedded
     "axes.autolimit_mode": "round_numbers",  # an axis begins and ends at a tick
@@ -30,8 +31,8 @@ MATPLOTLIB_SETTINGS = {
     "text.parse_math": False,  # a run's name may hold a dollar sign
 }
 NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-# What a stand-alone SVG needs and an inlined one does not. matplotlib numbers its groups (id="text_3"), so that two
-# charts of a page would have the same ids; its style element would apply to the whole page.
+# Parts of a stand-alone SVG that an inlined one must not have. matplotlib numbers its groups (id="text_3"), so two
+# charts of a page would share ids. Its style element would apply to the whole page.
 SURPLUS = tuple(
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
@@ -53,53 +54,56 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]  # (optimizer step, value), or (index of the group, value)
     dots: bool = False  # few points that are not connected: evaluations
-    colour: int | None = None  # a place in COLOURS; None: that of the series
+    colour: int | None = None  # index in COLOURS; None: the series' own index
     faint: bool = False  # behind its smoothed curve, which has the same colour
-    holes: Sequence[tuple[int, int]] = ()  # (first, last) step of each stretch without metrics: no line crosses it
+    holes: Sequence[tuple[int, int]] = ()  # (first, last) step of each stretch without metrics; no line crosses it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over optimizer steps; where there are groups, bars beside each other in each group."""
+    """Curves over optimizer steps. With groups: bars, beside each other in each group."""
 
     title: str
     series: Sequence[Series]
     groups: Sequence[str] = ()
-    holes: Sequence[tuple[int, int]] = ()  # those of its series that are shown as a ground
-    leads: bool = False  # the page's first, which takes its width
+    holes: Sequence[tuple[int, int]] = ()  # steps without metrics that get a background
+    leads: bool = False  # the page's first chart, which takes its width
 
     @property
     def shown(self) -> list[tuple[Series, str]]:
-        """Series with a finite point, and their colours: a series keeps its colour where others have no points."""
-        finite = [replace(each, points=_finite(each.points)) for each in self.series]
-        return [(each, _colour(each, index)) for index, each in enumerate(finite) if each.points]
+        """Series with a finite point, and their colours. A series keeps its colour if others have no points."""
+        shown = []
+        for index, series in enumerate(self.series):
+            points = [(x, y) for x, y in series.points if math.isfinite(y)]
+            if points:
+                colour = COLOURS[(index if series.colour is None else series.colour) % len(COLOURS)]
+                if series.faint:
+                    colour += FAINT
+                shown.append((replace(series, points=points), colour))
+        return shown
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes that a page holds it in, widest first; its style shows the one that fits."""
+        """The chart's sizes in a page, widest first. The page's style shows the one that fits."""
         if len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
             return ["page", "middle"]
-        return ["page", "middle", "column"] if self.leads else ["column"]
+        if self.leads:
+            return ["page", "middle", "column"]
+        return ["column"]
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """(name, colour) for each series; empty for a single series, which the title names."""
+        """(name, colour) for each series; empty for a single series, because the title names it."""
         if len(self.series) == 1:
             return []
-        return [*((each.name, colour) for each, colour in self.shown), *([("no metrics", HOLE)] if self.holes else [])]
-
-
-def _colour(series: Series, index: int) -> str:
-    own = index if series.colour is None else series.colour
-    return COLOURS[own % len(COLOURS)] + (FAINT if series.faint else "")
-
-
-def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in points if math.isfinite(y)]
+        entries = [(series.name, colour) for series, colour in self.shown]
+        if self.holes:
+            entries.append(("no metrics", HOLE))
+        return entries
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most `most` points: equal groups, each its mean. The last point stays as it is."""
+    """At most `most` points, each the mean of an equal group. The last point stays as it is."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most - 1))
@@ -116,33 +120,40 @@ def number_label(value: float) -> str:
 
 
 def smoothed(points: Sequence[tuple[float, float]], weights: Sequence[float], window: int) -> list[tuple[float, float]]:
-    """The weighted mean of each point and its neighbours, `window` points in all, fewer at both ends."""
-    half, sums = window // 2, [(0.0, 0.0)]
+    """The weighted mean of each point and its neighbours: `window` points in all, fewer at both ends.
+
+    `window` is odd. With 3, point 5 is the mean of points 4, 5 and 6.
+    """
+    # Running sums of weight * y and of weight, so that a window costs two subtractions, however wide it is.
+    totals = [(0.0, 0.0)]
     for (_, y), weight in zip(points, weights, strict=True):
-        sums.append((sums[-1][0] + y * weight, sums[-1][1] + weight))
-    result = []
+        weighted_sum, weight_sum = totals[-1]
+        totals.append((weighted_sum + y * weight, weight_sum + weight))
+    half, means = window // 2, []
     for index, (x, _) in enumerate(points):
-        first, last = sums[max(0, index - half)], sums[min(len(points), index + half + 1)]
-        result.append((x, (last[0] - first[0]) / (last[1] - first[1])))
-    return result
+        before, after = totals[max(0, index - half)], totals[min(len(points), index + half + 1)]
+        means.append((x, (after[0] - before[0]) / (after[1] - before[1])))
+    return means
 
 
 def inline_svg(chart: Chart, size: Size = "column") -> str:
-    """The chart without title and legend, as an <svg> element for a page; empty text if there is nothing to draw.
+    """The chart without title and legend, as an <svg> element for a page; empty if there is nothing to draw.
 
-    Text and background have no colour: the page's style sets them, light or dark.
+    Text and background have no colour. The page's style sets them, light or dark.
     """
     from matplotlib import rc_context
 
     if not chart.shown:
         return ""
-    # The salt makes the ids of clip paths and markers differ between the charts of a page, and not between two writes.
+    # matplotlib hashes the salt into the ids of clip paths and markers. With this salt the charts of one page share no
+    # id, and a chart that is drawn again has the same ids.
     with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": f"{chart.title}, {size}"}):  # type: ignore[arg-type]
         width, height, letters, points = SIZES[size]
-        figure = new_figure(figsize=(width / 72, height / 72), layout=None)  # an SVG of matplotlib has 72 units an inch
-        x, bottom = 5 * letters / width, 2 * letters / height
-        box = (x, bottom, 1 - x - 1.8 * letters / width, 1 - bottom - 1.2 * letters / height)
-        _draw(figure.add_axes(box), chart, letters=letters, most_points=points)
+        figure = new_figure(figsize=(width / 72, height / 72), layout=None)  # matplotlib's SVG has 72 units an inch
+        # The axes' box, as shares of the figure. Room for labels: 5 letters on the left, 2 below, 1.8 right, 1.2 above.
+        left, bottom = 5 * letters / width, 2 * letters / height
+        right, top = 1 - 1.8 * letters / width, 1 - 1.2 * letters / height
+        _draw(figure.add_axes((left, bottom, right - left, top - bottom)), chart, letters=letters, most_points=points)
         figure.patch.set_visible(False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=NO_METADATA)
@@ -153,7 +164,7 @@ def inline_svg(chart: Chart, size: Size = "column") -> str:
 
 
 def save_png(chart: Chart, file: Path) -> None:
-    """The chart with title and legend."""
+    """Write the chart with title and legend."""
     from matplotlib import rc_context
 
     with rc_context(MATPLOTLIB_SETTINGS):  # type: ignore[arg-type]
@@ -161,7 +172,8 @@ def save_png(chart: Chart, file: Path) -> None:
         axes = figure.subplots()
         handles = _draw(axes, chart, letters=12)
         axes.set_title(chart.title, loc="left", fontsize=14, pad=10)
-        axes.set_xlabel("" if chart.groups else "optimizer step", fontsize=12)
+        if not chart.groups:
+            axes.set_xlabel("optimizer step", fontsize=12)
         if chart.legend:
             axes.legend(handles, [name for name, _ in chart.legend], frameon=False, fontsize=11)
         figure.savefig(file)
@@ -175,8 +187,7 @@ def new_figure(*, layout: Literal["constrained"] | None = "constrained", **optio
 
 
 def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POINTS) -> list[Any]:
-    """Draw all series; returns the handle of each for a legend."""
-    series = chart.shown
+    """Draw all series; returns their handles for a legend."""
     axes.patch.set_visible(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=letters, pad=letters / 2)
@@ -185,33 +196,38 @@ def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POIN
     axes.yaxis.get_major_locator().set_params(nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: number_label(value))
     if chart.groups:
-        axes.set_xlim(-0.5, len(chart.groups) - 0.5)
-        axes.set_xticks(range(len(chart.groups)), chart.groups)
-        width = BAR_GROUP / max(1, len(series))
-        offsets = [(index - (len(series) - 1) / 2) * width for index in range(len(series))]
-        return [_bars(axes, *each, width, offset, letters) for each, offset in zip(series, offsets, strict=True)]
+        return _draw_bars(axes, chart, letters)
     axes.xaxis.set_major_formatter(lambda value, _: number_label(value))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    handles = [_curve(axes, each, colour, most_points) for each, colour in series]
+    handles = []
+    for series, colour in chart.shown:
+        points = thinned(series.points, most_points)
+        if series.dots or len(points) == 1:
+            style, layer = {"marker": "o", "markersize": 4.5, "linestyle": "none"}, 3
+        else:
+            style, layer = {"linewidth": 1.4}, 2
+            # matplotlib ends a line at a value that is not a number, and begins another behind it.
+            gaps = [((first + last) / 2, math.nan) for first, last in series.holes]
+            points += gaps
+        points.sort(key=lambda point: point[0])
+        handles += axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, zorder=layer, **style)
+    # A step's ground reaches half a step to both sides. One of the grounds stands for all in the legend.
     grounds = [axes.axvspan(first - 0.5, last + 0.5, color=HOLE, linewidth=0) for first, last in chart.holes]
     return handles + grounds[:1]
 
 
-def _curve(axes: Any, series: Series, colour: str, most_points: int) -> Any:
-    points = thinned(series.points, most_points)
-    lonely = series.dots or len(points) == 1
-    style = {"marker": "o", "markersize": 4.5, "linestyle": "none"} if lonely else {"linewidth": 1.4}
-    # A value that is not a number ends a line, and the next one begins another.
-    gaps = [] if lonely else [((first + last) / 2, math.nan) for first, last in series.holes]
-    drawn = sorted([*points, *gaps], key=lambda point: point[0])
-    (line,) = axes.plot(*zip(*drawn, strict=True), color=colour, clip_on=False, zorder=3 if lonely else 2, **style)
-    return line
-
-
-def _bars(axes: Any, series: Series, colour: str, width: float, offset: float, letters: int) -> Any:
-    """The bars of one series, each with its value on top."""
-    heights = [value for _, value in series.points]
-    bars = axes.bar([group + offset for group, _ in series.points], heights, width * 0.92, color=colour)
-    labels = [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in heights]
-    axes.bar_label(bars, labels, padding=2, fontsize=letters)
-    return bars
+def _draw_bars(axes: Any, chart: Chart, letters: int) -> list[Any]:
+    """Each series' bar in each group, with its value on top."""
+    axes.set_xlim(-0.5, len(chart.groups) - 0.5)
+    axes.set_xticks(range(len(chart.groups)), chart.groups)
+    width = BAR_GROUP / max(1, len(chart.shown))
+    handles = []
+    for index, (series, colour) in enumerate(chart.shown):
+        # The bars of a group are centred on its tick: with two series they stand at -0.2 and +0.2.
+        offset = (index - (len(chart.shown) - 1) / 2) * width
+        heights = [value for _, value in series.points]
+        bars = axes.bar([group + offset for group, _ in series.points], heights, width * BAR_FILL, color=colour)
+        labels = [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in heights]
+        axes.bar_label(bars, labels, padding=2, fontsize=letters)
+        handles.append(bars)
+    return handles

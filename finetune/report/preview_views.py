@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -14,57 +11,72 @@ from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
 from finetune.wording import counted
 
-HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
+HEAD, TAIL = 500, 150  # tokens shown of a long row on the terminal: its first, and its last
 BAR = 40  # characters of the longest bar
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def print_preview(preview: Preview, console: Console) -> None:
-    """Print it: learned tokens green, control tokens magenta; where there is no colour, ⟦learned⟧."""
+    """Print rows, figures and findings.
+
+    Supervised tokens are green and control tokens magenta. Without colour, ⟦supervised⟧.
+    """
     for row in preview.rows:
         console.print(Text(_heading(row), style="bold"))
-        console.print(_row_text(row, marks=not console.color_system), soft_wrap=False)
+        console.print(_row_text(row.pieces, marks=not console.color_system), soft_wrap=False)
         console.print()
     if preview.facts:
         console.print(Group(*(Text(line) for line in facts_lines(preview))))
         console.print(Text("\ntokens of a document", style="bold"))
-        console.print(Text("\n".join(_bars(preview))))
+        most = max((count for *_, count in preview.histogram), default=0) or 1
+        bars = [
+            f"{low:>7,} to {high - 1:>7,}  {'█' * round(BAR * count / most):<{BAR}} {count:,}"
+            for low, high, count in preview.histogram
+        ]
+        console.print(Text("\n".join(bars)))
     for finding in preview.findings:
-        places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(
-            Text(without_controls(f"{finding.severity}: {finding.text}{places}"), SEVERITY_STYLES[finding.severity])
-        )
+        line = f"{finding.severity}: {finding.text}"
+        if finding.places:
+            line += f" ({', '.join(finding.places)})"
+        console.print(Text(without_controls(line), SEVERITY_STYLES[finding.severity]))
 
 
 def _heading(row: ShownRow) -> str:
-    roles = ", ".join(f"{count} {role}" for role, count in row.roles.items())
-    return f"{row.place}: {counted(row.tokens, 'token')}, {row.learned:,} learned" + (f"; {roles}" if roles else "")
+    """`rows.jsonl:3: 40 tokens, 12 supervised; 1 user, 1 assistant`."""
+    heading = f"{row.place}: {counted(row.tokens, 'token')}, {row.learned:,} supervised"
+    if not row.roles:
+        return heading
+    return f"{heading}; {', '.join(f'{count} {role}' for role, count in row.roles.items())}"
 
 
-def _row_text(row: ShownRow, *, marks: bool) -> Text:
-    tokens = row.pieces
+def _row_text(tokens: list[TokenText], *, marks: bool) -> Text:
+    """A row's tokens, or a long row's first and last. `marks`: put ⟦⟧ around supervised stretches."""
     text = Text()
     if len(tokens) > HEAD + TAIL:
-        _add(text, tokens[:HEAD], marks=marks)
+        _append_tokens(text, tokens[:HEAD], marks=marks)
         text.append(f"\n… {len(tokens) - HEAD - TAIL:,} tokens …\n", style="dim italic")
         tokens = tokens[-TAIL:]
-    _add(text, tokens, marks=marks)
+    _append_tokens(text, tokens, marks=marks)
     return text
 
 
-def _add(text: Text, tokens: list[TokenText], *, marks: bool) -> None:
-    learned = False
-    for index, piece in enumerate(tokens):
-        if marks and piece.learned != learned:
-            text.append("⟦" if piece.learned else "⟧")
-        learned = piece.learned
-        colour = "magenta" if piece.special else "green" if learned else "default"
-        # Neighbours differ, so that one sees where a token ends.
-        text.append(
-            without_controls(piece.text),
-            style=f"{colour}{' underline' if index % 2 else ''}{' bold' if learned else ''}",
-        )
-    if marks and learned:
+def _append_tokens(text: Text, tokens: list[TokenText], *, marks: bool) -> None:
+    inside = False  # of a supervised stretch
+    for index, token in enumerate(tokens):
+        if marks and token.learned != inside:
+            text.append("⟦" if token.learned else "⟧")
+        inside = token.learned
+        styles = ["default"]
+        if token.special:
+            styles = ["magenta"]
+        elif token.learned:
+            styles = ["green"]
+        if index % 2:  # neighbours differ, so that one sees where a token ends
+            styles.append("underline")
+        if token.learned:
+            styles.append("bold")
+        text.append(without_controls(token.text), style=" ".join(styles))
+    if marks and inside:
         text.append("⟧")
 
 
@@ -74,14 +86,19 @@ def facts_lines(preview: Preview) -> list[str]:
     steps = counted(facts["steps_per_epoch"], "step")
     lines = [
         f"{counted(facts['documents'], 'document')}, {counted(facts['tokens'], 'token')} an epoch, "
-        f"{facts['supervised_tokens']:,} learned ({facts['supervised_tokens'] / facts['tokens']:.0%})",
+        f"{facts['supervised_tokens']:,} supervised ({facts['supervised_tokens'] / facts['tokens']:.0%})",
         f"{counted(facts['rows'], 'row')}, {facts['fill']:.0%} full; {steps} an epoch of "
         f"about {facts['tokens_per_step']:,} tokens",
         f"tokens of a document: median {facts['tokens_median']:,.0f}, 99 % up to {facts['tokens_99th']:,.0f}, longest "
         f"{facts['tokens_longest']:,} of {preview.max_length:,}",
     ]
     if len(facts["data_sets"]) > 1:
-        lines += [_part_of_mixture(part) for part in facts["data_sets"]]
+        for part in facts["data_sets"]:
+            documents, tokens = counted(part["documents"], "document"), counted(part["tokens"], "token")
+            line = f"  {part['share']:.1%} {part['name']}: {documents}, {tokens}"
+            if part["weight"] != 1:
+                line += f", weight {part['weight']:g}"
+            lines.append(line)
     lines += preview.batches.get("notes", [])[:1]
     if facts["eval_documents"]:
         lines.append(
@@ -93,26 +110,14 @@ def facts_lines(preview: Preview) -> list[str]:
     return lines
 
 
-def _part_of_mixture(part: dict[str, Any]) -> str:
-    weight = f", weight {part['weight']:g}" if part["weight"] != 1 else ""
-    documents, tokens = counted(part["documents"], "document"), counted(part["tokens"], "token")
-    return f"  {part['share']:.1%} {part['name']}: {documents}, {tokens}{weight}"
-
-
-def _bars(preview: Preview) -> Iterator[str]:
-    most = max((count for *_, count in preview.histogram), default=0) or 1
-    for low, high, count in preview.histogram:
-        yield f"{low:>7,} to {high - 1:>7,}  {'█' * round(BAR * count / most):<{BAR}} {count:,}"
-
-
 def as_page(preview: Preview, recipe: str) -> str:
-    """The same as one HTML page, with all tokens of each row."""
+    """The preview as one HTML page, with each row's tokens in full."""
     lengths = Series("documents", [(index, count) for index, (*_, count) in enumerate(preview.histogram)])
     title = f"Tokens of a training document; max_length {preview.max_length:,}"
     return render_page(
         "preview.html.jinja",
         title=f"Preview of {recipe}",
-        lead="What the model will be given, and which part of it is learned.",
+        lead="The tokens that the model will read. Supervised tokens are marked.",
         preview=preview,
         facts=facts_lines(preview) if preview.facts else [],
         lengths=Chart(title, [lengths], [f"{low:,}" for low, *_ in preview.histogram]),

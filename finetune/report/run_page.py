@@ -24,10 +24,10 @@ from finetune.report.curves import (
     summary,
 )
 from finetune.report.html import render_page
-from finetune.report.pictures import Chart, save_png
+from finetune.report.pictures import save_png
 from finetune.wording import counted, duration
 
-PAGE_SAMPLES = 8  # prompts
+PAGE_SAMPLES = 8  # prompts shown with their answers
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<bos>")
 _ROLE = re.compile(r"^(?:user|human|system|model|assistant)\n+")
 PAGE_NAME = "report.html"
@@ -46,67 +46,84 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> None:
 
 
 def report(runs: Sequence[ReportedRun]) -> str:
-    """The page as HTML."""
-    alone = runs[0] if len(runs) == 1 else None
+    """The page as HTML. A single run has facts, receipt and documents; several runs are rows of one table."""
     summaries = [summary(run) for run in runs]
-    columns = [name for name in summaries[0] if any(each[name] for each in summaries)]
+    columns = [name for name in summaries[0] if any(row[name] for row in summaries)]
+    headings = [f"peak GiB, {peaks_of(runs)}" if name == "peak GiB" else name for name in columns]
+    rows = [[run.name, *(row[name] for name in columns)] for run, row in zip(runs, summaries, strict=True)]
     memory = phase_chart(runs)
-    samples = [(run, list(run.facts.samples_by_prompt().items())[:PAGE_SAMPLES]) for run in runs]
-    return render_page(
-        "report.html.jinja",
-        title=f"Run {alone.name}" if alone else f"{len(runs)} runs",
-        lead=_lead(alone) if alone else ", ".join(run.name for run in runs),
-        facts=[(_heading(name, runs), summaries[0][name]) for name in columns] if alone else [],
-        columns=["run", *(_heading(name, runs) for name in columns)],
-        rows=[[run.name, *(each[name] for name in columns)] for run, each in zip(runs, summaries, strict=True)],
-        numbers=range(3, len(columns) + 1),
-        error=alone.facts.state.get("error") if alone else None,
-        missing=[missing for run in runs if (missing := _missing(run, alone))],
-        process=_process(alone) if alone else "",
-        told=_told(alone) if alone else [],
-        first_chart=loss_chart(runs) if alone and loss_chart(runs).shown else None,
-        curves=curves(runs)[1 if alone and loss_chart(runs).shown else 0 :],
-        memory=memory,
-        memory_rows=list(_memory_rows(memory)),
-        answers=[("" if alone else run.name, answers) for run, answers in samples if answers],
-        question_of=question_of,
-        receipt=_receipt(alone) if alone else {},
-        documents=_documents(alone) if alone else [],
-    )
+    memory_rows = []  # the bars as numbers: name, GiB of each phase
+    for series in memory.series:
+        gib = {index: f"{value:.3f}" for index, value in series.points}
+        memory_rows.append([series.name, *(gib.get(index, "") for index in range(len(memory.groups)))])
+    values: dict[str, Any] = {
+        "title": f"{len(runs)} runs",
+        "lead": ", ".join(run.name for run in runs),
+        "facts": [],
+        "columns": ["run", *headings],
+        "rows": rows,
+        "numbers": range(3, len(columns) + 1),  # columns aligned right: all behind run, state and strategy
+        "error": None,
+        "missing": [f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())],
+        "process": "",
+        "curves": curves(runs),
+        "memory": memory,
+        "memory_rows": memory_rows,
+        "answers": [(run.name, prompts) for run in runs if (prompts := _first_prompts(run))],
+        "question_of": question_of,
+        "told": [],
+        "first_chart": None,
+        "receipt": {},
+        "documents": [],
+    }
+    if len(runs) == 1:
+        values |= _values_of_single(runs[0])
+        values["facts"] = list(zip(headings, rows[0][1:], strict=True))
+        loss = loss_chart(runs)
+        if loss.shown:  # in the part for others; the other curves are the trainer's
+            values["first_chart"] = loss
+            values["curves"] = values["curves"][1:]
+    return render_page("report.html.jinja", **values)
 
 
-def _heading(column: str, runs: Sequence[ReportedRun]) -> str:
-    return f"{column}, {peaks_of(runs)}" if column == "peak GiB" else column
+def _first_prompts(run: ReportedRun) -> list[Any]:
+    return list(run.facts.samples_by_prompt().items())[:PAGE_SAMPLES]
 
 
-def _missing(run: ReportedRun, alone: ReportedRun | None) -> str:
-    missing = run.facts.missing()
-    return missing if alone or not missing else f"{run.name}: {missing}"
-
-
-def _process(run: ReportedRun) -> str:
-    """The process's memory beside its tensors, if the run measured it."""
-    measured = (run.facts.receipt.get("memory") or {}).get("measured") or {}
+def _values_of_single(run: ReportedRun) -> dict[str, Any]:
+    """The page's values that only a single run has, or that do not repeat its name."""
+    facts, recipe = run.facts, run.facts.recipe
+    method = "LoRA"
+    if recipe.lora is None:
+        method = "all weights"
+    elif recipe.quantization:
+        method = "QLoRA"
+    lead = f"{recipe.model.name_or_path}, {method}"
+    if updated := str(facts.state.get("updated", ""))[:16].replace("T", " "):
+        lead += f"; {updated} UTC"
+    measured = (facts.receipt.get("memory") or {}).get("measured") or {}
+    process = ""  # the process's memory beside its tensors, if the run measured it
     if measured.get("reserved_bytes"):
-        return f"CUDA's allocator reserved {measured['reserved_bytes'] / GIB:.3f} GiB at its peak, caches included."
-    if measured.get("process_peak_bytes"):
+        gib = measured["reserved_bytes"] / GIB
+        process = f"CUDA's allocator reserved {gib:.3f} GiB at its peak, caches included."
+    elif measured.get("process_peak_bytes"):
         gib = measured["process_peak_bytes"] / GIB
-        return f"The process took {gib:.3f} GiB at its peak, with the libraries that no plan covers."
-    return ""
-
-
-def _lead(run: ReportedRun) -> str:
-    recipe = run.facts.recipe
-    method = "all weights" if recipe.lora is None else "QLoRA" if recipe.quantization else "LoRA"
-    updated = str(run.facts.state.get("updated", ""))[:16].replace("T", " ")
-    return f"{recipe.model.name_or_path}, {method}" + (f"; {updated} UTC" if updated else "")
-
-
-def _memory_rows(chart: Chart) -> Iterator[list[str]]:
-    """The bars as numbers: name, GiB of each phase."""
-    for series in chart.series:
-        peaks = dict(series.points)
-        yield [series.name, *(f"{peaks[index]:.3f}" if index in peaks else "" for index in range(len(chart.groups)))]
+        process = f"The process took {gib:.3f} GiB at its peak, with the libraries that no plan covers."
+    missing, prompts = facts.missing(), _first_prompts(run)
+    return {
+        "title": f"Run {run.name}",
+        "lead": lead,
+        "error": facts.state.get("error"),
+        "missing": [missing] if missing else [],
+        "process": process,
+        "answers": [("", prompts)] if prompts else [],
+        "receipt": _receipt(run),
+        "told": _told(run),
+        "documents": [
+            ("The recipe, every value resolved", (run.folder / "recipe.yaml").read_text("utf-8")),
+            ("The environment", json.dumps(facts.environment, indent=2)),
+        ],
+    }
 
 
 def question_of(prompt: str) -> str:
@@ -158,29 +175,25 @@ def _receipt(run: ReportedRun) -> dict[str, list[tuple[str, str]]]:
     return dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run"))
 
 
-def _documents(run: ReportedRun) -> list[tuple[str, str]]:
-    return [
-        ("The recipe, every value resolved", (run.folder / "recipe.yaml").read_text("utf-8")),
-        ("The environment", json.dumps(run.facts.environment, indent=2)),
-    ]
-
-
 def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
+    """A receipt's value: 12345 as 12,345, a list with commas, and null or an empty section as nothing."""
     if value in (None, {}):
         return ""
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
-    """Write report.html for a run that is still training: 0.3 to 0.5 s for a thousand steps, nearly all for drawing."""
+    """Write report.html for a run that is still training. A thousand steps take 0.3 to 0.5 s, mostly to draw."""
     with _failure_logged(log):
         write_report(read_runs([run_dir]), run_dir / PAGE_NAME)
 
 
 def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
-    """report.html and its pictures."""
+    """Write report.html and its pictures for a run that has ended."""
     with _failure_logged(log):
         runs = read_runs([run_dir])
         if missing := runs[0].facts.missing():
@@ -194,5 +207,5 @@ def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
 def _failure_logged(log: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # no failure to draw is worth hours of training
+    except Exception as error:  # a page that cannot be drawn must not end hours of training
         log(f"the report was not written: {type(error).__name__}: {error}")

@@ -45,7 +45,7 @@ def write(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) ->
     return folder / "recipe.yaml"
 
 
-def test_tokens_joined_are_the_text_and_the_learned_ones_the_answer(tmp_path: Path, model: Path) -> None:
+def test_tokens_joined_are_the_text_and_the_supervised_ones_the_answer(tmp_path: Path, model: Path) -> None:
     answer = "naïve 東京 🐦 birds"
     view = preview(load_recipe(write(tmp_path, model, [chat(answer)])).recipe, 3)
     (row,) = view.rows
@@ -172,7 +172,7 @@ def test_two_begins_are_found() -> None:
     assert doubled_begin(store(documents, [[False] * len(some) for some in documents]), begin=1).tolist() == [0]
 
 
-def test_an_answer_without_a_learned_end_is_found() -> None:
+def test_an_answer_without_a_supervised_end_is_found() -> None:
     end = 9
     documents = [[1, 5, end], [1, 5, end], [1, 5, end, 6, 7, end], [1, 5, 5, 5, 5, 5], [1, 5, 8, 6, 7, end]]
     learned = [[0, 1, 1], [0, 1, 0], [0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 1, 1]]

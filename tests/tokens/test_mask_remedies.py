@@ -171,7 +171,7 @@ def test_a_row_of_openais_is_taken_by_a_template_that_joins_texts() -> None:
     assert f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧" in text
 
 
-# -- the finding of an end that is not learned ------------------------------------------------------------------------
+# -- the finding about an end that is not supervised -----------------------------------------------------------------
 
 
 def test_an_end_that_is_not_the_turns_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +187,6 @@ def test_an_end_that_is_not_the_turns_own_is_found(tmp_path: Path, monkeypatch: 
     recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data})
     prepared = prepare(recipe, thinking_tokenizer("gpt_oss"))
     found = [
-        odd for odd in find_oddities(prepared, recipe.data, begin=None) if "end of turn is not learned" in odd.text
+        odd for odd in find_oddities(prepared, recipe.data, begin=None) if "end of turn is not supervised" in odd.text
     ]
     assert [odd.places for odd in found] == [(f"{file}:2",)]
