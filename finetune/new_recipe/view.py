@@ -1,4 +1,4 @@
-"""What `finetune init` prints."""
+"""The terminal output of `finetune init`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         _print_example(example, console)
         console.print()
     choice, settings = proposal.choice, proposal.settings
-    where = "this CPU" if choice.gpus is None else f"{choice.ranks} x {choice.gpus.name}"
-    needs = f", {choice.needed / 1e9:.0f} GB needed at most" if choice.needed else ""
+    needs = f", {choice.memory}" * bool(choice.memory)
     method = "QLoRA" if choice.method == "qlora" else "LoRA"
     console.print(
-        f"{choice.model} by {method} on {where}{needs}; about {settings.steps:,} steps, "
+        f"{choice.model} by {method} on {choice.place}{needs}; about {settings.steps:,} steps, "
         f"{round(settings.held_out * proposal.counts.rows):,} rows held out",
         markup=False,
         highlight=False,
