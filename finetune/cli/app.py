@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def user_path(text: str) -> Path:
-    """A path as typed: no shell puts the home folder into `--output=~/page`."""
+    """A path as typed. Shells do not expand the ~ in `--output=~/page`, so this does."""
     return Path(text).expanduser()
 
 
@@ -48,7 +48,7 @@ AtStep = Annotated[
 
 
 def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
-    """Raise typer's own error for a value that is not one of the choices; None means no value was given."""
+    """Raise typer's own error if the value is not one of the choices. None: no value was given."""
     if value is not None and value not in choices:
         raise typer.BadParameter(f"{value} is not one of {', '.join(choices)}", param_hint=option)
 
@@ -60,8 +60,11 @@ def name_next(*commands: Sequence[str | Path]) -> None:
 
 
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
-    """Do the work and leave with its `exit_code`, if any; a user's mistake becomes text and code, never a traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
+    """Do the work and exit with its `exit_code`, if any.
+
+    A user's mistake becomes its text and exit code, never a traceback.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing optional kernels
     try:
         result = work()
     except FinetuneError as error:
@@ -74,7 +77,7 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
                 typer.echo(f"{len(mistakes)} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(130) from None  # 128 + SIGINT, as shells report it
     if as_json:
         typer.echo(json.dumps(result))
     if code := result.get("exit_code"):

@@ -1,13 +1,13 @@
-"""The verbs of `finetune`. Heavy imports inside them, so that help, list and check are instant."""
+"""The verbs of `finetune`. Heavy imports stay inside them, so that help, list and check are instant."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -17,9 +17,6 @@ from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
 
 
 def _print_version(asked: bool) -> None:
@@ -46,7 +43,7 @@ def list_recipes(
     model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes, or those that fit your GPUs; those that use most of the GPUs come first."""
+    """List the recipes, or those that fit your GPUs, the largest first."""
 
     def work() -> dict[str, Any]:
         from finetune.cli.recipe_list import as_table, find_recipes
@@ -100,11 +97,10 @@ def check(
             return {"ok": True, "files": written}
         loaded = load_recipe(recipe, overrides or [], here=True)
         strategy = strategy_of(loaded.recipe)
-        notes = [
-            *strategy.notes,
-            *engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision),
-        ]
-        batches: dict[str, Any] = {}
+        notes = [*strategy.notes]
+        notes += engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)
+        result: dict[str, Any] = {"ok": True, "path": str(recipe)}
+        batch_notes: list[str] = []
         if data:
             from finetune.data.check import check_rows
             from finetune.tokens.check_documents import check_documents
@@ -113,44 +109,45 @@ def check(
             check_rows(loaded.recipe.data, notes.append)
             encoded = check_documents(loaded.recipe)
             notes += encoded or ()
-            batches = {"batches": notes_before_launch(loaded.recipe, lengths_known=encoded is not None)}
+            result["batches"] = notes_before_launch(loaded.recipe, lengths_known=encoded is not None)
+            batch_notes = result["batches"]["notes"]
         else:
             notes += far_rate(loaded.recipe)
-        probed = _probe_model(loaded.recipe, notes.append) if model else {}
-        known = known_secrets() if resolved else ()
-        formats: dict[str, Any] = {}
+        if model:
+            from finetune.closed_form.recomputation import choose_recomputation
+            from finetune.probe.probe import probe
+            from finetune.recipe.gpus import gpus_of
+
+            # Probe the layers as a run on the recipe's GPUs would recompute them.
+            recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
+            probed = probe(recomputation.recipe, offline=True)
+            notes += [line for line in (probed.line(), recomputation.line) if line]
+            result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}
         if not loaded.recipe.budget.gpus:
             from finetune.recipe.number_formats import fastest_for
 
-            chosen = loaded.formats_for(fastest_for(0))[1]
-            notes += [f"{chosen.line}; the start also times small products"] if chosen.line else []
-            formats = {"formats": chosen.facts} if chosen.facts else {}
+            formats = loaded.formats_for(fastest_for(0))[1]
+            if formats.line:
+                notes.append(f"{formats.line}; the start also times small products")
+            if formats.facts:
+                result["formats"] = formats.facts
+        if notes or data:
+            result["notes"] = notes
+        text = f"{recipe}: right\n"
+        if resolved:
+            known = known_secrets()
+            text = hide_secrets(resolved_yaml(loaded), known)
+            values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins}
+            result |= hide_in(values, known)
         if not as_json:
-            text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
-            typer.echo(text, nl=not resolved)
-            for note in (*(batches["batches"]["notes"] if data else ()), *notes):
-                typer.echo(note, err=resolved)  # what is resolved may be written into a file
+            typer.echo(text, nl=False)
+            for note in [*batch_notes, *notes]:
+                typer.echo(note, err=resolved)  # the user may write the resolved recipe into a file
             words = [str(recipe), *(overrides or [])]
             name_next(["finetune", "preview", *words], ["finetune", "plan", *words], ["finetune", "train", *words])
-        values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
-        values = hide_in(values, known)
-        noted = {"notes": notes} if notes or data else {}
-        return {"ok": True, "path": str(recipe), **probed, **batches, **formats, **noted, **values}
+        return result
 
     run_verb(work, as_json=as_json)
-
-
-def _probe_model(recipe: Recipe, note: Callable[[str], None]) -> dict[str, Any]:
-    from finetune.closed_form.recomputation import choose_recomputation
-    from finetune.probe.probe import probe
-    from finetune.recipe.gpus import gpus_of
-
-    chosen = choose_recomputation(recipe, gpus_of(recipe.budget))
-    result = probe(chosen.recipe, offline=True)
-    note(result.line())
-    if chosen.line:
-        note(chosen.line)
-    return {"probe": result.as_json(), "recomputation": chosen.facts}
 
 
 app.command()(train_verb.train)
@@ -173,7 +170,8 @@ def rehearse(
         from finetune.preflight import checklist_printer
         from finetune.preflight import rehearse as run
 
-        words = chosen_words(recipe, overrides or [])  # the small model on this CPU would be another choice
+        # Resolve `auto` for the recipe's own GPUs. For the small model on this CPU it would choose something else.
+        words = chosen_words(recipe, overrides or [])
         with checklist_printer(quiet=as_json) as log:
             result = run(recipe, words, processes=processes, log=log)
         if result.get("ok") and not as_json:
@@ -223,10 +221,8 @@ def plan(
 
         if file is not None:
             check_output(file, "--output")
-        options, note = (
-            planner.PlanOptions(gpus, nodes, largest, explain, details, price),
-            partial(typer.echo, err=True),
-        )
+        options = planner.PlanOptions(gpus, nodes, largest, explain, details, price)
+        note = partial(typer.echo, err=True)
         if audit:
             result, text = planner.audit([user_path(word) for word in words or []], note)
         elif pick:
@@ -285,8 +281,8 @@ app.command()(data_verbs.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A command line, as the console has it. Returns the exit code."""
-    # Frames, and lines broken at 80 columns, are for eyes: in a file or a pipe a message is one line that can be found.
+    """Run a command line, by default the console's. Returns the exit code."""
+    # Frames and lines broken at 80 columns are for a terminal. In a file or a pipe each message is one line, for grep.
     app.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
     try:
         with plain_output():
@@ -302,7 +298,7 @@ def console() -> NoReturn:
     """The console script."""
     bound_libraries()  # eval and chat run a model over ever-new lengths too
     code = main()
-    if sys.argv[1:2] == ["plan"]:  # Python would free its million objects one by one, for a second
+    if sys.argv[1:2] == ["plan"]:  # skip Python's clean-up, which frees a million objects one by one for a second
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

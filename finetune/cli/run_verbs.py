@@ -1,4 +1,4 @@
-"""The verbs that take a finished run's folder. Heavy imports inside them."""
+"""The verbs that take a finished run's folder. Heavy imports stay inside them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from finetune.files import check_output
 from finetune.run_folder.facts import require_run_folder
 
 
-def _said(as_json: bool) -> Callable[[str], None]:
-    """Prints lines, or drops them where one JSON object is printed."""
+def _line_printer(as_json: bool) -> Callable[[str], None]:
+    """Print lines, or drop them if standard output is one JSON object."""
     if as_json:
         return lambda _: None
     return typer.echo
@@ -71,8 +71,9 @@ def report(
         from finetune.report.curves import read_runs, summary
         from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
 
-        folder = output or (runs[0] if len(runs) == 1 else Path("report"))
+        folder = runs[0]
         if output is not None or len(runs) > 1:
+            folder = output or Path("report")
             check_output(folder, "--output", folder=True)
 
         def plan_of(run: Path) -> Mapping[str, Any] | None:
@@ -110,14 +111,14 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; all.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out loss and perplexity of base and tuned model; benchmarks where asked for."""
+    """Held-out loss and perplexity of base and tuned model; benchmarks with --tasks."""
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         from finetune import finished_run
 
         names = [] if tasks is None else tasks.split(",")
-        figures = finished_run.evaluate(run, step, names, _said(as_json), include=include, limit=limit)
+        figures = finished_run.evaluate(run, step, names, _line_printer(as_json), include=include, limit=limit)
         if not as_json:
             name_next(["finetune", "report", run], ["finetune", "merge", run])
         return {"ok": True, **figures}
@@ -138,7 +139,7 @@ def merge(
     verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Adapter into base: weights that plain transformers loads, and how well they agree with the adapter."""
+    """Merge the adapter into its base, for plain transformers, and measure how well both agree."""
     one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
     one_of("--base", base, ("own", "dequantized"))
 
@@ -146,7 +147,7 @@ def merge(
         require_run_folder(run)  # before torch is imported
         from finetune import finished_run
 
-        facts = finished_run.merge(run, step, _said(as_json), dtype=dtype, base=base, prompts=verify)
+        facts = finished_run.merge(run, step, _line_printer(as_json), dtype=dtype, base=base, prompts=verify)
         if not as_json:
             name_next(["finetune", "push", run, "--merged", "--dry-run"])
         return {"ok": True, **facts}
@@ -170,20 +171,20 @@ def push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless --public."""
+    """Push the adapter or model to the Hub, with tokenizer, recipe and card; private unless --public."""
 
     def work() -> dict[str, Any]:
         from finetune.hub.push import chosen_destination, describe_upload, prepare_upload
         from finetune.hub.push import push as send
 
         folder = run
-        if step is not None:  # torch is needed for nothing else here
+        if step is not None:  # exporting a checkpoint needs torch; the rest of this verb does not
             require_run_folder(run)
             from finetune.finished_run import run_at
 
             folder = run_at(run, step)
         to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
-        log: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
+        log = partial(typer.echo, err=as_json)  # standard output is one JSON object
         if dry_run:
             upload = prepare_upload(folder, to)
             if not as_json:
@@ -191,7 +192,8 @@ def push(
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
         result = send(folder, to, message=message, log=log)
         if not as_json:
-            typer.echo(f"pushed: {result['url']} ({'private' if result['private'] else 'public'})")
+            visibility = "private" if result["private"] else "public"
+            typer.echo(f"pushed: {result['url']} ({visibility})")
         return {"ok": True, **result}
 
     run_verb(work, as_json=as_json)
@@ -211,7 +213,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """A checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
+    """Export a checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
 
     def work() -> dict[str, Any]:
         if folder is not None:
@@ -220,11 +222,11 @@ def export(
         from finetune import finished_run
 
         if plain:
-            return {"ok": True, **finished_run.export_plain(run, step, folder, _said(as_json))}
+            return {"ok": True, **finished_run.export_plain(run, step, folder, _line_printer(as_json))}
         if step is None:
             raise FinetuneError(
                 f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter"
             )
-        return {"ok": True, **finished_run.export(run, step, folder, _said(as_json))}
+        return {"ok": True, **finished_run.export(run, step, folder, _line_printer(as_json))}
 
     run_verb(work, as_json=as_json)

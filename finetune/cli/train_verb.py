@@ -9,7 +9,7 @@ from finetune.cli.app import Overrides, RecipeFile, run_verb
 
 
 def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Train the recipe on this machine: as many processes as its budget and strategy say. Ctrl-C saves first."""
+    """Train the recipe on this machine, with the processes that its budget and strategy need. Ctrl-C saves first."""
     words = [str(recipe), *(overrides or [])]
 
     def work() -> dict[str, Any]:
@@ -18,7 +18,7 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
         from finetune.paths import TRAIN_SCRIPT
         from finetune.recipe.loader import load_recipe
 
-        load_recipe(recipe, words[1:], here=True)  # refuses at once
+        load_recipe(recipe, words[1:], here=True)  # reports mistakes before any process starts
         if is_rank_already():
             return {"exit_code": train_here(words)}
         plan = plan_launch(recipe, words[1:], launcher="torchrun")
@@ -32,7 +32,7 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 def train_here(words: list[str]) -> int:
-    """Train in this very process; returns the trainer's exit code."""
+    """Train in this process; returns the trainer's exit code."""
     from finetune.train import process_main
 
     return process_main(words)

@@ -108,4 +108,4 @@ def test_a_comparison_without_jobs_has_no_report(jobs: str, tmp_path: Path, caps
         case "without steps":
             (tmp_path / "jobs" / "zero2").mkdir(parents=True)
     assert main(["report", str(tmp_path)]) == 2
-    assert "has a step" in capsys.readouterr().err
+    assert "has trained a step" in capsys.readouterr().err
