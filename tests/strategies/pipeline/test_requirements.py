@@ -90,7 +90,7 @@ def test_interleaved_wants_rounds_of_equal_size() -> None:
     check_launch(least_recipe(accelerate_config="1f1b", training=some), FOUR)
     with pytest.raises(
         EnvironmentMismatch, match="rounds of equal size, each with 4 micro-batches or more; 9 a step make none"
-    ) as caught:  # noqa: E501
+    ) as caught:
         check_launch(least_recipe(accelerate_config="interleaved_1f1b", training=some), FOUR)
     assert "\n" not in str(caught.value)
     remedies = dict(word.split("=") for word in SETTING.findall(str(caught.value)))
