@@ -45,7 +45,6 @@ def recipe_of(method: str, *, recomputed: bool, tokens: int = TOKENS) -> Recipe:
     """One process, one row of `tokens` tokens a step."""
     sections = dict(METHODS[method])
     training: dict[str, Any] = {"pure_bf16": sections.pop("pure_bf16", False), "activation_checkpointing": recomputed}
-    training["mixed_precision"] = "bf16"
     return Recipe(
         accelerate_config="single",
         model=ModelSection(name_or_path=MODEL),
