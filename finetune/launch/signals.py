@@ -1,4 +1,4 @@
-"""Stopping: a signal sets a flag, the step finishes, the run saves.
+"""Stopping: during training a signal sets a flag, the step finishes, the run saves. In other phases it ends the run.
 
 The signals that reach the trainer (read in torch 2.13's elastic agent and accelerate 1.15's launchers):
 
@@ -11,7 +11,7 @@ The signals that reach the trainer (read in torch 2.13's elastic agent and accel
 - `finetune train`: one process is the trainer itself. Several have their own sessions. local_ranks.py sends them one
   SIGTERM for the first signal, and SIGKILL for a second Ctrl-C.
 
-So only a second SIGINT ends the process at once; further SIGTERMs change nothing.
+So during training only a second SIGINT ends the process at once; further SIGTERMs change nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from finetune.errors import STOPPED
+from finetune.errors import STOPPED, Stopped
 from finetune.launch.launcher import (
     BY_ACCELERATE,
     BY_TORCHRUN,
@@ -38,16 +38,36 @@ from finetune.launch.with_parent import die_with_parent
 # SIGUSR1 is Slurm's warning before the end of a job's time, SIGQUIT what Ctrl-\\ sends.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 BROKEN_OFF = "broken off without saving"
+SECONDS_TO_LEAVE = 3.0  # from a signal in a phase without steps to the end of the process
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal to stop, in a phase that has nothing to save."""
 
 
 @dataclass
 class StopRequest:
-    """Truthy once a signal came; `signal_name` is the first one's."""
+    """Truthy once a signal came; `signal_name` is the first one's.
+
+    `in_steps` is true while the training loop runs: it looks at the request after each step, and saves. In other phases
+    (loading, worst step, samples, export) a signal ends the run, because there is nothing to save.
+    """
 
     signal_name: str | None = None
+    in_steps: bool = False
+    came_in_steps: bool | None = None  # the first signal, once Python's handler has run
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
+
+    @contextmanager
+    def finishes_step(self) -> Iterator[None]:
+        """While the block runs, a signal only sets the flag."""
+        self.in_steps = True
+        try:
+            yield
+        finally:
+            self.in_steps = False
 
 
 @contextmanager
@@ -93,7 +113,11 @@ def ended_by_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
-    """Turn the signals in STOPPING into a flag while the block runs. Afterwards the earlier handlers are restored.
+    """Obey the signals in STOPPING while the block runs. Afterwards the earlier handlers are restored.
+
+    Within `request.finishes_step()` a signal sets the flag. Otherwise it raises Interrupted. If the process is
+    still here SECONDS_TO_LEAVE later (it computes, or waits for another rank, inside a library), a thread ends it with
+    exit code 130.
 
     A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread Python allows no handlers, so the flag is
     never set. Do not enter the block before the process group exists: a rank that waits for another inside a library
@@ -104,6 +128,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         announce: Print on standard error that the step is being finished. Set it on one rank only.
 
     Raises:
+        Interrupted: at the first signal, outside the steps.
         KeyboardInterrupt: at the second SIGINT.
     """
     interrupted = False
@@ -118,11 +143,15 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt(BROKEN_OFF)
         interrupted |= number == signal.SIGINT
-        if announce and not request:
+        if request:
+            return
+        request.signal_name, request.came_in_steps = signal.Signals(number).name, request.in_steps
+        if not request.in_steps:
+            raise Interrupted(STOPPED)
+        if announce:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
             with suppress(OSError):  # standard error may be a file on a full disk
                 os.write(2, message + b"\n")
-        request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -130,10 +159,50 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
     numbers = [number for number in STOPPING if _is_heard(number)]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        with _ended_in_time(request, numbers):
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _ended_in_time(request: StopRequest, numbers: Sequence[int]) -> Iterator[None]:
+    """Within the block, a thread ends the process SECONDS_TO_LEAVE after a signal that came outside the steps.
+
+    Python's handlers run between two of the main thread's bytecodes, so not while it is inside a library. The
+    interpreter writes each signal's number into a pipe at once, and the thread reads the pipe.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    left = threading.Event()
+
+    def read_numbers() -> None:
+        while os.read(reader, 1)[0] not in (0, *numbers):  # other signals have handlers too; 0 ends the thread
+            pass
+        # The first signal counts. If it came in a step, the run finishes that step and saves, however long it takes.
+        if left.wait(SECONDS_TO_LEAVE):
+            return
+        came_in_steps = request.came_in_steps
+        if came_in_steps is None:  # the main thread is still inside the library
+            came_in_steps = request.in_steps
+        if not came_in_steps:
+            with suppress(OSError):
+                os.write(2, f"\n{STOPPED}\n".encode())
+            os._exit(Stopped.exit_code)
+
+    thread = threading.Thread(target=read_numbers, name="signals", daemon=True)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.write(writer, bytes([0]))
+        thread.join()
+        os.close(writer)
+        os.close(reader)
 
 
 def _is_heard(number: signal.Signals) -> bool:

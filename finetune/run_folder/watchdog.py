@@ -22,10 +22,11 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 
-from finetune.errors import FinetuneError, NoRendezvous, RankLost
+from finetune.errors import FinetuneError, NoRendezvous, RankLost, Stopped
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
+from finetune.launch.signals import Interrupted
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.folder import mark_failed, read_state
+from finetune.run_folder.folder import mark_failed, mark_run, read_state
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
@@ -79,6 +80,7 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
 
     Raises:
         NoRendezvous: the ranks do not share the run's folder.
+        Stopped: a signal came where there is nothing to save.
     """
     run_dir, watch = Path(recipe.run_dir), None
     try:
@@ -88,6 +90,15 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
             watch = Watchdog(run_dir, launch, progress, heartbeat, token, recipe.timeout_seconds, command)
             watch.start()
         yield
+    except Interrupted:
+        if watch is not None:
+            watch.close("failed")  # ranks that got no signal end too
+        if launch.is_main:
+            mark_run(run_dir, "stopped", step=progress.step)
+        line = f"stopped at step {progress.step}; continue with:"
+        if progress.step == 0:
+            line = "stopped before the first step; start again with:"
+        raise Stopped(f"{line}\n  {continue_command(launch, resume=recipe.training.resume)}") from None
     except BaseException as error:
         if watch is not None:
             watch.explain(error)

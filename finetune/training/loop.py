@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -247,6 +247,7 @@ def evaluate(
     objective: Objective,
     sets: Mapping[str, Rows] | None = None,
     weights: CastWeights = AS_THEY_ARE,
+    show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """`loss`: the mean over all units (supervised tokens) of `rows`, exact for any number of ranks: one sum, one
     division.
@@ -254,15 +255,19 @@ def evaluate(
     Args:
         sets: The same rows by data set, if there are several: `NAME_loss` is each one's mean.
         weights: The copies that the model computes with.
+        show: Receives the progress before each micro-batch.
 
     Raises NotFinite, on every rank.
     """
     parts = sets or {"": rows}
+    batch_count, batch_number = sum(plan.micro_steps(len(part)) for part in parts.values()), 0
     tally = torch.zeros(len(parts), 2, dtype=torch.float64, device=accelerator.device)  # loss sum, units
     model.eval()
     with torch.no_grad(), weights.cast():
         for part, counted in zip(parts.values(), tally, strict=True):
             for batch in prefetch(plan.batches_of_all(part), accelerator.device, non_blocking=True):
+                batch_number += 1
+                show(f"held-out loss: micro-batch {batch_number} of {batch_count}")
                 loss = objective.loss(model, batch)
                 counted[0] += loss.total
                 counted[1] += loss.count
@@ -282,7 +287,14 @@ def evaluate_run(run: Run) -> dict[str, float]:
     assert run.eval_rows is not None
     parts = run.parts
     return evaluate(
-        parts.accelerator, parts.model, run.eval_rows, run.plan, parts.objective, run.eval_sets, parts.weights
+        parts.accelerator,
+        parts.model,
+        run.eval_rows,
+        run.plan,
+        parts.objective,
+        run.eval_sets,
+        parts.weights,
+        run.terminal.progress,
     )
 
 

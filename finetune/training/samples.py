@@ -7,7 +7,7 @@ through all stages, in the first copy if there are several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,16 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
         gathered = parts.bytes_gathered(start.strategy, asked.forwards) if sharded else None
         run.terminal.log(cost_in_words(asked, gathered) + again)
 
+    def show(text: str) -> None:
+        run.terminal.progress(f"samples {when} training: {text}")
+
     model, device = parts.unwrapped_model, run.parts.accelerator.device
     with run.parts.weights.cast():
         if pipeline is None:
-            answers = list(samples(model, start.tokenizer, asked, device, together=together))
+            answers = list(samples(model, start.tokenizer, asked, device, show, together=together))
         else:
             with pipeline.answering(model):
-                answers = list(samples(model, start.tokenizer, asked, device, together=False, cached=False))
+                answers = list(samples(model, start.tokenizer, asked, device, show, together=False, cached=False))
     output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
@@ -132,6 +135,7 @@ def samples(
     tokenizer: PreTrainedTokenizerBase,
     asked: Questions,
     device: torch.device,
+    show: Callable[[str], None],
     *,
     together: bool,
     cached: bool = True,
@@ -139,12 +143,21 @@ def samples(
     """The model's answers to the prompts, as lines for samples.jsonl; `model` is unwrapped.
 
     Args:
+        show: Receives the progress after each token.
         together: All ranks compute the same answers.
         cached: Keys and values are kept from one new token to the next.
     """
     with answering(model):
         for batch in asked.batches:
             prompts = [asked.prompts[index] for index in batch]
+            numbers = str(batch[0] + 1)
+            if len(batch) > 1:
+                numbers += f" to {batch[-1] + 1}"
+            answers = f"answers {numbers} of {len(asked.prompts)}"
+
+            def show_token(token: int, answers: str = answers) -> None:
+                show(f"{answers}, token {token} of at most {asked.max_new_tokens}")
+
             texts = greedy_answers(
                 model,
                 tokenizer,
@@ -153,6 +166,7 @@ def samples(
                 device=device,
                 together=together,
                 cached=cached,
+                show=show_token,
             )
             for prompt, text in zip(prompts, texts, strict=True):
                 yield {"prompt": prompt.prompt, "answer": text, "reference": prompt.reference}

@@ -113,7 +113,7 @@ def train_and_report(start: Start) -> int:
                         look_before(start, session.run, session.assembled, output, session.kernel)
                     progress.phase = "training"
                     deterministic = deterministic_algorithms(start.recipe.training.deterministic, device)
-                    with session.kernel.active(), deterministic:
+                    with session.kernel.active(), deterministic, start.stop.finishes_step():
                         reached_end = train(session.run, session.state)
                     session.receipt.add("compiled", session.compiled.facts())
                     if reached_end:

@@ -30,13 +30,14 @@ with stop_on_signals(stop):
     (out / "aside").write_text(f"{os.getpid()} {tied}")
     (out / "aside").rename(out / "started")
     try:
-        for step in range(600):
-            time.sleep(0.05)
-            if stop:
-                time.sleep(float(sys.argv[2]))  # a step and its checkpoint
-                (out / "aside").write_text(f"saved after {stop.signal_name}")
-                (out / "aside").rename(out / "ended")
-                sys.exit(130)
+        with stop.finishes_step():
+            for step in range(600):
+                time.sleep(0.05)
+                if stop:
+                    time.sleep(float(sys.argv[2]))  # a step and its checkpoint
+                    (out / "aside").write_text(f"saved after {stop.signal_name}")
+                    (out / "aside").rename(out / "ended")
+                    sys.exit(130)
     except KeyboardInterrupt:
         (out / "ended").write_text("broken off")
         sys.exit(1)
@@ -134,7 +135,7 @@ def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(signals, "PARENT_AT_START", 1 if os.getppid() != 1 else 2)
     monkeypatch.setattr(signals, "die_with_parent", lambda _: True)
     stop = StopRequest()
-    with stop_on_signals(stop, announce=False):
+    with stop_on_signals(stop, announce=False), stop.finishes_step():
         assert die_with_launcher()
         assert stop.signal_name == "SIGTERM"
 
@@ -161,7 +162,7 @@ def test_handlers_come_back_and_nohup_stays() -> None:
     try:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         stop = StopRequest()
-        with stop_on_signals(stop, announce=False):
+        with stop_on_signals(stop, announce=False), stop.finishes_step():
             assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop
@@ -188,7 +189,7 @@ def test_a_second_interrupt_is_offered_where_it_arrives(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with stop_on_signals(StopRequest()):
+    with stop_on_signals(stop := StopRequest()), stop.finishes_step():
         os.kill(os.getpid(), signal.SIGTERM)
     line = capfd.readouterr().err.strip()
     assert line.startswith("stopping after this step, then saving")
@@ -233,7 +234,57 @@ def test_a_start_that_is_stopped_ends_with_130_and_a_word(number: signal.Signals
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
 def test_slurms_warning_and_quit_save_and_stop(number: signal.Signals) -> None:
     stop, before = StopRequest(), signal.getsignal(number)  # ignored where a shell started the tests behind its back
-    with stop_on_signals(stop, announce=False):
+    with stop_on_signals(stop, announce=False), stop.finishes_step():
         os.kill(os.getpid(), number)
         assert stop.signal_name == number.name
     assert signal.getsignal(number) == before
+
+
+WITHOUT_STEPS = """
+import sys, time
+from finetune.launch.signals import Interrupted, StopRequest, stop_on_signals
+try:
+    with stop_on_signals(StopRequest()):
+        print("started", flush=True)
+        {work}
+except Interrupted:
+    print("left", flush=True)
+    sys.exit(130)
+"""
+SLEEPS = "time.sleep(60)"
+# One call into a library, during which Python runs no handler.
+COMPUTES = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("work", "leaves_itself"), [(SLEEPS, True), (COMPUTES, False)])
+def test_outside_the_steps_a_signal_ends_the_process_in_time(
+    number: signal.Signals, work: str, leaves_itself: bool
+) -> None:
+    environment = environment_for_child()
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_STEPS.format(work=work)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        time.sleep(0.3)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (output, errors.strip()) == (("left\n", "") if leaves_itself else ("", STOPPED))
+
+
+def test_after_a_signal_in_a_step_the_save_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SECONDS_TO_LEAVE", 0.1)
+    stop = StopRequest()
+    with stop_on_signals(stop, announce=False):
+        with stop.finishes_step():
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    assert stop.signal_name == "SIGTERM"
