@@ -167,6 +167,30 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("phase", "step"), [("try_worst_step", 0), ("look_before", 0), ("write_samples", 4)])
+def test_a_signal_outside_the_steps_stops_at_once_and_the_run_continues(
+    phase: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_resume_recipe(tmp_path, steps=4, dropout=0.1)
+    genuine = getattr(session, phase)
+
+    def with_signal(*arguments: Any, **named: Any) -> None:
+        genuine(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, phase, with_signal)
+        assert run(recipe, tmp_path / "stopped") == 130
+    words = f"stopped at step {step}; continue with:" if step else "stopped before the first step; start again with:"
+    assert f"{words}\n  " in capsys.readouterr().err
+    state = state_of(tmp_path / "stopped")
+    assert (state["state"], state["step"]) == ("stopped", step)
+    assert run(recipe, tmp_path / "stopped") == 0
+    assert run(recipe, tmp_path / "whole") == 0
+    assert fingerprint(tmp_path / "stopped") == fingerprint(tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
