@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -213,7 +214,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export a checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
+    """Export a checkpoint as a finished run: adapter or model at that step, its answers and its report."""
 
     def work() -> dict[str, Any]:
         if folder is not None:
@@ -227,6 +228,9 @@ def export(
             raise FinetuneError(
                 f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter"
             )
-        return {"ok": True, **finished_run.export(run, step, folder, _line_printer(as_json))}
+        facts = finished_run.export(run, step, folder, _line_printer(as_json))
+        if not as_json:
+            typer.echo(f"talk to it: {shlex.join(['finetune', 'chat', facts['folder']])}")
+        return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)

@@ -108,11 +108,12 @@ def merge(
 
 
 def export(run: Path, step: int, folder: Path | None, say: Say) -> dict[str, Any]:
-    """Make a finished run's folder from a checkpoint. Raises FinetuneError."""
-    from finetune.finished_run.export_step import describe_export, export_step
+    """Make a finished run's folder from a checkpoint, with its answers and report. Raises FinetuneError."""
+    from finetune.finished_run.export_step import describe_export, export_step, write_answers_and_report
 
     facts = export_step(run, step, folder)
     say(describe_export(facts))
+    write_answers_and_report(Path(facts["folder"]), step, say)
     return facts
 
 

@@ -5,6 +5,7 @@
         recipe.yaml  receipt.json  environment.json
         metrics.jsonl  samples.jsonl   up to that step
         export.json          the run, the step, and the checkpoint's hash
+        report.html  loss.png  memory.png
 
 So chat, eval, merge and push read it like any finished run. One process on a CPU exports a step from any strategy and
 any number of ranks, because a checkpoint's pieces are ranges of unsharded tensors. From the base the export reads only
@@ -13,8 +14,9 @@ the configuration, and whether its files tie head and embeddings.
 
 from __future__ import annotations
 
-import shlex
 import shutil
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from transformers import GenerationConfig
 from finetune.errors import FinetuneError
 from finetune.files import (
     TEMPORARY_PREFIX,
+    append_lines,
     cut_lines,
     disk_errors,
     publish_folder,
@@ -33,11 +36,14 @@ from finetune.files import (
     remove_folder,
     write_json,
 )
-from finetune.finished_run.load import recipe_of_run
+from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole, recipe_of_run
+from finetune.measure.metrics import Terminal
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
 from finetune.model.packaged import resolve_model_path
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import strategy_of
+from finetune.report.run_page import write_pages
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
 from finetune.run_folder.facts import (
     EXPORT_RECORD,
@@ -52,7 +58,12 @@ from finetune.run_folder.saving.manifest import MANIFEST_BYTES
 from finetune.run_folder.tensor_checks import checksums, not_finite
 from finetune.run_folder.trained_change import refuse_unchanged
 from finetune.strategies.pieces import Ranks
+from finetune.tokens.dataset import prepare
+from finetune.training.samples import Questions, samples
 from finetune.untrusted.json_files import read_object
+from finetune.wording import counted
+
+MOST_PARAMETERS_ON_CPU = 2 * 10**9  # about a second a token in bfloat16, and as much memory as a laptop has
 
 
 def run_at(run_dir: Path, step: int | None) -> Path:
@@ -211,7 +222,47 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
         write_json(receipt, facts)
 
 
+def write_answers_and_report(folder: Path, step: int, say: Callable[[str], None]) -> None:
+    """Add the exported model's answers to samples.jsonl, as a training does at its end, and write the report.
+
+    Without a GPU only small models answer: a token of an 8B model takes seconds on a CPU. `say` gets the reason when
+    there are no answers.
+    """
+    try:
+        _write_answers(folder, step, say)
+    except FinetuneError as error:
+        say(f"no answers of this step: {error}")
+    write_pages(folder, say)
+
+
+def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
+    file = folder / "samples.jsonl"
+    if any(line["when"] == "after" for line in (read_lines(file) if file.is_file() else [])):
+        return  # the training's own, at its last step
+    run, device = finished_run(folder), best_device()
+    recipe = run.recipe
+    tokenizer = load_tokenizer(recipe)
+    prepared = prepare(recipe, tokenizer)
+    if prepared.fingerprint != read_object(folder / "receipt.json", MOST_RECORD_BYTES)["data"]["fingerprint"]:
+        raise FinetuneError("the data's files have changed since the training")
+    prompts = prepared.prompts
+    if not prompts:
+        return
+    parameters = sum(parameter.numel() for parameter in build_model(recipe, torch.device("meta")).parameters())
+    if device.type == "cpu" and parameters > MOST_PARAMETERS_ON_CPU:
+        raise FinetuneError(f"a model of {parameters / 1e9:.1f} billion parameters needs a GPU to answer in time")
+    say(f"{counted(len(prompts), 'answer')} of step {step}, on {device.type}; Ctrl-C leaves the export as it is")
+    model = load_whole(run, device, tuned=True) if recipe.lora is None else load_adapted(run, device)
+    strategy = strategy_of(recipe)
+    length = recipe.samples.length(sharded=strategy.shards_parameters or strategy.schedule is not None)
+    one_by_one = [range(index, index + 1) for index in range(len(prompts))]
+    terminal = Terminal(step, silent=False, stream=sys.stderr)
+    asked = Questions(prompts, one_by_one, length)
+    answers = list(samples(model, tokenizer, asked, device, terminal.progress, together=False))
+    terminal.clear()
+    append_lines(file, [{"when": "after", "step": step} | answer for answer in answers])
+
+
 def describe_export(facts: dict[str, Any]) -> str:
     """The verb's output."""
-    command = shlex.join(["finetune", "chat", str(facts["folder"])])
-    return f"exported step {facts['step']}: {facts['product']}\ntalk to it: {command}"
+    return f"exported step {facts['step']}: {facts['product']}"

@@ -142,6 +142,11 @@ class Terminal:
         self._stream.flush()
         self._passing = True
 
+    def clear(self) -> None:
+        """Erase a line of `progress`."""
+        self._erase()
+        self._stream.flush()
+
     def step(self, line: dict[str, Any]) -> None:
         """Show a training line of metrics."""
         if self._silent:

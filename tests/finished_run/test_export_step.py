@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
-from finetune.finished_run.export_step import describe_export
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
 from finetune.run_folder.tensor_checks import checksums
 from finetune.strategies.pieces import Ranks
@@ -39,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     constant = {"training": {"max_steps": steps, "lr_scheduler_type": "constant"}, "save_total_limit": 9}
+    constant["samples"] = {"count": 2, "max_new_tokens": 4}
     content = tiny_lora(base, write_chats(folder / "chats.jsonl", LENGTHS), output_dir=str(folder / "run"))
     return write_recipe(folder, merged(content, constant, {"save_steps": 2, "eval_steps": 2}, *changes))
 
@@ -61,6 +61,9 @@ def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, t
     steps = [line["step"] for line in read_lines(tmp_path / "four" / "metrics.jsonl")]
     assert max(steps) == 4
     assert (tmp_path / "four" / "export.json").is_file()
+    answers, of_shorter = (read_lines(folder / "samples.jsonl") for folder in (tmp_path / "four", short.parent / "run"))
+    assert [line["when"] for line in answers] == ["before"] * 2 + ["after"] * 2
+    assert answers == of_shorter
 
 
 @pytest.mark.slow
@@ -130,10 +133,34 @@ def test_an_export_is_made_once_and_again_when_its_checkpoint_is_another(
     assert said(step, capsys) != first
 
 
-def test_the_command_after_an_export_is_read_by_a_shell() -> None:
-    told = describe_export({"step": 4, "folder": "my runs/$four", "product": "my runs/$four/adapter"})
-    assert told.splitlines()[0] == "exported step 4: my runs/$four/adapter"
-    assert shlex.split(told.rpartition("talk to it: ")[2]) == ["finetune", "chat", "my runs/$four"]
+def test_the_command_after_an_export_is_read_by_a_shell(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my runs" / "$four"
+    told = said(["export", str(run), "--step", "4", "--to", str(folder)], capsys)
+    assert told.splitlines()[0] == f"exported step 4: {folder}/adapter"
+    assert shlex.split(told.rpartition("talk to it: ")[2]) == ["finetune", "chat", str(folder)]
+    assert (folder / "report.html").is_file()
+
+
+def test_without_its_data_an_export_has_no_answers_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write(tmp_path, save_tiny(tmp_path / "base"), steps=4)
+    assert main([str(recipe)]) == 0
+    export = ["export", str(tmp_path / "run"), "--step", "2"]
+    samples = tmp_path / "run" / "exports" / "step-00000002" / "samples.jsonl"
+    write_chats(tmp_path / "chats.jsonl", LENGTHS[1:])
+    assert "no answers of this step: the data's files have changed" in said(export, capsys)
+    (tmp_path / "chats.jsonl").unlink()
+    told = said(export, capsys)
+    assert "no answers of this step: " in told
+    assert "chats.jsonl" in told
+    assert {line["when"] for line in read_lines(samples)} == {"before"}
+    assert samples.with_name("report.html").is_file()
+    said(["export", str(tmp_path / "run"), "--step", "4"], capsys)
+    last = read_lines(tmp_path / "run" / "exports" / "step-00000004" / "samples.jsonl")
+    assert [line["when"] for line in last] == ["before"] * 2 + ["after"] * 2, "the training's own answers"
 
 
 def damaged(run: Path) -> None:
