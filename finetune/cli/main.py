@@ -207,7 +207,9 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help="A Hub name or a folder: plan LoRA on it, or --pick.", show_default=False)
     ] = None,
-    pick: Annotated[bool, typer.Option("--pick", help="Find the best recipe for --model and --gpus.")] = False,
+    pick: Annotated[
+        bool, typer.Option("--pick", help="Find the best settings for a recipe, or for --model, on --gpus.")
+    ] = False,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="Write what was picked.", show_default=False)
     ] = None,
@@ -226,7 +228,7 @@ def plan(
         if audit:
             result, text = planner.audit([user_path(word) for word in words or []], note)
         elif pick:
-            result, text = planner.pick_in_words(model, options, file, note)
+            result, text = planner.pick_in_words(words or [], model, options, file, note)
         else:
             result, text = planner.plan_in_words(words or [], options, model, note)
         if not as_json:

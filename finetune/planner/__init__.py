@@ -102,9 +102,10 @@ def pick(model: str, gpus: Gpus, note: Callable[[str], None] = lambda line: None
     Args:
         note: Receives one line for each variant that was planned; a plan takes seconds.
     """
+    from finetune.planner.candidates import for_model
     from finetune.planner.command import pick_recipe
 
-    return pick_recipe(model, gpus, note)
+    return pick_recipe(for_model(model), gpus, note)
 
 
 def explain(recipe: Recipe, gpus: Gpus | None) -> str:
@@ -162,9 +163,12 @@ def plan_in_words(
 
 
 def pick_in_words(
-    model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None]
+    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None]
 ) -> tuple[dict[str, Any], str]:
-    """`finetune plan --pick`: `pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError."""
+    """`finetune plan --pick`: `pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError.
+
+    `words` may name a recipe, with overrides: its model, data and settings are kept.
+    """
     from finetune.planner import command
 
-    return command.pick_in_words(model, options, file, note)
+    return command.pick_in_words(words, model, options, file, note)

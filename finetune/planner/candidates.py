@@ -11,8 +11,11 @@ Best means, in this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+import yaml
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit
@@ -34,16 +37,44 @@ CHATS = schema.DataSet(path="HuggingFaceH4/ultrachat_200k", split="train_sft[:20
 HELD_OUT = schema.DataSet(path=CHATS.path, split="test_sft[:500]")
 
 
-def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
+@dataclass(frozen=True)
+class Wanted:
+    """What a picked recipe keeps, and what is tried for it."""
+
+    recipe: Recipe  # its model, data and other settings are kept
+    row_lengths: tuple[int, ...]
+    methods: tuple[str, ...]
+    is_users: bool  # its batch and learning rate are kept too
+
+    @property
+    def model(self) -> str:
+        return self.recipe.model.name_or_path
+
+
+def for_model(model: str) -> Wanted:
+    """Any method and row length for a model, on public chats."""
+    data = schema.Data(train=[CHATS], eval=[HELD_OUT], truncation="right")
+    training = Training(num_train_epochs=EPOCHS)
+    recipe = Recipe(model=schema.ModelSection(name_or_path=model), data=data, training=training)
+    return Wanted(recipe, ROW_LENGTHS, METHODS, is_users=False)
+
+
+def for_recipe(recipe: Recipe) -> Wanted:
+    """A user's recipe: its row length stays, and one that trains adapters keeps adapters."""
+    methods = METHODS if recipe.lora is None else ("lora", "qlora")
+    return Wanted(recipe, (recipe.data.max_length,), methods, is_users=True)
+
+
+def candidates(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
     """All variants for these GPUs, the best first."""
     ranks = gpus.count * gpus.nodes
-    for long_rows, method in product((True, False), METHODS):
-        lengths = [length for length in ROW_LENGTHS if (length >= 2048) == long_rows]
+    for long_rows, method in product((True, False), wanted.methods):
+        lengths = [length for length in wanted.row_lengths if (length >= 2048) == long_rows]
         settings = product(lengths, _strategies(gpus), RECOMPUTATIONS_IF_COMPILED, ROWS)
         for length, strategy, recomputation, rows in settings:
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (length * ranks))
-                yield _variant(model, gpus, method, length, strategy, recomputation, min(rows, most))
+                yield _variant(wanted, gpus, method, length, strategy, recomputation, min(rows, most))
 
 
 def _strategies(gpus: Gpus) -> tuple[str, ...]:
@@ -54,72 +85,78 @@ def _strategies(gpus: Gpus) -> tuple[str, ...]:
 
 
 def _variant(
-    model: str, gpus: Gpus, method: str, length: int, strategy: str, recomputation: Recomputation, rows: int
+    wanted: Wanted, gpus: Gpus, method: str, length: int, strategy: str, recomputation: Recomputation, rows: int
 ) -> Recipe:
     rows_at_once = rows * gpus.count * gpus.nodes
-    lora = None if method == "full" else schema.Lora()
-    quantization = None
+    start = wanted.recipe
+    lora, quantization = start.lora or schema.Lora(), None
     if method == "qlora":
         quantization = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
-    return Recipe(
-        budget=schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
-        accelerate_config=strategy,
-        model=schema.ModelSection(name_or_path=model),
-        quantization=quantization,
-        lora=lora,
-        data=schema.Data(train=[CHATS], eval=[HELD_OUT], max_length=length, truncation="right"),
-        training=Training(
-            # A multiple of the rows at once that comes nearest to TOKENS_A_STEP.
-            global_batch_size=rows_at_once * max(1, round(TOKENS_A_STEP / (rows_at_once * length))),
-            per_device_batch_size=rows,
-            num_train_epochs=EPOCHS,
-            learning_rate=2e-5 if method == "full" else 2e-4,
-            activation_checkpointing=recomputation,
-        ),
+    training: dict[str, Any] = {"per_device_batch_size": rows, "activation_checkpointing": recomputation}
+    # A multiple of the rows at once that comes nearest to the recipe's batch, or to TOKENS_A_STEP.
+    aim = start.training.global_batch_size if wanted.is_users else TOKENS_A_STEP / length
+    training["global_batch_size"] = rows_at_once * max(1, round(aim / rows_at_once))
+    if not wanted.is_users or (method == "full") != (start.lora is None):
+        training["learning_rate"] = 2e-5 if method == "full" else 2e-4
+    return start.model_copy(
+        update={
+            "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
+            "accelerate_config": strategy,
+            "quantization": quantization,
+            "lora": None if method == "full" else lora,
+            "data": start.data.model_copy(update={"max_length": length}),
+            "training": start.training.model_copy(update=training),
+        }
     )
 
 
-def adapters(model: str, gpus: Gpus) -> Recipe:
-    """The recipe for a model without one: LoRA on rows with 2,048 tokens, with every layer recomputed.
+def _usual_length(wanted: Wanted) -> int:
+    return 2048 if 2048 in wanted.row_lengths else wanted.row_lengths[0]
+
+
+def adapters(wanted: Wanted, gpus: Gpus) -> Recipe:
+    """LoRA on rows with 2,048 tokens, with every layer recomputed: the recipe for a model without one.
 
     Weights are sharded if there are several GPUs.
     """
-    return _variant(model, gpus, "lora", 2048, _strategies(gpus)[-1], True, 1)
+    return _variant(wanted, gpus, "lora", _usual_length(wanted), _strategies(gpus)[-1], True, 1)
 
 
-def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
+def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
     """Variants that certainly fit by the closed form, the best first: to be planned by trace until one fits."""
-    for recipe in candidates(model, gpus):
+    for recipe in candidates(wanted, gpus):
         if unsupported(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
             yield recipe
 
 
-def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
+def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
     """The best variant for a model that the closed form does not know, by `fits`, with one plan each.
 
     The first method with a smallest variant that fits is taken. Then one setting after another grows as far as it fits.
     None if no variant fits.
     """
     strategies = _strategies(gpus)
-    for method, length in (*((method, 2048) for method in METHODS), ("qlora", 512)):
+    lengths = wanted.row_lengths
+    usual = _usual_length(wanted)
+    for method, length in (*((method, usual) for method in wanted.methods), ("qlora", lengths[-1])):
         chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}
         chosen |= {"recomputation": True, "rows": 1}
-        if fits(_variant(model, gpus, **chosen)):
+        if fits(_variant(wanted, gpus, **chosen)):
             break
     else:
         return None
     better: dict[str, tuple[Any, ...]] = {
-        "length": (2 * chosen["length"],),
+        "length": tuple(length for length in lengths if length == 2 * chosen["length"]),
         "strategy": strategies[:-1],
         "recomputation": RECOMPUTATIONS_IF_COMPILED[:-1],
         "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // chosen["length"]),
     }
     for setting, values in better.items():
         for value in values:
-            if fits(_variant(model, gpus, **chosen | {setting: value})):
+            if fits(_variant(wanted, gpus, **chosen | {setting: value})):
                 chosen[setting] = value
                 break
-    return _variant(model, gpus, **chosen)
+    return _variant(wanted, gpus, **chosen)
 
 
 def variant_in_words(recipe: Recipe) -> str:
@@ -134,30 +171,32 @@ def variant_in_words(recipe: Recipe) -> str:
     )
 
 
-def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
+def last_resorts(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
     """If no variant certainly fits: the smallest ones, which fit if the allocator reserves nothing more.
 
     A plan replays the allocator with that little room.
     """
-    return [recipe for needed, recipe in _by_need(model, config, gpus)[:count] if needed <= gpus.memory]
+    return [recipe for needed, recipe in _by_need(wanted, config, gpus)[:count] if needed <= gpus.memory]
 
 
-def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
+def offloaded(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
     """Weights offloaded to host memory, if nothing else fits: a large and a small variant. Each takes a trace."""
-    for length, method in ((2048, "lora"), (512, "qlora")):
-        yield _variant(model, gpus, method, length, "fsdp2_offload", True, 1)
+    for length, method in ((_usual_length(wanted), "lora"), (wanted.row_lengths[-1], "qlora")):
+        yield _variant(wanted, gpus, method, length, "fsdp2_offload", True, 1)
 
 
-def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
+def smallest(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit if no variant can be estimated."""
-    variants = _by_need(model, config, gpus)
+    variants = _by_need(wanted, config, gpus)
     if not variants:
-        raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of your own instead")
+        raise DoesNotFit(
+            f"--model: {wanted.model}: no variant of it can be estimated; plan a recipe of your own instead"
+        )
     return variants[0][0]
 
 
-def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
-    variants = [recipe for recipe in candidates(model, gpus) if unsupported(recipe, config, gpus) is None]
+def _by_need(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
+    variants = [recipe for recipe in candidates(wanted, gpus) if unsupported(recipe, config, gpus) is None]
     return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in variants), key=lambda pair: pair[0])
 
 
@@ -190,8 +229,7 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         "finetune plan THIS_FILE shows where.",
         f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}, nodes: {budget.nodes}}}",
         f"accelerate_config: {recipe.accelerate_config}  # {_WHY[recipe.accelerate_config]}",
-        "model:",
-        f"  name_or_path: {recipe.model.name_or_path}",
+        *_yaml_lines({"model": recipe.model.model_dump(mode="json", exclude_unset=True)}),
     ]
     if recipe.accelerate_config == "fsdp2_offload":
         lines.insert(3, f"# In host memory: up to {host / 2**30:.0f} GiB of the first process, planned too.")
@@ -201,8 +239,18 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
             "  load_in_4bit: true  # half a byte a weight; in bfloat16 it did not fit",
             "  bnb_4bit_quant_storage: bfloat16  # as sharded strategies move it",
         ]
+    if recipe.lora is None:
+        lines.append("lora: null  # all are trained")
+    elif recipe.lora == schema.Lora():
+        lines.append("lora: {r: 16, lora_alpha: 32, target_modules: all-linear}")
+    else:
+        lines += _yaml_lines({"lora": recipe.lora.model_dump(mode="json", exclude_unset=True)})
+    if recipe.data.train != [CHATS]:  # a user's own: all settings stay
+        kept = recipe.model_dump(mode="json", exclude_unset=True)
+        for written in ("budget", "accelerate_config", "model", "quantization", "lora"):
+            kept.pop(written, None)
+        return "\n".join([*lines, *_yaml_lines(kept)]) + "\n"
     lines += [
-        "lora: {r: 16, lora_alpha: 32, target_modules: all-linear}" if recipe.lora else "lora: null  # all are trained",
         "data:",
         "  train:",
         f'    - {{path: {CHATS.path}, split: "{CHATS.split}"}}  # chats (MIT); your own rows go here',
@@ -218,6 +266,10 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         f"  activation_checkpointing: {plain(training.activation_checkpointing)}  # {recomputes}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _yaml_lines(content: Mapping[str, Any]) -> list[str]:
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100).splitlines()
 
 
 _WHY = {

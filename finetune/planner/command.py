@@ -120,7 +120,9 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
             raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
         with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
             page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
-            content = candidates.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
+            content = candidates.adapters(candidates.for_model(model), gpus).model_dump(
+                mode="json", exclude_defaults=True
+            )
             page.write_text(json.dumps(content), "utf-8")
             recipe = load_recipe(page, overrides).recipe
         return _plan_loaded(recipe, gpus, options, note)
@@ -341,14 +343,27 @@ class _Search:
         return fits
 
 
-def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Note) -> Output:
-    """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError."""
-    if model is None or options.gpus is None:
+def pick_in_words(
+    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, note: Note
+) -> Output:
+    """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError.
+
+    Args:
+        words: A recipe whose model, data and settings are kept, with overrides; or none, then `model` is named.
+    """
+    if options.gpus is None or not (words or model):
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    recipe, planned = pick_recipe(model, gpus, note, written=options.gpus)
+    if words:
+        overrides = list(words[1:])
+        if model is not None:
+            overrides.append(f"model.name_or_path={model}")
+        wanted = candidates.for_recipe(load_recipe(Path(words[0]), overrides).recipe)
+    else:
+        wanted = candidates.for_model(str(model))
+    recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
         file.write_text(text, "utf-8")
@@ -356,25 +371,27 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, no
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(model: str, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
-    """The best recipe for a model on GPUs, planned by trace, and its plan.
+def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
+    """The best recipe on these GPUs, planned by trace, and its plan.
 
     Args:
+        wanted: The model, and what else is kept.
         note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
         written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
     """
+    model = wanted.model
     config, source = planned_config(model)
     search = _Search(gpus, note)
-    if unsupported(candidates.adapters(model, gpus), config, gpus) is None:
-        certain = islice(candidates.fitting_recipes(model, config, gpus), TRIES)
-        search.least = candidates.smallest(model, config, gpus)
-        tried = chain(certain, candidates.last_resorts(model, config, gpus), candidates.offloaded(model, gpus))
+    if unsupported(candidates.adapters(wanted, gpus), config, gpus) is None:
+        certain = islice(candidates.fitting_recipes(wanted, config, gpus), TRIES)
+        search.least = candidates.smallest(wanted, config, gpus)
+        tried = chain(certain, candidates.last_resorts(wanted, config, gpus), candidates.offloaded(wanted, gpus))
         recipe = next(filter(search.fits, tried), None)
     else:
-        recipe = candidates.by_plans(model, gpus, search.fits)
-        recipe = recipe or next(filter(search.fits, candidates.offloaded(model, gpus)), None)
+        recipe = candidates.by_plans(wanted, gpus, search.fits)
+        recipe = recipe or next(filter(search.fits, candidates.offloaded(wanted, gpus)), None)
     if recipe is not None:
         return recipe, search.planned[recipe.model_dump_json()]
     if search.refusal is not None and not search.planned:

@@ -19,7 +19,7 @@ from finetune.closed_form.estimate import estimate
 from finetune.errors import DoesNotFit
 from finetune.model.known_configs import full_config
 from finetune.planner import command
-from finetune.planner.candidates import candidates
+from finetune.planner.candidates import candidates, for_model
 from finetune.planner.command import plan_by_trace
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -71,7 +71,7 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     sent = eight["communication"]
     assert sent["forward"]["all_gather"]["bytes"] == four["communication"]["forward"]["all_gather"]["bytes"]
     assert sent["forward"]["all_gather"]["bytes"] == pytest.approx(2 * 8_030_261_248, rel=0.01)
-    _, out, _ = plan_output([recipe, "--gpus", "H100:8"], capsys)
+    _, out, _ = plan_output([recipe, "--gpus", "H100:8", "--details"], capsys)
     assert "an upper bound from vendors' peak figures: 989 TFLOP/s" in out
     assert ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"] in [
         line.split()[1:] for line in out.splitlines()
@@ -101,7 +101,7 @@ def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(("gpus", "nodes"), [("1x24GB", 1), ("3x24GB", 1), ("8x80GB", 1), ("8x80GB", 4)])
 def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, nodes: int) -> None:
-    found = list(candidates("any", parse_gpus(gpus, nodes)))
+    found = list(candidates(for_model("any"), parse_gpus(gpus, nodes)))
     assert len(found) > 50
     for recipe in found:
         training, length = recipe.training, recipe.data.max_length
@@ -257,6 +257,7 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
         str(recipe),
         "accelerate_config=fsdp2",
         "--gpus=2x8GB",
+        "--details",
     ]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -281,6 +282,26 @@ def test_what_was_picked_was_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{picked['needed_bytes'] / 2**30:.1f} GiB" in err.splitlines()[-1]
     code, out, _ = plan_output([str(file), "--json"], capsys)
     assert (code, json.loads(out)["needed_bytes"]) == (0, picked["needed_bytes"])
+
+
+@pytest.mark.slow
+def test_a_pick_keeps_a_recipes_data_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [30, 40, 50])
+    content = tiny_lora(tmp_path, chats, output_dir=str(tmp_path / "run")) | {"logging_steps": 3}
+    content["model"] = {"name_or_path": "meta-llama/Llama-3.2-1B-Instruct"}
+    content["training"] |= {"learning_rate": 3e-4, "num_train_epochs": 3, "global_batch_size": 4}
+    asked, file = write_recipe(tmp_path, content), tmp_path / "picked.yaml"
+    code, _, _ = plan_output([str(asked), "--pick", "--gpus", "8GB", "-o", str(file)], capsys)
+    assert code == 0
+    mine, picked = load_recipe(asked).recipe, load_recipe(file).recipe
+    assert picked.data == mine.data
+    assert (picked.lora, picked.model.name_or_path) == (mine.lora, mine.model.name_or_path)
+    assert (picked.training.learning_rate, picked.training.num_train_epochs) == (3e-4, 3)
+    assert (picked.logging_steps, picked.output_dir) == (3, mine.output_dir)
+    assert (picked.budget.gpus, picked.training.global_batch_size) == (1, 4)
+    code, _, err = plan_output([str(asked), "--pick", "--gpus", "1GB"], capsys)
+    assert code == DoesNotFit.exit_code
+    assert "full, " not in err, "a recipe that trains adapters keeps adapters"
 
 
 @pytest.mark.slow

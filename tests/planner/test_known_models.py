@@ -23,7 +23,7 @@ SLOW = """
 def test_weights_of_the_plan_are_those_of_the_model(stem: str) -> None:
     gpus = parse_gpus("1x300GB")
     assert gpus is not None
-    recipe = candidates.adapters(HUB_NAMES[stem][0], gpus)
+    recipe = candidates.adapters(candidates.for_model(HUB_NAMES[stem][0]), gpus)
     total, trained = count_weights(recipe)
     planned = plan_recipe(recipe, gpus)
     held = planned.phases["load"].end["parameters"]

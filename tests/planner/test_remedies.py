@@ -262,10 +262,12 @@ def test_sizes_that_cannot_be_searched() -> None:
 def hold_the_pick(model: str, budget: str) -> bool:
     """Whether something was picked; it surely fits, or nothing does."""
     config, room = full_config(model)[0], parse_gpus(budget)
-    picked = next(candidates.fitting_recipes(model, config, room), None)
+    picked = next(candidates.fitting_recipes(candidates.for_model(model), config, room), None)
     if picked is None:
-        left = candidates.last_resorts(model, config, room)
-        assert bool(left) == (candidates.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
+        left = candidates.last_resorts(candidates.for_model(model), config, room)
+        assert bool(left) == (candidates.smallest(candidates.for_model(model), config, room) <= room.memory), (
+            f"{model} on {budget}"
+        )
         return False
     assert estimate(picked, config, room).upper <= room.memory
     assert picked.budget.gpus == room.count
@@ -291,14 +293,18 @@ def test_picks_of_all_models_and_budgets() -> None:
 def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str, budget: str) -> None:
     """As of a model that the closed form does not know; here it stands for the plans."""
     room, plan = parse_gpus(budget), Planner()
-    found = candidates.by_plans(model, room, lambda recipe: plan(recipe, room).fits)
+    found = candidates.by_plans(candidates.for_model(model), room, lambda recipe: plan(recipe, room).fits)
     assert len(plan.asked) <= 13
     if found is None:
-        assert candidates.smallest(model, full_config(model)[0], room) > 0.8 * room.memory
+        assert candidates.smallest(candidates.for_model(model), full_config(model)[0], room) > 0.8 * room.memory
         return
     assert plan(found, room).fits
     assert found in plan.asked[:-1], "picked, and never planned"
-    methods = [method_of(recipe) for recipe in candidates.candidates(model, room) if plan(recipe, room).fits]
+    methods = [
+        method_of(recipe)
+        for recipe in candidates.candidates(candidates.for_model(model), room)
+        if plan(recipe, room).fits
+    ]
     if found.data.max_length >= 2048:
         assert method_of(found) == methods[0]
 
@@ -309,7 +315,7 @@ def method_of(recipe: Recipe) -> str:
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
-    picked = next(candidates.fitting_recipes(model, full_config(model)[0], room))
+    picked = next(candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room))
     file = tmp_path / "mine.yaml"
     file.write_text(candidates.commented(picked, 20 * 2**30, room))
     written = load_recipe(file).recipe
