@@ -26,10 +26,10 @@ TASK = "text-generation"
 CARD_TEMPLATE = "model_card.md.jinja"
 
 
-def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
+def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = True) -> str:
     """Render README.md: this module collects the facts, model_card.md.jinja holds the text.
 
-    The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
+    With `is_chat` the tokenizer has a chat template, which the example uses. The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -74,6 +74,11 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         base_link=base_link,
         auto_class=auto_class,
         adapter=adapter,
+        is_chat=is_chat,
+        question=json.dumps((run.recipe.samples.prompts or ["Hello! What can you do?"])[0], ensure_ascii=False),
+        template_settings="".join(
+            f", {name}={value!r}" for name, value in run.recipe.data.chat_template_kwargs.items()
+        ),
         hyperparameters=[(name, value) for name, value in _hyperparameters(run) if value is not None],
         data_sets=data_lines,
         samples=samples[:CARD_SAMPLES],

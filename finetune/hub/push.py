@@ -106,14 +106,14 @@ def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None
     Raises FinetuneError when the run is not finished, the name is not valid, or a file holds a secret or a local path.
     """
     check_repository(destination.repo_id, "the repository")
-    product_folder(run_dir, merged=destination.merged)
+    product = product_folder(run_dir, merged=destination.merged)
     recipe = recipe_from_resolved(run_dir / "recipe.yaml")
     base = read_base(recipe.model, repository=destination.base and check_repository(destination.base, "--base"))
     if api is not None:
         base = ask_licence(base, api)
     facts = read_run(run_dir, recipe, merged=destination.merged)
     with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
-        text = card_text(destination.repo_id, facts, base)
+        text = card_text(destination.repo_id, facts, base, is_chat=(product / "chat_template.jinja").is_file())
     files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=destination.merged)
     check_no_secrets(files, known_secrets())
     # The card as it is sent: local paths in it are shortened.
