@@ -2,8 +2,8 @@
 
 python benchmarks/first_answer.py [FILE]        (six minutes on two quiet cores; default: data/faq_de.csv)
 
-`finetune init FILE`, `finetune train`, `finetune chat --prompt`, each in a process of its own: wall and CPU seconds, the
-held-out loss before and after, and how many held-out answers changed.
+`finetune init FILE`, `finetune train`, `finetune chat --prompt`, each in a process of its own: wall and CPU seconds,
+the held-out loss before and after, and how many held-out answers changed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import scratch, write_result
 from finetune.files import read_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = "Wie schwer ist die Stichsäge?"
 
 
 def timed(words: list[str], folder: Path) -> dict[str, float | str]:
@@ -41,7 +43,7 @@ def main() -> int:
         recipe = next(folder.glob("*.yaml"))
         steps.append(timed(["train", recipe.name], folder))
         run = next((folder / "runs").iterdir())
-        steps.append(timed(["chat", str(run), "--prompt", "Was kostet der Versand nach Spanien?"], folder))
+        steps.append(timed(["chat", str(run), "--prompt", QUESTION], folder))
         losses = [line["loss"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "eval"]
         answers: dict[str, dict[str, str]] = {}
         for line in read_lines(run / "samples.jsonl"):

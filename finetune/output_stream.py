@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -53,6 +55,23 @@ def one_line(text: object, length: int = 300) -> str:
     if len(words) <= length:
         return words
     return words[: length - 3] + "..."
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text, broken between words if the stream is a terminal, which itself would break inside words.
+
+    Indented lines and lines with a command stay whole, so that they can be copied.
+    """
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or line.startswith(" ") or "finetune " in line:
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def obeyed_by_none(text: str) -> str:

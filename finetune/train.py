@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, FinetuneError, NoRendezvous
-from finetune.output_stream import keep_printing, one_line
+from finetune.output_stream import keep_printing, one_line, wrapped
 from finetune.recipe.loader import load_recipe
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def announce(recipe: Recipe) -> None:
         return
     method = "all weights" if recipe.lora is None else "adapters"
     line = f"{recipe.model.name_or_path}: training {method}, into {recipe.run_dir}; importing torch ..."
-    print(one_line(line), flush=True)
+    print(wrapped(one_line(line), sys.stdout), flush=True)
 
 
 def set_up_process(recipe: Recipe) -> Launch:

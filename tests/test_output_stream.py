@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from finetune.measure.metrics import Terminal
-from finetune.output_stream import LastingStream, lasting
+from finetune.output_stream import LastingStream, lasting, wrapped
 from tests.support.models.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,3 +119,21 @@ def test_a_training_reaches_its_end(stdout: Callable[[], int], both: bool, tiny_
     assert "BrokenPipeError" not in log.read_text(), "nor does Python speak of it when it leaves"
     assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_on_a_terminal_lines_break_between_words_and_commands_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    notice = "auto chose bfloat16, because this processor has bfloat16 arithmetic"
+    command = "talk to it: finetune chat /a/folder/with/a/long/name/of/a/run"
+    indented = "  accelerate launch finetune/train.py recipes/llama3_fsdp.yaml"
+    text = f"{notice}\n{command}\n{indented}"
+    assert wrapped(text, io.StringIO()) == text
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = wrapped(text, Screen()).split("\n")
+    assert lines[-2:] == [command, indented]
+    assert " ".join(lines[:-2]) == notice
+    assert max(map(len, lines[:-2])) <= 40

@@ -29,7 +29,8 @@ CARD_TEMPLATE = "model_card.md.jinja"
 def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = True) -> str:
     """Render README.md: this module collects the facts, model_card.md.jinja holds the text.
 
-    With `is_chat` the tokenizer has a chat template, which the example uses. The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
+    With `is_chat` the tokenizer has a chat template, which the example uses. The metadata pass
+    `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -18,7 +18,7 @@ import torch
 
 from finetune.measure.phases import peak_bytes
 from finetune.measure.units import GIB
-from finetune.output_stream import lasting
+from finetune.output_stream import lasting, wrapped
 from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -129,7 +129,7 @@ class Terminal:
         if self._silent or not text:
             return
         self._erase()
-        self._stream.write(text + "\n")
+        self._stream.write(wrapped(text, self._stream) + "\n")
         self._stream.flush()
 
     def progress(self, text: str) -> None:

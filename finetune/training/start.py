@@ -23,6 +23,7 @@ from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.optimizer import learning_rate_schedule
+from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.number_formats import ChosenFormats
@@ -88,7 +89,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
         if slow := slow_formats_note(recipe, device):
             notes.append(slow)
         for note in notes:
-            print(note, file=sys.stderr)
+            print(wrapped(note, sys.stderr), file=sys.stderr)
     tokenizer = load_tokenizer(recipe)
 
     recomputation = own_recomputation(recipe, launch)
@@ -117,7 +118,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     if launch.is_main:
         claim = _claim(loaded, prepared, adapter, command)
         if claim.status != "finished":
-            print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
+            print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
     return Start(
         recipe=recipe,
         launch=launch,
@@ -156,7 +157,7 @@ def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | Non
         asked=Asked(recipe.training, len(prepared.train)),
     )
     for note in claim.notes:
-        print(note, file=sys.stderr)
+        print(wrapped(note, sys.stderr), file=sys.stderr)
     if claim.status != "finished":
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
