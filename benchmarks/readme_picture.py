@@ -58,7 +58,7 @@ def draw(run: Path) -> None:
     assert shown is not None, "the page is empty"
     facts = PngImagePlugin.PngInfo()
     facts.add_text("templates", digest())
-    image.crop((0, 0, WIDTH, shown[3] + MARGIN)).quantize(64).save(PICTURE, pnginfo=facts, optimize=True)
+    image.crop((0, 0, WIDTH, shown[3] + MARGIN)).save(PICTURE, pnginfo=facts, optimize=True)
     print(PICTURE)
 
 
