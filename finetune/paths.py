@@ -43,8 +43,10 @@ def from_here(path: Path) -> str:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """A file, opened for reading; a link to one too. Raises OSError, for a pipe or a device as well: reading them may
-    never end, and opening a pipe that nobody writes into waits for ever."""
+    """Open a file, or a link to a file, for reading.
+
+    Raises OSError, for a pipe or a device too: reading one may never end, and opening a pipe without a writer waits
+    forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind == stat.S_IFREG:

@@ -122,9 +122,9 @@ class Phases:
         return phases
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """A metrics line for each rank and phase since the last call: on rank 0 for all ranks, elsewhere none.
+        """Return the metrics lines since the last call, one per rank and phase. Only rank 0 gets lines.
 
-        This is a collective, so every rank must call it. Switched off, there is no collective and no line.
+        This is a collective, so every rank must call it. If phases are not measured, it returns an empty list at once.
         """
         if not self.enabled:
             return []

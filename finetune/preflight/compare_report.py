@@ -16,7 +16,7 @@ from rich.table import Table
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
 from finetune.preflight.compare_rows import STRATEGY_KEY
-from finetune.preflight.comparison import Comparison, Row, compare
+from finetune.preflight.comparison import MEMORY_NOTES, TRAFFIC_NOTES, Comparison, Row, compare
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
@@ -77,15 +77,21 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
     rows = [row for row in result["rows"] if row["ok"]]
     head = "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
+    left_out: set[str] = set()  # notes on tables that are not shown
     if rows:
         device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
         tables = []
-        if result.get("ranking"):
-            tables.append(_ranking_table(result["ranking"], head, device))
-        if not result.get("ranking") or memory_differs(rows):
+        ranking = result.get("ranking") or []
+        if ranking:
+            tables.append(_ranking_table(ranking, head, device))
+        if not ranking or memory_differs(rows, ranking):
             tables.append(_memory_table(rows, head, device, host=result["device"] != "cpu"))
-        if not result.get("ranking") or traffic_differs(rows):
+        else:
+            left_out |= {*MEMORY_NOTES}
+        if not ranking or traffic_differs(rows):
             tables.append(_traffic_table(rows, head))
+        else:
+            left_out |= {*TRAFFIC_NOTES}
         for title, table in tables:
             console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
             console.print(table)
@@ -95,13 +101,23 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     for line in _losses_in_words(result["losses"]["groups"]):
         console.print(line, markup=False, highlight=False)
     for note in result["notes"]:
+        if note in left_out:
+            continue
         console.print(note, markup=False, highlight=False, style="dim")
 
 
-def memory_differs(rows: Sequence[Row]) -> bool:
-    """Whether some phase's peak differs by more than a fiftieth between rows."""
+def memory_differs(rows: Sequence[Row], ranking: Sequence[dict[str, Any]]) -> bool:
+    """Whether some phase's peak differs by more than a fiftieth between the ranking's entries.
+
+    An entry's peak is its seeds' largest, because each seed draws other batches.
+    """
+    phases_of = {row["name"]: row["phases"] for row in rows}
     for phase in SHOWN_PHASES:
-        peaks = [row["phases"][phase]["peak_bytes"] for row in rows if phase in row["phases"]]
+        peaks = []
+        for entry in ranking:
+            of_seeds = [phases_of[name] for name in entry["rows"] if phase in phases_of.get(name, {})]
+            if of_seeds:
+                peaks.append(max(phases[phase]["peak_bytes"] for phases in of_seeds))
         if peaks and max(peaks) > 1.02 * min(peaks):
             return True
     return False

@@ -340,20 +340,31 @@ def without_seed(name: str) -> str:
     return " ".join(word for word in name.split() if not word.startswith("seed="))
 
 
+# Notes on the table of memory, and on the one of seconds, traffic and final losses.
+MEMORY_NOTES = (
+    "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
+    "On a CPU all memory is host memory: what is offloaded stays in the same figure.",
+)
+TRAFFIC_NOTES = (
+    "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
+    "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
+    "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
+    "Final losses are compared among rows that learn the same: that differ in how it is computed.",
+    "gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.",
+)
+
+
 def notes(comparison: Comparison) -> list[str]:
     """Notes that a reader of the figures needs."""
     lines = [
-        "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
+        MEMORY_NOTES[0],
         "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
-        "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
-        "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
-        "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
+        *TRAFFIC_NOTES[:3],
     ]
     if len({row.curve for row in comparison.rows}) > 1:
-        lines.append("Final losses are compared among rows that learn the same: that differ in how it is computed.")
+        lines.append(TRAFFIC_NOTES[3])
     for shortened in dict.fromkeys(row.shortened for row in comparison.rows if row.shortened):
         lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(shortened)}.")
     if comparison.device == "cpu":
-        lines.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
-        lines.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
+        lines += [MEMORY_NOTES[1], TRAFFIC_NOTES[4]]
     return lines

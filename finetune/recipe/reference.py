@@ -92,7 +92,9 @@ def _takes(schema: dict[str, Any]) -> str:
         "null": "null",
         "string": "text",
     }
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUND_SIGNS.items() if key in schema]
+    # A reader learns nothing from 2**31 - 1.
+    limits = {key: schema[key] for key in BOUND_SIGNS if abs(schema.get(key, 2**31)) < 2**31 - 1}
+    bounds = [f"{BOUND_SIGNS[key]} {limit:g}" for key, limit in limits.items()]
     return " ".join([words.get(schema.get("type", ""), "section"), *bounds])
 
 
