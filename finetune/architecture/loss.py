@@ -221,7 +221,7 @@ def _pass(
                 rows.put_products(part, product)
             lost, slope = _loss_and_slope(product, room, target[now], transform, **options)
             loss += lost
-            del product  # of which there are else two when the next chunk's is made
+            del product  # frees it before the next chunk allocates its own
             if slope is None:
                 continue
             through_rows = None if rows is None else rows.take_slope_(slope, part)

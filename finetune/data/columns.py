@@ -189,8 +189,9 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
         if len(missing) < len(columns):
             present = next(column for column in columns if column != missing[0])
             return f"the field {missing[0]!r} is missing next to {present!r}; add it, or columns: {{{missing[0]}: ...}}"
-    texts = [name for name, value in row.items() if isinstance(value, str)]
-    question, answer = [*texts, "...", "..."][:2]
+    texts = {name: len(value) for name, value in row.items() if isinstance(value, str)}
+    longest = sorted(texts, key=lambda name: -texts[name])[:2]  # numbers, dates and categories are short
+    question, answer = [*(name for name in texts if name in longest), "...", "..."][:2]
     chat = in_yaml({"instruction": question, "output": answer}).replace('"..."', "...")
     plain = in_yaml({"prompt": question, "completion": answer}).replace('"..."', "...")
     return (

@@ -51,7 +51,7 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
             f"accelerate_config: {strategy.name} shards within a node and repeats between nodes; {world} ranks make "
             f"{copies} such copies; launch on several nodes, set parallelism_config_dp_replicate_size, or take fsdp2"
         )
-    # Not by init_device_mesh, whose groups give up after NCCL's ten minutes, whatever the recipe says.
+    # init_device_mesh ignores the recipe's timeout (NCCL's default is 600 s), so make the groups here.
     ranks = torch.arange(world).reshape(copies, world // copies)
     groups = [_own_group(lines.tolist(), timeout) for lines in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARDS))

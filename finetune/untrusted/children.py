@@ -49,8 +49,8 @@ def refused(
     Args:
         kind: The kind of input; part of the hash.
         program: Python that calls `limit()` after its imports, and `answer(word)`: "ok", or the reason for a refusal.
-        "ok"
-            makes the input trusted. If the program cannot run at all (no /proc, no such library), nothing is refused.
+            "ok" makes the input trusted. If the program cannot run at all (no /proc, no such library), nothing is
+            refused.
         asked: The input, as JSON, which the program finds in `asked`.
         known_by: The key that it is trusted by, instead of `asked`: a file's own hash.
     """

@@ -85,8 +85,9 @@ def _wrong_sizes(section: Mapping[str, Any]) -> Iterator[str]:
             if type(value) is not int:
                 shown = kind_of_value(value) if isinstance(value, dict | list | str) else one_line(value, 30)
                 yield f"{name} is {shown}, and must be a whole number"
-            elif not (0 if name in MAY_BE_ZERO else 1) <= value <= most:
-                yield f"{name} is {one_line(_number(value), 40)}, and must be from 1 to {most:,}"
+            least = 0 if name in MAY_BE_ZERO else 1
+            if type(value) is int and not least <= value <= most:
+                yield f"{name} is {one_line(_number(value), 40)}, and must be from {least} to {most:,}"
 
 
 def _wrong_heads(section: Mapping[str, Any]) -> Iterator[str]:

@@ -145,6 +145,10 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
     "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; for a chat model add columns:"),
+    "unknown, with short columns before the texts": (
+        {"nr": "1", "art": "Technik", "frage": "Wie schwer ist die Säge?", "antwort": "Drei Kilogramm."}, {},
+        "for a chat model add columns: {instruction: frage, output: antwort}; ",
+    ),
     "a column that is not there": (
         {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},
         "columns: prompt: the data set has no column 'qestion', but 'question', 'answer'; did you mean columns: "
