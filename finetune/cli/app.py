@@ -59,6 +59,12 @@ def name_next(*commands: Sequence[str | Path]) -> None:
         typer.echo(f"next: {', or '.join(shlex.join(map(str, command)) for command in commands)}", err=True)
 
 
+def say_begun(doing: str) -> None:
+    """On a terminal's standard error, say at once what a verb does that takes more than some seconds."""
+    if sys.stderr.isatty():
+        typer.echo(f"{doing} ...", err=True)
+
+
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     """Do the work and exit with its `exit_code`, if any.
 

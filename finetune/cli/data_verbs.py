@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import check_output, write_text
 from finetune.output_stream import rich_console
@@ -31,6 +31,7 @@ def preview(
         if html is not None:
             check_output(html, "--html")
         loaded = load_recipe(recipe, overrides or [], here=True).recipe
+        say_begun("reading and tokenising the rows")
         from finetune.report.preview import preview as look
         from finetune.report.preview_views import as_page, print_preview
         from finetune.training.batch_notes import notes_before_launch

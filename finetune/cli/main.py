@@ -13,7 +13,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
-from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say_begun, user_path
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
@@ -102,6 +102,7 @@ def check(
         result: dict[str, Any] = {"ok": True, "path": str(recipe)}
         batch_notes: list[str] = []
         if data:
+            say_begun("reading the rows, and tokenising some of them")
             from finetune.data.check import check_rows
             from finetune.tokens.check_documents import check_documents
             from finetune.training.batch_notes import notes_before_launch

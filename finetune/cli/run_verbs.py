@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, user_path
+from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say_begun, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.run_folder.facts import require_run_folder
@@ -40,6 +40,7 @@ def chat(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
+        say_begun(f"loading base and tuned model of {run}")
         from finetune import finished_run
 
         chosen: Any = who  # checked above
@@ -116,6 +117,7 @@ def evaluate(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
+        say_begun(f"loading {run}, its base and its held-out rows")
         from finetune import finished_run
 
         names = [] if tasks is None else tasks.split(",")
@@ -146,6 +148,7 @@ def merge(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
+        say_begun(f"loading {run} and its base")
         from finetune import finished_run
 
         facts = finished_run.merge(run, step, _line_printer(as_json), dtype=dtype, base=base, prompts=verify)
@@ -220,6 +223,7 @@ def export(
         if folder is not None:
             check_output(folder, "--to", folder=True)
         require_run_folder(run)  # before torch is imported
+        say_begun(f"exporting from {run}")
         from finetune import finished_run
 
         if plain:
