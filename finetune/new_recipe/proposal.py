@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from finetune.data.formats import Chat, Passage
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
-from finetune.errors import DataError, FinetuneError
+from finetune.errors import DataError, DoesNotFit, FinetuneError
 from finetune.new_recipe.columns import Reading, looks_like_data, readings
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.tokens.estimate import estimated_rows, text_of
 
@@ -36,7 +37,8 @@ COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 ASSUMED_TOKEN_BYTES = 3.0  # where no tokenizer is at hand: English has 4, German 3
 SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
-ROW_SIZES = (256, 512, 1024, 2048, 4096)
+ROW_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+USUAL_ROWS = 4096
 MOST_ON_CPU = 1024
 
 
@@ -120,8 +122,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = _completed(entry, source, reading)
     counts, examples = _counted(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length = _row_length(counts.longest_bytes, most=MOST_ON_CPU if gpus is None else ROW_SIZES[-1])
-    choice = choose(gpus, options.model, length)
+    length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     settings, counts = _settings(entry, counts, choice, length)
@@ -245,10 +246,22 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
     return counts, tuple(examples)
 
 
-def _row_length(longest_bytes: int, most: int) -> int:
-    """max_length: the next size that holds the longest row, by its bytes."""
+def _length_and_choice(longest_bytes: int, gpus: Gpus | None, model: str | None) -> tuple[int, Choice]:
+    """max_length, and the model and method: the next size that holds the longest row, by its bytes.
+
+    More than USUAL_ROWS tokens are chosen only where they do not cost a smaller model or a 4-bit base.
+    """
     tokens = longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
-    return min(most, next((length for length in ROW_SIZES if length >= tokens), most))
+    sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
+    wanted = next((size for size in sizes if size >= tokens), sizes[-1])
+    usual = min(wanted, USUAL_ROWS)
+    choice = choose(gpus, model, usual)
+    for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
+        with suppress(DoesNotFit):
+            found = choose(gpus, model, longer)
+            if found.memory and (found.model, found.method) == (choice.model, choice.method):
+                return longer, found
+    return usual, choice
 
 
 def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tuple[Settings, Counts]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.text import Text
 
@@ -9,6 +12,7 @@ from finetune.data.formats import Chat, Passage
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
+from finetune.wording import counted
 
 LONGEST_SHOWN = 300  # of one text
 ROLE_COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
@@ -26,8 +30,8 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
     needs = f", {choice.memory}" * bool(choice.memory)
     method = "QLoRA" if choice.method == "qlora" else "LoRA"
     console.print(
-        f"{choice.model} by {method} on {choice.place}{needs}; about {settings.steps:,} steps, "
-        f"{round(settings.held_out * proposal.counts.rows):,} rows held out",
+        f"{choice.model} by {method} on {choice.place}{needs}; about {counted(settings.steps, 'step')}, "
+        f"{counted(round(settings.held_out * proposal.counts.rows), 'row')} held out",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -45,13 +49,21 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         console.print(f"  {command:<44} # {why}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _words(message: Mapping[str, Any]) -> str:
+    """A message's thought, text and tool calls, as far as it has them."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    said = [f"calls {call.get('name')}({call.get('arguments', '')})" for call in calls]
+    texts = [message.get("reasoning_content"), message.get("content"), *said]
+    return "  ".join(str(text) for text in texts if text)
+
+
 def _print_example(example: Chat | Passage, console: Console) -> None:
     if isinstance(example, Passage):
         turns = [("prompt", example.prompt, False)] if example.prompt else []
         turns.append(("text", example.completion, True))
     else:
         turns = [
-            (message["role"], str(message["content"]), supervised)
+            (message["role"], _words(message), supervised)
             for message, supervised in zip(example.messages, example.supervised, strict=True)
         ]
     for role, content, supervised in turns:

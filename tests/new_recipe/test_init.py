@@ -275,3 +275,35 @@ def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pyt
     (line,) = [line for line in proposal.lines if "sampled" in line]
     assert float(line.split("about ")[1].split()[0].replace(",", "")) == pytest.approx(20_000, rel=0.05)
     assert not proposal.counts.is_whole
+
+
+@pytest.mark.parametrize(("gpus", "length"), [("24GB", 4096), ("80GB", 16_384), ("cpu", 1024)])
+def test_long_rows_are_kept_whole_where_they_cost_no_smaller_model(gpus: str, length: int, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(12):
+        text = f"Das Gericht hat die Klage {number} abgewiesen. " * 700  # 31 kB
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    found = propose(str(tmp_path / "texts"), gpus=gpus)
+    assert found.settings.max_length == length
+    if gpus != "cpu":
+        assert found.choice.model == "Qwen/Qwen3-8B"
+    small = propose(str(ROOT / "data" / "faq_de.csv"), gpus=gpus)
+    assert small.settings.max_length == 256
+
+
+def test_tool_calls_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Rain in Ulm?"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "no"},
+            {"role": "assistant", "content": "It is dry."},
+        ]
+    }
+    (tmp_path / "traces.jsonl").write_text(f"{json.dumps(row)}\n" * 12)
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "traces.jsonl"]) == 0
+    assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out

@@ -330,7 +330,11 @@ def test_what_is_the_same_in_all_rows_is_not_shown(tmp_path: Path) -> None:
     assert "2.1000 ± 0.1000" in shown
     assert "Memory of a rank" not in shown
     assert "traffic" not in shown
-    larger = [SWEPT[0], SWEPT[1] | {"phases": finished(scale=2)["phases"]}]
+    of_a_seed = [SWEPT[0], SWEPT[1] | {"phases": finished(scale=2)["phases"]}, *SWEPT[2:]]
+    of_a_seed[3] = SWEPT[3] | {"phases": finished(scale=2)["phases"]}
+    print_tables(result(*of_a_seed) | {"ranking": ranking(of_a_seed)}, console)
+    assert "Memory of a rank" not in console.file.getvalue()  # type: ignore[attr-defined]
+    larger = [SWEPT[0], SWEPT[2] | {"phases": finished(scale=2)["phases"]}]
     print_tables(result(*larger) | {"ranking": ranking(larger)}, console)
     assert "Memory of a rank" in console.file.getvalue()  # type: ignore[attr-defined]
     draw(summary, tmp_path / "curves.png")

@@ -223,6 +223,8 @@ class Watched:
         return len(text)
     def flush(self):
         pass
+    def isatty(self):
+        return False
 
 sys.stdout = Watched(sys.stdout)
 main(sys.argv[1:])
