@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import FinetuneError
+from finetune.output_stream import wrapped
 
 app = typer.Typer(
     name="finetune",
@@ -57,6 +58,11 @@ def name_next(*commands: Sequence[str | Path]) -> None:
     """Name the commands that usually follow, on a terminal's standard error; scripts and logs do not get this line."""
     if sys.stdout.isatty():
         typer.echo(f"next: {', or '.join(shlex.join(map(str, command)) for command in commands)}", err=True)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines on standard output, or on standard error. A terminal gets them broken between words."""
+    typer.echo(wrapped(text, sys.stderr if err else sys.stdout), err=err)
 
 
 def say_begun(doing: str) -> None:

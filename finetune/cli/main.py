@@ -13,7 +13,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
-from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say_begun, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, user_path
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
@@ -143,7 +143,7 @@ def check(
         if not as_json:
             typer.echo(text, nl=False)
             for note in [*batch_notes, *notes]:
-                typer.echo(note, err=resolved)  # the user may write the resolved recipe into a file
+                say(note, err=resolved)  # the user may write the resolved recipe into a file
             words = [str(recipe), *(overrides or [])]
             name_next(["finetune", "preview", *words], ["finetune", "plan", *words], ["finetune", "train", *words])
         return result
@@ -225,7 +225,7 @@ def plan(
         if file is not None:
             check_output(file, "--output")
         options = planner.PlanOptions(gpus, nodes, largest, explain, details, price)
-        note = partial(typer.echo, err=True)
+        note = partial(say, err=True)
         if audit:
             result, text = planner.audit([user_path(word) for word in words or []], note)
         elif pick:
@@ -233,7 +233,7 @@ def plan(
         else:
             result, text = planner.plan_in_words(words or [], options, model, note)
         if not as_json:
-            typer.echo(text)
+            say(text)
             if result.get("ok") and file is not None:
                 name_next(["finetune", "check", file])
             elif result.get("ok") and not audit and not pick and words:

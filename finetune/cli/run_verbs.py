@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say_begun, user_path
+from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say, say_begun, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.run_folder.facts import require_run_folder
@@ -20,7 +20,7 @@ def _line_printer(as_json: bool) -> Callable[[str], None]:
     """Print lines, or drop them if standard output is one JSON object."""
     if as_json:
         return lambda _: None
-    return typer.echo
+    return say
 
 
 def chat(

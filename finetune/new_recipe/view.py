@@ -21,7 +21,7 @@ ROLE_COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistan
 def print_proposal(proposal: Proposal, console: Console) -> None:
     """Print what was found, some rows as the model will see them, and the next commands."""
     for line in proposal.lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False)
     console.print(f"\n{len(proposal.examples)} rows as the model will see them (green: learned)", style="bold")
     for example in proposal.examples:
         _print_example(example, console)
@@ -34,19 +34,20 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         f"{counted(round(settings.held_out * proposal.counts.rows), 'row')} held out",
         markup=False,
         highlight=False,
-        soft_wrap=True,
     )
     if choice.gpus is None and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         note = "this model is small and mostly English: a first look. With --gpus 1x24GB, init chooses Qwen3-8B"
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
+        console.print(note, style="dim", highlight=False)
     run = f"runs/{proposal.file.stem}"
-    console.print(f"\nwrote {proposal.file}; next:", style="bold", highlight=False, soft_wrap=True)
-    for command, why in (
-        (f"finetune preview {proposal.file}", "every supervised token in colour"),
-        (f"finetune train {proposal.file}", "curves and answers come with it"),
-        (f"finetune chat {run}", "base and tuned, side by side"),
-    ):
-        console.print(f"  {command:<44} # {why}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nwrote {proposal.file}; next:", style="bold", highlight=False)
+    commands = {
+        f"finetune preview {proposal.file}": "every supervised token in colour",
+        f"finetune train {proposal.file}": "curves and answers come with it",
+        f"finetune chat {run}": "base and tuned, side by side",
+    }
+    width = max(map(len, commands))
+    for command, why in commands.items():
+        console.print(f"  {command:<{width}}  # {why}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _words(message: Mapping[str, Any]) -> str:

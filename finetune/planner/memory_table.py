@@ -23,7 +23,7 @@ DRAWN = {
         *("quantisation workspace", "backward workspace", "other"),
     ),
 }
-NAMES = ("weights", "gradients and optimizer", "activations and loss", "buffers")
+NAMES = ("weights", "gradients, optimizer", "activations, loss", "buffers")
 assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 
@@ -90,8 +90,8 @@ def plan_bars(planned: Plan) -> Iterator[str]:
         yield f"{name:<9}{bar:{EMPTY}<{WIDTH}} {needed:6.1f} of {full_bytes / GIB:.1f} GiB"
     legend = [f"{shade} {name}" for shade, name in zip(DRAWN, NAMES, strict=True)]
     if outside:
-        legend.append("x outside of tensors")
-    yield " " * 9 + "   ".join(legend)
+        legend.append("x other")
+    yield " " * 9 + "  ".join(legend)
 
 
 def _stages(planned: Plan) -> Iterator[str]:
