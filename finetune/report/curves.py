@@ -89,25 +89,24 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
         lines = [line for line in run.facts.trained() if line.get("loss") is not None]
         points, holes = _points(lines, "loss"), run.facts.holes()
         smooth = len(points) >= FEWEST_SMOOTHED
-        # Each run takes two colours: an even one for training, the next for its held-out rows.
-        series.append(Series(training_name, points, colour=2 * index, faint=smooth, holes=holes))
+        series.append(Series(training_name, points, colour=index, faint=smooth, holes=holes))
         if smooth:
             # An odd window has a middle: 60 lines give 5, 240 lines give 21.
             window = max(5, len(lines) // SMOOTHED_SHARE) | 1
             mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
             steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
             name = f"{training_name}, mean of {round(steps_between * window)} steps"
-            series.append(Series(name, mean, colour=2 * index, holes=holes))
+            series.append(Series(name, mean, colour=index, holes=holes))
         if held_out := _points(run.facts.evals(), "loss"):
-            series.append(Series(held_out_name, held_out, True, 2 * index + 1))
+            # Several runs have one colour each. A single run has a second one for its held-out rows.
+            series.append(Series(held_out_name, held_out, True, 1 if len(runs) == 1 else index))
     return Chart("Loss", series, holes=_shown_holes(runs), leads=True)
 
 
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
-        # Every second colour, so that a run has its loss curve's colour.
-        Series(run.name, _points(run.facts.trained(), key, factor), colour=2 * index, holes=run.facts.holes())
+        Series(run.name, _points(run.facts.trained(), key, factor), colour=index, holes=run.facts.holes())
         for index, run in enumerate(runs)
     ]
     return Chart(title, series, holes=_shown_holes(runs))
@@ -151,16 +150,15 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Peak memory of each phase, planned and measured, as bars."""
-    peaks: dict[str, dict[str, float]] = {}
-    for run in runs:
+    planned, measured = [planned_peaks(run) for run in runs], [phase_peaks(run) for run in runs]
+    phases = [phase for phase in PHASES if any(phase in each for each in (*planned, *measured))]
+    series = []
+    for index, run in enumerate(runs):
         prefix = f"{run.name}, " if len(runs) > 1 else ""
-        peaks |= {f"{prefix}planned": planned_peaks(run), f"{prefix}measured": phase_peaks(run)}
-    phases = [phase for phase in PHASES if any(phase in each for each in peaks.values())]
-    series = [
-        Series(name, [(phases.index(phase), gib) for phase, gib in each.items()])
-        for name, each in peaks.items()
-        if each
-    ]
+        for name, peaks in (("planned", planned[index]), ("measured", measured[index])):
+            if peaks:
+                points = [(phases.index(phase), gib) for phase, gib in peaks.items()]
+                series.append(Series(f"{prefix}{name}", points, colour=index, faint=name == "planned"))
     return Chart("Peak memory of a rank's tensors by phase, GiB", series, phases)
 
 

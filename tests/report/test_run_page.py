@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main as cli
-from finetune.report.curves import curves, loss_chart, read_runs, summary
+from finetune.report.curves import curve, curves, loss_chart, read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import question_of, report, write_page, write_pages
 from finetune.train import main
@@ -258,6 +258,18 @@ def test_the_smoothed_loss_is_the_mean_that_its_legend_names(
         assert (step, value) == (lines[index]["step"], pytest.approx(np.average(losses, weights=tokens)))
     (faint, strong) = [colour for name, colour in loss_chart(runs).legend if name.startswith("training")]
     assert faint.startswith(strong), "one colour, and less of it"
+
+
+def test_several_runs_have_one_colour_each_in_every_chart(tmp_path: Path) -> None:
+    runs = read_runs([noisy_run(tmp_path / name, steps=60) for name in ("one", "two")])
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "eval", "step": 60, "loss": 2.0, "perplexity": 7.4}\n')
+    colours: dict[str, set[str]] = {"one": set(), "two": set()}
+    for name, colour in [*loss_chart(runs).legend, *curve(runs, "Seconds a step", "step_seconds").legend]:
+        colours[name.partition(",")[0]].add(colour[:7])
+    assert [len(each) for each in colours.values()] == [1, 1]
+    assert not colours["one"] & colours["two"]
 
 
 def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
