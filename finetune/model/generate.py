@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
@@ -84,7 +84,7 @@ def greedy_answers(
             show(tokens.shape[1] - batch["input_ids"].shape[1])
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-        options["stopping_criteria"] = [show_and_go_on]
+        options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
     return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
 
 

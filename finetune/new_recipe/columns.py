@@ -38,6 +38,7 @@ ANSWER_WORDS = (
 LABEL_WORDS = (
     "label category class sentiment intent topic kategorie klasse categoria catégorie 라벨 분류 标签 类别".split()
 )
+SYSTEM_NAMES = ("system", "system_prompt", "systemprompt")
 CONTEXT_WORDS = (
     "context passage kontext contexto contexte contesto контекст 문맥 맥락 文脈 上下文 background document".split()
 )
@@ -216,6 +217,10 @@ def _with_context(score: float, question: Column, answer: Column, candidates: Se
             columns["input"] = column.name
             break
     columns["output"] = answer.name
+    for column in candidates:
+        if column.name.lower() in SYSTEM_NAMES and column not in (question, answer):
+            columns["system"] = column.name
+            break
     if all(ours == theirs for ours, theirs in columns.items()):
         return Reading("alpaca", {}, score)
     return Reading("alpaca", columns, score)
@@ -224,6 +229,11 @@ def _with_context(score: float, question: Column, answer: Column, candidates: Se
 def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message where no column holds text; for texts nested in a column, the line that flattens them."""
     place = entry.data_files or entry.path
+    if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
+        return (
+            f"{place}: is one object whose {len(names)} values are the rows; write them one a line: "
+            f"jq -c '.[]' {place} > rows.jsonl"
+        )
     for name in names:
         value = next((row[name] for row in rows if isinstance(row.get(name), dict)), None)
         inner = [key for key, text in (value or {}).items() if isinstance(text, str)]

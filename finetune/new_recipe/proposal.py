@@ -330,6 +330,12 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
         rows = f"{sample.total:,} rows" if sample.is_whole else f"about {sample.total:,} rows (sampled)"
     names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
+    folder = Path(source.entry.path)
+    if folder.is_dir() and source.kind != "hub":
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+        if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     if reading.columns:
         unused = [name for name in names if name not in reading.columns.values()]
         lines.append(f"read as {in_yaml(reading.columns)}" + (f"; not used: {in_quotes(unused)}" if unused else ""))

@@ -149,6 +149,10 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
     ),
     "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "jq -c"),
+    "rows by their numbers": (
+        "a.json", lambda: json.dumps({str(n): pairs("question", "answer")[n] for n in range(COUNT)}).encode(),
+        "one object whose 40 values are the rows; write them one a line: jq -c '.[]' a.json > rows.jsonl",
+    ),
     "empty": ("a.csv", lambda: b"", "the file is empty"),
     "only a header": ("a.csv", lambda: b"frage;antwort\r\n", "no rows"),
     "binary": ("a.bin", lambda: bytes(range(256)) * 8, "binary file"),
@@ -307,3 +311,18 @@ def test_tool_calls_are_shown(
     monkeypatch.chdir(tmp_path)
     assert main(["init", "traces.jsonl"]) == 0
     assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out
+
+
+def test_a_system_column_is_the_system_turn(tmp_path: Path) -> None:
+    rows = [{"system": "You are kind.", **pair} for pair in pairs("question", "answer")]
+    (tmp_path / "a.jsonl").write_bytes(lines(lambda n: rows[n]))
+    found = propose(str(tmp_path / "a.jsonl"), gpus="cpu")
+    assert found.entry.columns == {"instruction": "question", "output": "answer", "system": "system"}
+    assert [message["role"] for message in found.examples[0].messages] == ["system", "user", "assistant"]  # type: ignore[union-attr]
+
+
+def test_files_of_a_folder_that_are_not_used_are_named(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_bytes(lines(lambda n: pairs("question", "answer")[n]))
+    found = propose(str(tmp_path), gpus="cpu")
+    assert any(line.startswith("files that are not used: 'test.jsonl';") for line in found.lines)
