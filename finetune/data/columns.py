@@ -146,7 +146,7 @@ def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], na
 
 
 def _is_list_of_objects_with(value: Any, *keys: str) -> bool:
-    """Whether a value is a list of objects, by the first of them, which has these keys."""
+    """Whether the value is a list whose first element is an object with these keys."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {*keys} <= {*value[0]}
 
 

@@ -79,7 +79,7 @@ def checked_encoding(name: str) -> str:
 
 
 def found_encoding(file: Path) -> str:
-    """utf-8, utf-16, or one of the encodings of spreadsheet programs. Raises OSError."""
+    """Return utf-8, utf-16, or a spreadsheet program's encoding. Raises OSError."""
     sample, decoder, is_utf8 = bytearray(), getincrementaldecoder("utf-8")(), True
     with open_bytes(file) as stream:
         head = stream.read(4)
@@ -151,7 +151,7 @@ def _found_delimiter(file: Path, encoding: str) -> str:
 
 
 def _widths(text: str, delimiter: str, whole: bool) -> list[int]:
-    """Cells of each of the first records, which a delimiter divides; the last one may be cut off."""
+    """Count the cells in each first record, divided by a delimiter. The last record may be cut off."""
     records = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
     widths = []
     try:

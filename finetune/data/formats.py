@@ -1,7 +1,7 @@
-"""A row by the layout of its data set: checked strictly, and brought into one of two forms.
+"""Check a row strictly by its data set's layout, and convert it to one of two forms.
 
-Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion of messages)
-Passage  a prompt and its continuation, without a template (text, prompt/completion of texts)
+Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion as messages)
+Passage  a prompt and its continuation, without a template (text, prompt/completion as texts)
 """
 
 from __future__ import annotations

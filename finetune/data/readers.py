@@ -459,7 +459,7 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
 
 
 def _schema_problem(schema: Any) -> str | None:
-    """Two columns of one name, because a row could hold only one of them; or values nested without end."""
+    """Refuse two columns with one name, because a row can hold only one, and endlessly nested values."""
     duplicates = [name for name, count in Counter(schema.names).items() if count > 1]
     if duplicates:
         return f"the column {one_line(repr(duplicates[0]), 60)} appears twice; rename one"
@@ -472,10 +472,10 @@ def _schema_problem(schema: Any) -> str | None:
 
 
 def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The row of a table without the nulls inside of its columns.
+    """Remove the nulls inside a table row's columns.
 
-    Tables give every object of a column the keys of all of them and fill up with null: a call of one tool would show
-    the model the arguments of every other. Nulls that were meant are lost too; JSON Lines keeps them.
+    In a table all objects in one column share their keys, and missing ones are null. Without this, a call to one tool
+    would show the model every other tool's arguments. Intended nulls are lost too; JSON Lines keeps them.
     """
 
     def without_nulls(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The rows of a data set, read by its layout, and notes about them for the owner of the data.
+"""Read a data set's rows by its layout, and collect notes for the data's owner.
 
-Checking, tokenising and previewing read rows here, so that all three take a row for the same thing.
+Checking, tokenising and previewing read rows here, so that all three agree about every row.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Source:
     files: tuple[Path, ...]
 
     def rows(self) -> Iterator[SourceRow]:
-        """Every row of the split, in the order of the files; unreadable rows as mistakes."""
+        """Yield the split's rows in file order. An unreadable row is a mistake."""
         if self.kind == "hub":
             return self._hub_rows()
         split = read_split(self.entry.split)
@@ -62,7 +62,7 @@ class Source:
         return islice(self._file_rows(), *split.bounds(total))
 
     def key(self) -> dict[str, Any]:
-        """The content address of the rows: the bytes of the files, or the Hub data set's fingerprint."""
+        """The rows' content address: a digest of the files, or the Hub data set's fingerprint."""
         if self.kind == "hub":
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
             return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}

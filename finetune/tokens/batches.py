@@ -20,10 +20,10 @@ __all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step
 
 
 class MicroBatch(TypedDict, total=False):
-    """The input of one forward: [1, tokens] with the documents of all its rows, or [rows, longest] padded right.
+    """One forward's input: flat [1, tokens] with all rows' documents, or [rows, longest] padded right.
 
-    Two documents of 3 and 2 tokens as a flat batch of width 6; the sixth token is an unsupervised document. Of each
-    document only the last two tokens are supervised:
+    Two documents with 3 and 2 tokens, as a flat batch with width 6. The sixth token is an unsupervised document. Only
+    each document's last two tokens are supervised:
 
         input_ids         a  b  c  d  e  0
         position_ids      0  1  2  0  1  0

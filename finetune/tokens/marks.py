@@ -1,4 +1,4 @@
-"""Marks in a chat's texts, private characters of Unicode, that show where a template wrote each of them.
+"""Mark a chat's texts with private Unicode characters, which show where a template wrote each text.
 
 A message has a pair of marks for its content, one for the name of each of its tool calls, and one for all else. A name
 counts where it is written first: some templates write it again in the header of the tool's answer.

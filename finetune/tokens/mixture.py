@@ -169,9 +169,9 @@ def shares(pool: DocumentPool, split: Split, training_sets: int) -> list[dict[st
 
 
 def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:
-    """One data set's documents, as often as its weight says, ascending.
+    """Repeat one data set's documents by its weight, in ascending order.
 
-    A weight of 2.3 gives two copies of each of its 10 documents, and a third copy of 3 documents drawn by the seed.
+    With 10 documents, weight 2.3 gives two copies each, and a third copy for 3 documents that the seed draws.
     """
     members = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
     copies = int(weight)

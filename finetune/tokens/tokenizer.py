@@ -179,7 +179,7 @@ class TextTokenizer:
 
 
 def _token_spans(encoding: Any, supervised: Sequence[Span]) -> list[Span] | None:
-    """Token spans of character spans; None where an edge is inside of a token.
+    """Convert character spans to token spans; None if an edge lies inside a token.
 
     Tokens `Hel` `lo` `<end>` of the text Hello<end>: the characters 0 to 10 are the tokens 0 to 3, and an edge at 4 is
     inside of `lo`.
