@@ -39,7 +39,7 @@ HELD_OUT = schema.DataSet(path=CHATS.path, split="test_sft[:500]")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a picked recipe keeps, and what is tried for it."""
+    """The settings that a picked recipe keeps, and the variants to try."""
 
     recipe: Recipe  # its model, data and other settings are kept
     row_lengths: tuple[int, ...]
