@@ -29,7 +29,7 @@ WIDTH, MARGIN = 900, 16  # pixels
 
 
 def digest() -> str:
-    """Of the templates that the picture shows."""
+    """Return a digest of the templates that the picture shows."""
     folder = Path(run_page.__file__).parent
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in TEMPLATES)).hexdigest()
 
