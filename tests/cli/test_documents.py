@@ -183,11 +183,11 @@ def longer() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", longer())
-def test_longer_ones_run(command: str, tmp_path: Path) -> None:
+def test_longer_ones_run(command: str, tmp_path: Path, place: Path) -> None:
     """In a process of their own, for a plan makes state for good."""
     words = [str(ROOT / "recipes/llama3_fsdp.yaml") if word == "RECIPE" else word for word in shlex.split(command)]
-    for name in ("recipes", "accelerate_configs", "data", "finetune"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("recipes", "accelerate_configs", "data", "finetune", "runs"):
+        (tmp_path / name).symlink_to((place if name == "runs" else ROOT) / name)
     process = subprocess.run(
         [sys.executable, "-m", "finetune.cli.main", *words[1:]], cwd=tmp_path, capture_output=True, text=True
     )
