@@ -46,7 +46,8 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file, or a link to a file, for reading.
 
     Raises OSError, for a pipe or a device too: reading one may never end, and opening a pipe without a writer waits
-    forever."""
+    forever.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind == stat.S_IFREG:

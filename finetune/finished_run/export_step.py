@@ -237,13 +237,14 @@ def write_answers_and_report(folder: Path, step: int, say: Callable[[str], None]
 
 def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
     file = folder / "samples.jsonl"
-    if any(line["when"] == "after" for line in (read_lines(file) if file.is_file() else [])):
+    if any(line.get("when") == "after" for line in (read_lines(file) if file.is_file() else [])):
         return  # the training's own, at its last step
     run, device = finished_run(folder), best_device()
     recipe = run.recipe
     tokenizer = load_tokenizer(recipe)
     prepared = prepare(recipe, tokenizer)
-    if prepared.fingerprint != read_object(folder / "receipt.json", MOST_RECORD_BYTES)["data"]["fingerprint"]:
+    data = read_object(folder / "receipt.json", MOST_RECORD_BYTES).get("data")
+    if not isinstance(data, dict) or data.get("fingerprint") != prepared.fingerprint:
         raise FinetuneError("the data's files have changed since the training")
     prompts = prepared.prompts
     if not prompts:
