@@ -9,6 +9,7 @@ FinetuneError            2   bad input: place, value, remedy
 ├── EnvironmentMismatch  4   what would run is not what the recipe asks for
 │   ├── HubUnreachable   4   the Hub failed again and again, in a way that may pass
 │   └── NoRendezvous     4   the ranks did not find each other, or do not share the run's folder
+├── (eval --fail-under)  5   a score is below its threshold; no error, the figures are printed
 ├── RankLost             1   another rank died or froze
 └── Stopped            130   stopped by a signal, saved first
 """

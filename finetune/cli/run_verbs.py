@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -104,24 +105,73 @@ def report(
 def evaluate(
     run: RunFolder,
     step: AtStep = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="exact, number, sql, ...; may be repeated; those that fit the rows.", show_default=False),
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(help="Your own metric: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of an answer in tokens; by the references.", show_default=False)
+    ] = None,
+    general: Annotated[bool, typer.Option("--general", help="General questions too: what was forgotten?")] = False,
+    loss_only: Annotated[bool, typer.Option("--loss-only", help="Generate no answers.")] = False,
+    fail_under: Annotated[
+        list[str] | None,
+        typer.Option(help="METRIC=VALUE: exit code 5 below it; may be repeated.", show_default=False),
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
     ] = None,
     include: Annotated[
         Path | None, typer.Option(parser=user_path, help="Folder of task files for lm-eval.", show_default=False)
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; all.", show_default=False)] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat-template/--no-chat-template", help="Of tasks; those that generate.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Rows, and questions of each task; 200, all.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out loss and perplexity of base and tuned model; benchmarks with --tasks."""
+    """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading {run}, its base and its held-out rows")
         from finetune import finished_run
+        from finetune.measure.metrics import Terminal
 
-        names = [] if tasks is None else tasks.split(",")
-        figures = finished_run.evaluate(run, step, names, _line_printer(as_json), include=include, limit=limit)
+        progress = Terminal(0, silent=as_json, stream=sys.stderr)
+        print_line = _line_printer(as_json)
+
+        def say_result(text: str) -> None:
+            progress.clear()
+            print_line(text)
+
+        figures = finished_run.evaluate(
+            run,
+            step,
+            [] if tasks is None else tasks.split(","),
+            say_result,
+            progress.progress,
+            metrics=metric or [],
+            scorer=scorer,
+            file=data,
+            max_new_tokens=max_new_tokens,
+            general=general,
+            generate=not loss_only,
+            fail_under=fail_under or [],
+            include=include,
+            limit=limit,
+            chat_template=chat_template,
+        )
         if not as_json:
             name_next(["finetune", "report", run], ["finetune", "merge", run])
         return {"ok": True, **figures}

@@ -68,26 +68,59 @@ def evaluate(
     step: int | None,
     tasks: Sequence[str],
     say: Say,
+    show: Say = lambda _: None,
     *,
+    metrics: Sequence[str] = (),
+    scorer: str | None = None,
+    file: Path | None = None,
+    max_new_tokens: int | None = None,
+    general: bool = False,
+    generate: bool = True,
+    fail_under: Sequence[str] = (),
     include: Path | None = None,
     limit: int | None = None,
+    chat_template: bool | None = None,
 ) -> dict[str, Any]:
-    """`held_out`: loss and perplexity of base and tuned model; `tasks`: lm-eval's figures. `say` gets each at once.
+    """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
 
-    With tasks and a recipe that holds no rows out, `held_out` is left out. Raises FinetuneError.
+    Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
+    `tasks` (lm-eval's figures), and with a missed threshold `exit_code` 5. With tasks and a recipe that holds no rows
+    out, the first two are left out. Raises FinetuneError.
+
+    Args:
+        say: Receives each result at once.
+        show: Receives the progress.
+        metrics: As in eval.generate.metrics.
+        scorer: PATH.py:FUNCTION, a metric of the user's own.
+        file: A data file to answer instead of the held-out rows.
+        generate: False: the loss alone.
+        fail_under: METRIC=VALUE, the least mean score of the tuned model.
+        limit: Rows to answer, and questions of each task.
+        chat_template: Whether tasks use it; None: those that generate do.
     """
-    from finetune.finished_run.evaluation import held_out_figures, held_out_in_words, task_figures, tasks_in_words
+    from finetune.finished_run.evaluation import Request, measure, task_figures, tasks_in_words
     from finetune.finished_run.load import best_device, finished_run
+    from finetune.finished_run.scores import BELOW_THRESHOLD, below, chosen_metrics, thresholds, write_eval
 
-    opened, device = finished_run(run_at(run, step)), best_device()
+    wanted = thresholds(fail_under)
+    chosen = chosen_metrics(metrics, scorer)
+    folder = run_at(run, step)
+    opened, device = finished_run(folder), best_device()
     result: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
-    if not tasks or opened.recipe.data.eval is not None:
-        result["held_out"] = held_out_figures(opened, device)
-        say(held_out_in_words(result["held_out"]))
+    if not tasks or opened.recipe.data.eval is not None or file is not None or general:
+        request = Request(chosen, str(file) if file else None, limit, max_new_tokens, general, generate, wanted)
+        result, rows = measure(opened, device, request, say, show)
     if tasks:
-        result["tasks"] = task_figures(opened, device, list(tasks), include=include, limit=limit)
+        result["tasks"] = task_figures(
+            opened, device, list(tasks), include=include, limit=limit, chat_template=chat_template, say=say
+        )
         say(tasks_in_words(result["tasks"]))
+    write_eval(folder, result, rows)
+    if missed := below(wanted, result):
+        say("\n".join(missed))
+        result |= {"ok": False, "exit_code": BELOW_THRESHOLD}
     return result
 
 

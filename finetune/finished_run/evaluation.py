@@ -1,11 +1,12 @@
-"""`finetune eval`: loss and perplexity of base and tuned model over the held-out rows, token by token."""
+"""`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +15,184 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.architecture import attention
-from finetune.errors import EnvironmentMismatch, FinetuneError, NotFinite
+from finetune.errors import DataError, EnvironmentMismatch, FinetuneError, NotFinite
 from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_run_tokenizer, load_whole
+from finetune.finished_run.scores import (
+    WHO,
+    compared,
+    general_in_words,
+    refuse_unknown_thresholds,
+    scores_in_words,
+)
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
+from finetune.probe.padding import may_share_a_batch
 from finetune.run_folder.facts import read_run
-from finetune.tokens.dataset import prepare
+from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
+from finetune.scoring.general import GeneralRow, general_rows, general_scores
+from finetune.scoring.metrics import Metric
+from finetune.strategies.pieces import Ranks
+from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
+from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, held_out_set, scores_on_all
 from finetune.wording import counted
 
 
-def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
-    """The trainer's own evaluation, for the finished model and its base.
+@dataclass(frozen=True)
+class Request:
+    """What to measure."""
 
-    Loss is the mean over every supervised held-out token, perplexity its exponential. `recorded` is the run's own
-    figure for the exported weights. Raises FinetuneError if no rows are held out.
+    metrics: Sequence[Metric] = ()  # empty: the recipe's, or those that fit the references
+    file: str | None = None  # answered instead of the held-out rows
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    general: bool = False  # the general set too
+    generate: bool = True
+    fail_under: Mapping[str, float] = field(default_factory=dict)
+
+
+def measure(
+    run: FinishedRun, device: torch.device, request: Request, say: Callable[[str], None], show: Callable[[str], None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`held_out`, `scores` and `general` of the base and the tuned model, and the scored rows with both answers.
+
+    The loss is the trainer's own evaluation: the mean over every supervised held-out token. Each model is loaded once.
+    Raises FinetuneError if no rows are held out and no other rows are named.
     """
+    recipe, prepared = run.recipe, None
+    if recipe.data.eval is not None:
+        prepared = prepare(recipe, load_tokenizer(recipe))
+    elif request.file is None and recipe.eval.generate.file is None and not request.general:
+        remedy = "name rows: --data FILE, or --general or --tasks"
+        raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
+    tokenizer = load_run_tokenizer(run)
+    encoder = Encoder(tokenizer, recipe.data)
+    asked = None
+    if request.generate:
+        try:
+            asked = held_out_set(
+                recipe,
+                encoder,
+                prepared,
+                file=request.file,
+                metrics=request.metrics,
+                limit=request.limit,
+                max_new_tokens=request.max_new_tokens,
+            )
+        except FinetuneError as error:
+            # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
+            if request.metrics or request.file or request.fail_under or isinstance(error, DataError):
+                raise
+            say(f"no answers are scored: {error}")
+    general = general_rows() if request.general else []
+    measured = [metric.name for metric in asked.metrics] if asked else []
+    refuse_unknown_thresholds(request.fail_under, [*measured, *(["general"] if general else [])])
+    asked_general = _general_set(general, encoder) if general else None
+
+    how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
+    losses: dict[str, float] = {}
+    answers: dict[str, list[str]] = {}
+    general_answers: dict[str, list[str]] = {}
+    for name, model in models_of(run, device, with_loss=True):
+
+        def show_model(text: str, name: str = name) -> None:
+            show(f"{name} model: {text}")
+
+        with fitting(device):
+            if prepared is not None and prepared.eval is not None:
+                losses[name] = _held_out_loss(run, device, prepared, name, model, show_model)
+            if asked is not None:
+                answers[name] = generated_answers(model, tokenizer, asked, how, show_model)
+            if asked_general is not None:
+                general_answers[name] = generated_answers(model, tokenizer, asked_general, how, show_model)
+    result: dict[str, Any] = {}
+    if losses and prepared is not None and prepared.eval is not None:
+        exported = read_run(run.folder, recipe).exported_eval()
+        result["held_out"] = {
+            "documents": prepared.facts["eval_documents"],
+            "tokens": int(prepared.eval.supervised.sum()),
+            # exp(710) overflows a double
+            **{name: {"loss": loss, "perplexity": math.exp(min(loss, 700.0))} for name, loss in losses.items()},
+            "recorded": exported["loss"] if exported else None,
+        }
+        say(held_out_in_words(result["held_out"]))
+    rows: list[dict[str, Any]] = []
+    if asked is not None:
+        scores = {name: scores_on_all(asked, answers[name], Ranks()) for name in WHO}
+        result["scores"] = {
+            "data": asked.name,
+            "rows": len(asked.items),
+            "max_new_tokens": asked.max_new_tokens,
+            "notes": asked.notes,
+            "metrics": {
+                metric.name: {**metric.options, **compared(*(scores[name][metric.name] for name in WHO))}
+                for metric in asked.metrics
+            },
+        }
+        say(scores_in_words(result["scores"]))
+        for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
+            rows.append(
+                {
+                    "place": item.place,
+                    "prompt": prompt.prompt,
+                    "reference": item.reference,
+                    **{name: answers[name][index] for name in WHO},
+                    "scores": {
+                        metric.name: [scores[name][metric.name][index] for name in WHO] for metric in asked.metrics
+                    },
+                }
+            )
+    if general:
+        by_model = [general_scores(general, general_answers[name]) for name in WHO]
+        kinds = list(dict.fromkeys(row.kind for row in general))
+        chosen = {kind: [index for index, row in enumerate(general) if row.kind == kind] for kind in kinds}
+        result["general"] = {
+            "rows": len(general),
+            "all": compared(*by_model),
+            "kinds": {
+                kind: compared(*([scores[index] for index in indices] for scores in by_model))
+                for kind, indices in chosen.items()
+            },
+        }
+        say(general_in_words(result["general"]))
+    return result, rows
+
+
+def _general_set(rows: Sequence[GeneralRow], encoder: Encoder) -> ScoredSet:
+    """The general questions as prompts. Raises FinetuneError if the chat template refuses one."""
+    try:
+        prompts = [encoder.sample_prompt(row.prompt) for row in rows]
+    except RowError as error:
+        raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
+    return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
+
+
+def _held_out_loss(
+    run: FinishedRun,
+    device: torch.device,
+    prepared: Prepared,
+    name: str,
+    model: nn.Module,
+    show: Callable[[str], None],
+) -> float:
     recipe = run.recipe
-    if recipe.data.eval is None:
-        raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); --tasks needs none")
-    prepared = prepare(recipe, load_tokenizer(recipe))
-    if prepared.eval is None:
-        raise FinetuneError(f"{run.folder}: data.eval leaves no held-out row; name other rows")
+    assert prepared.eval is not None
     # The trainer's own plan and autocast, so that the figure equals the run's own one.
     accelerator = Accelerator(cpu=device.type == "cpu")
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
-    figures: dict[str, Any] = {
-        "documents": prepared.facts["eval_documents"],
-        "tokens": int(prepared.eval.supervised.sum()),
-    }
-    for name, model in models_of(run, device, with_loss=True):
-        with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
-            try:
-                loss = evaluate(accelerator, model, prepared.eval, plan, objective_of(recipe))["loss"]
-            except NotFinite:  # its text is about a training
-                raise NotFinite(
-                    f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
-                ) from None
-        figures[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # exp(710) overflows a double
-    exported = read_run(run.folder, recipe).exported_eval()
-    return figures | {"recorded": exported["loss"] if exported else None}
+    with _arithmetic(recipe.training.mixed_precision, device):
+        try:
+            return evaluate(accelerator, model, prepared.eval, plan, objective_of(recipe), show=show)["loss"]
+        except NotFinite:  # its text is about a training
+            raise NotFinite(
+                f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
+            ) from None
+        finally:
+            model.eval()
 
 
 def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -94,14 +230,26 @@ def held_out_in_words(figures: dict[str, Any]) -> str:
 
 
 def task_figures(
-    run: FinishedRun, device: torch.device, tasks: Sequence[str], *, include: Path | None, limit: int | None
+    run: FinishedRun,
+    device: torch.device,
+    tasks: Sequence[str],
+    *,
+    include: Path | None,
+    limit: int | None,
+    chat_template: bool | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """base or tuned -> task -> metric -> value, with lm-eval's own settings and metrics.
+    """base or tuned -> task -> metric -> value, with lm-eval's own metrics; and `chat_template`: task -> whether used.
+
+    Tasks that generate an answer use the chat template, because a tuned model answers as it was trained. Tasks that
+    compare likelihoods (multiple choice) do not: with a template, scores fall for reasons other than skill.
 
     Args:
         tasks: lm-eval's names; * matches any letters.
         include: A folder with the user's own task files.
         limit: Questions per task; None: all.
+        chat_template: Use it for all tasks, or for none; None: as described. Few-shot examples are then turns.
+        say: Receives a line about that choice.
 
     Raises:
         EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
@@ -120,31 +268,64 @@ def task_figures(
                 f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
             )
     tokenizer = load_run_tokenizer(run)
-    figures = {}
+
+    def mistake(error: Exception) -> EnvironmentMismatch:  # most often a data set that is not on this machine
+        reason = " ".join(str(error).split())[:300]
+        return EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}")
+
+    try:
+        loaded = manager.load(manager.match_tasks(list(tasks)))["tasks"]
+    except (OSError, ValueError) as error:
+        raise mistake(error) from error
+    templated = {}
+    for name, task in loaded.items():
+        generates = task.OUTPUT_TYPE == "generate_until"
+        templated[name] = bool(tokenizer.chat_template) and (generates if chat_template is None else chat_template)
+    say(_template_in_words(templated))
+    figures: dict[str, Any] = {"chat_template": templated}
     for which, model in models_of(run, device, with_loss=False):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
-        with fitting(device):
-            try:
-                evaluation = simple_evaluate(
-                    language_model,
-                    tasks=manager.match_tasks(list(tasks)),
-                    task_manager=manager,
-                    limit=limit,
-                    log_samples=False,
-                )
-            except (OSError, ValueError) as error:  # most often a data set that is not on this machine
-                reason = " ".join(str(error).split())[:300]
-                raise EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}") from error
-        # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
-        figures[which] = {
-            task: {
-                key.removesuffix(",none"): float(value)
-                for key, value in values.items()
-                if isinstance(value, int | float) and "," in key
+        figures[which] = {}
+        for uses_template in (True, False):
+            names = [name for name, uses in templated.items() if uses is uses_template]
+            if not names:
+                continue
+            with fitting(device):
+                try:
+                    evaluation = simple_evaluate(
+                        language_model,
+                        tasks=names,
+                        task_manager=manager,
+                        limit=limit,
+                        log_samples=False,
+                        apply_chat_template=uses_template,
+                        fewshot_as_multiturn=uses_template,
+                    )
+                except (OSError, ValueError) as error:
+                    raise mistake(error) from error
+            # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
+            figures[which] |= {
+                task: {
+                    key.removesuffix(",none"): float(value)
+                    for key, value in values.items()
+                    if isinstance(value, int | float) and "," in key
+                }
+                for task, values in evaluation["results"].items()
             }
-            for task, values in evaluation["results"].items()
-        }
     return figures
+
+
+def _template_in_words(templated: Mapping[str, bool]) -> str:
+    """Which tasks use the chat template."""
+    parts = []
+    for uses, words in ((True, "used for"), (False, "not used for")):
+        names = [name for name, each in templated.items() if each is uses]
+        if names:
+            shown = ", ".join(names[:4])
+            if len(names) > 4:
+                shown += f" and {len(names) - 4} more"
+            parts.append(f"{words} {shown}")
+    return f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)"
 
 
 def tasks_in_words(figures: dict[str, Any]) -> str:

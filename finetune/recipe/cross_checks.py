@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from finetune.output_stream import has_controls, printable
+from finetune.recipe.metric_names import METRICS, read_metric
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import DataSet, ModelSection, Quantization, Recipe, Training
+    from finetune.recipe.schema import DataSet, Generate, ModelSection, Quantization, Recipe, Training
 
 # Each schedule's arguments, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -128,6 +129,22 @@ def check_new_tokens(section: ModelSection) -> None:
 def check_data_set(entry: DataSet) -> None:
     """Check that the layout has the mapped columns, and that no template argument is one that this program sets."""
     refuse([*_column_mistakes(entry), *_row_template_mistakes(entry), *_template_argument_mistakes(entry)])
+
+
+def check_metrics(section: Generate) -> None:
+    """Check that each metric is known and named once."""
+    mistakes, seen = [], set()
+    for text in section.metrics:
+        try:
+            name = read_metric(text).name
+        except ValueError as error:
+            problem, _, remedy = str(error).partition("; ")
+            mistakes.append(CrossCheck("metrics", problem, remedy))
+            continue
+        if name in seen:
+            mistakes.append(CrossCheck("metrics", f"{name} is named twice", "keep one of them"))
+        seen.add(name)
+    refuse(mistakes)
 
 
 def layouts_with(columns: Iterable[str]) -> list[str]:
@@ -292,13 +309,20 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if training.load_best_model_at_end and recipe.data.eval is None:
         remedy = "add data.eval: {fraction: 0.05}, or set it to false"
         yield CrossCheck("training.load_best_model_at_end", "the best evaluation needs held-out rows", remedy)
-    if training.metric_for_best_model not in recipe.data.metrics:
+    generate, measured = recipe.eval.generate, [*recipe.data.metrics, *recipe.score_names]
+    if training.metric_for_best_model not in measured:
         problem = f"is {training.metric_for_best_model}, which no evaluation measures"
-        yield CrossCheck("training.metric_for_best_model", problem, f"write {' or '.join(recipe.data.metrics)}")
+        remedy = f"write {' or '.join(measured)}"
+        if training.metric_for_best_model.removeprefix("eval_") in METRICS:
+            remedy = "name it in eval.generate.metrics, and set eval.generate.every"
+        yield CrossCheck("training.metric_for_best_model", problem, remedy)
+    if generate.every is not None and recipe.data.eval is None and generate.file is None:
+        remedy = "add data.eval: {fraction: 0.05}, or name eval.generate.file"
+        yield CrossCheck("eval.generate.every", "scores need held-out rows", remedy)
     # Without max_steps the rows decide how long the run is, and nobody has counted them yet. Intervals in steps can be
     # compared all the same: as in a run without an end.
     total_steps: float | None = training.max_steps
-    if total_steps is None and isinstance(recipe.eval_steps, int) and isinstance(recipe.save_steps, int):
+    if total_steps is None and isinstance(recipe.deciding_steps, int) and isinstance(recipe.save_steps, int):
         total_steps = math.inf
     if total_steps is not None and (unsaved := unsaved_evaluations(recipe, total_steps)):
         yield CrossCheck("save_steps", *unsaved)
@@ -322,10 +346,10 @@ def steps_between(interval: float, total_steps: float) -> int:
 
 def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] | None:
     """The problem and the remedy if the best evaluation may have no checkpoint; else None."""
-    if not recipe.training.exports_best or recipe.data.eval is None:
+    if not recipe.training.exports_best or (recipe.data.eval is None and not recipe.best_by_score):
         return None
     # Every 30 steps evaluated and every 20 saved: step 30 may be the best, and has no checkpoint.
-    evaluated = steps_between(recipe.eval_steps, total_steps)
+    evaluated = steps_between(recipe.deciding_steps, total_steps)
     saved = steps_between(recipe.save_steps, total_steps)
     if evaluated >= total_steps or evaluated % saved == 0:  # the last step is always evaluated and saved
         return None
@@ -335,7 +359,8 @@ def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] |
         "best one's weights are to be exported (training.load_best_model_at_end)"
     )
     multiple = max(1, round(evaluated / saved)) * saved
-    remedy = f"write save_steps: {recipe.eval_steps}, as eval_steps is, or eval_steps: {multiple}"
+    key = "eval.generate.every" if recipe.best_by_score else "eval_steps"
+    remedy = f"write save_steps: {recipe.deciding_steps}, as {key} is, or {key}: {multiple}"
     return problem, remedy
 
 

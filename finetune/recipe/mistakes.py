@@ -33,6 +33,7 @@ EITHER = {
     "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
     "eval_steps": INTERVAL,
     "save_steps": INTERVAL,
+    "every": INTERVAL,
 }
 # Examples for sections and keys. A message about a missing key shows its example.
 EXAMPLES = {

@@ -8,17 +8,17 @@ from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
 from finetune.recipe.number_formats import fastest_for, settled_formats
-from finetune.recipe.sections.base import Count, Local, Section
+from finetune.recipe.sections.base import Count, Interval, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
-from finetune.recipe.sections.results import Hub, Samples
+from finetune.recipe.sections.results import Evaluation, Generate, Hub, Samples
 from finetune.recipe.sections.training import Scheduler, Training
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "DataSet",
     "Dtype",
     "EvalFraction",
+    "Evaluation",
+    "Generate",
     "Hub",
     "KnownFormat",
     "Lora",
@@ -42,8 +44,6 @@ __all__ = [
 ]
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
-# Steps between two events. A number below 1 is a share of the run's T steps: ceil(T x share), as transformers counts.
-Interval = Count | Annotated[float, Field(gt=0, lt=1)]
 
 
 class Recipe(Section):
@@ -57,6 +57,7 @@ class Recipe(Section):
     data: Data = Field(description="The training data.")
     training: Training = Field(default_factory=Training, description="The training itself.")
     samples: Samples = Field(default_factory=Samples, description="Answers before and after training.")
+    eval: Evaluation = Field(default_factory=Evaluation, description="Answers that are scored.")
     logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
     eval_steps: Interval = Field(0.1, description="Steps between two evaluations; below 1, a share of the run.")
     save_steps: Interval = Field(0.1, description="Steps between two checkpoints; below 1, a share of the run.")
@@ -108,6 +109,26 @@ class Recipe(Section):
     def sections_agree(self) -> Recipe:
         cross_checks.check_sections(self)
         return self
+
+    @property
+    def score_names(self) -> list[str]:
+        """The scores that metric_for_best_model may name: those that are generated in training."""
+        if self.eval.generate.every is None:
+            return []
+        return [f"eval_{choice.name}" for choice in self.eval.generate.choices]
+
+    @property
+    def best_by_score(self) -> bool:
+        """Whether a score finds the best step. A score is better when it is higher, a loss when it is lower."""
+        return self.training.metric_for_best_model in self.score_names
+
+    @property
+    def deciding_steps(self) -> float:
+        """The interval of the evaluations that find the best step."""
+        if self.best_by_score:
+            assert self.eval.generate.every is not None
+            return self.eval.generate.every
+        return self.eval_steps
 
     @property
     def run_dir(self) -> str:

@@ -18,6 +18,9 @@ from finetune.wording import counted
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
 
+# What the last `finetune eval` measured, and its answers.
+EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
+
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor
 
 
@@ -84,6 +87,10 @@ class RunFacts:
         if evals and not self.exported:
             return evals[-1]
         return None
+
+    def scores(self) -> list[Mapping[str, Any]]:
+        """The scored generations in training, in the order of their steps."""
+        return sorted((line for line in self.metrics if line.get("kind") == "score"), key=lambda line: line["step"])
 
     def holes(self) -> list[tuple[int, int]]:
         """(first, last) of each stretch of steps without metrics."""
@@ -161,6 +168,7 @@ _NEEDED = {
     "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
     "eval": ("step", "loss", "perplexity"),
     "phase": ("peak_gib",),
+    "score": ("step", "rows"),
 }
 
 
@@ -173,7 +181,11 @@ def is_as_written(line: Mapping[str, Any]) -> bool:
         return False
     for key, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (key in _NUMBERS or key.endswith("_loss")) and value is not None and not is_number:
+        if (
+            (key in _NUMBERS or key.endswith("_loss") or key.startswith("score_"))
+            and value is not None
+            and not is_number
+        ):
             return False
     seconds, step = line.get("step_seconds"), line.get("step", 0)
     if seconds is not None and not seconds > 0:  # a divisor; `not >` refuses NaN too

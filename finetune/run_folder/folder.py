@@ -49,6 +49,7 @@ FREE_TO_CHANGE = (
     "budget",
     "accelerate_config",
     "samples",
+    "eval",
     "logging_steps",
     "eval_steps",
     "save_steps",

@@ -56,11 +56,12 @@ class TrainState:
     start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
 
-    def compare(self, loss: float) -> None:
-        """Record the evaluation after `step` steps. If losses are equal, the first is the best."""
-        self.last_eval_loss = loss
-        if loss < self.best_eval_loss:
-            self.best_eval_loss, self.best_step = loss, self.step
+    def compare(self, value: float, *, higher_is_better: bool = False) -> None:
+        """Record the evaluation after `step` steps: a loss, or a score. If values are equal, the first is the best."""
+        self.last_eval_loss = value
+        is_first = self.best_step is None
+        if is_first or (value > self.best_eval_loss if higher_is_better else value < self.best_eval_loss):
+            self.best_eval_loss, self.best_step = value, self.step
             self.worse_evaluations = 0
         else:
             self.worse_evaluations += 1

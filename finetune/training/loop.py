@@ -97,8 +97,8 @@ def train(run: Run, state: TrainState) -> bool:
 
             # Read and log finished steps: all of them before an evaluation, a save or a stop.
             evaluates, saves = needs_evaluation(run, step + 1), needs_save(run, step + 1)
-            logged = False
-            while must_read(queued, overlaps=overlaps, flush=evaluates or saves or stop):
+            scores, logged = needs_scores(run, step + 1), False
+            while must_read(queued, overlaps=overlaps, flush=evaluates or scores or saves or stop):
                 oldest = queued.popleft()
                 try:
                     result = oldest.pending.result()
@@ -132,8 +132,10 @@ def train(run: Run, state: TrainState) -> bool:
 
             if evaluates:
                 _evaluate_and_compare(run, state)
+            if scores:
+                _score_and_compare(run, state)
             # A stop saves at any step. Early stopping, which an evaluation decides, also ends with a checkpoint.
-            saved = stop or saves or (evaluates and is_over(run, state))
+            saved = stop or saves or ((evaluates or scores) and is_over(run, state))
             if saved:
                 with parts.phases("save"):
                     state.loss_scaler = scaler_state(parts.accelerator)
@@ -155,6 +157,13 @@ def needs_evaluation(run: Run, step: int) -> bool:
     if run.eval_rows is None:
         return False
     return step == run.plan.total_steps or step % steps_of(run.recipe, run.plan.total_steps)["eval_steps"] == 0
+
+
+def needs_scores(run: Run, step: int) -> bool:
+    """Whether a scored generation follows this many finished steps."""
+    if run.score is None:
+        return False
+    return step == run.plan.total_steps or step % steps_of(run.recipe, run.plan.total_steps)["score_steps"] == 0
 
 
 def needs_save(run: Run, step: int) -> bool:
@@ -306,9 +315,24 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     line = eval_line(state.step, losses)
     run.write_metrics(line)
     run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
-    state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
+    if not run.recipe.best_by_score:
+        state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
+        _say_early_stop(run, state)
+
+
+def _score_and_compare(run: Run, state: TrainState) -> None:
+    assert run.score is not None
+    line = run.score(state.step)
+    if run.recipe.best_by_score:
+        metric = run.recipe.training.metric_for_best_model.removeprefix("eval_")
+        state.compare(line[f"score_{metric}"], higher_is_better=True)
+        _say_early_stop(run, state)
+
+
+def _say_early_stop(run: Run, state: TrainState) -> None:
     if _stopped_early(run, state):
-        run.terminal.log(f"early stopping: evaluations without a better loss: {state.worse_evaluations}")
+        what = "score" if run.recipe.best_by_score else "loss"
+        run.terminal.log(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
         if state.window.records:
             _log(run, state)
 

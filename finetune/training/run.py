@@ -52,14 +52,18 @@ class Run:
     save: Callable[[TrainState], None]  # may return before the checkpoint is written
     wait_for_saves: Callable[[], None] = lambda: None  # until background saves are complete
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, if there are several
+    score: Callable[[int], dict[str, Any]] | None = None  # answers, scores and writes a line; None: nothing is scored
 
 
 def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
-    """eval_steps and save_steps in optimizer steps of this run."""
-    return {
+    """eval_steps and save_steps in optimizer steps of this run, and score_steps if answers are scored."""
+    steps = {
         "eval_steps": steps_between(recipe.eval_steps, total_steps),
         "save_steps": steps_between(recipe.save_steps, total_steps),
     }
+    if recipe.eval.generate.every is not None:
+        steps["score_steps"] = steps_between(recipe.eval.generate.every, total_steps)
+    return steps
 
 
 def check_best(recipe: Recipe, total_steps: int) -> None:

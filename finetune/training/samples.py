@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.architecture.flash_kernels import FlashKernel
 from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.measure.units import GIB
-from finetune.model.generate import answering, greedy_answers
+from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
 from finetune.probe.padding import may_share_a_batch
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.encoder import SamplePrompt
@@ -28,10 +28,6 @@ from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
 from finetune.wording import counted
-
-# Tokens of one batch, padding included, where a micro-batch of training has fewer: 256 MiB of keys and values in the
-# cache of Llama-3.1-8B in bf16, [2, 32 layers, 2,048 tokens, 8 heads, 128].
-BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,8 @@ def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, ker
         line = eval_line(0, losses)
         run.write_metrics(line)
         run.terminal.log(f"before training: {evaluation_in_words(line)}")
+    if run.score is not None:
+        run.score(0)
 
 
 def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
@@ -67,7 +65,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
         return
     together = joined and start.launch.world_size > 1
     shared = may_share_a_batch(start.probed)
-    asked = questions(start, shared=_of_all(run.parts.accelerator, shared) if together else shared)
+    asked = questions(start, shared=shared_by_all(run.parts.accelerator, shared) if together else shared)
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
@@ -98,22 +96,6 @@ def questions(start: Start, *, shared: bool) -> Questions:
     most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
-
-
-def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
-    """Prompts with these lengths, in order, in batches with at most `most` tokens including padding and `new` answer
-    tokens each. A prompt that is longer by itself is a batch too.
-
-    Lengths (10, 12, 40) with new = 8 and most = 64 give batches [0, 1] (2 x 20 = 40 tokens) and [2] (48).
-    """
-    batches: list[range] = []
-    first = 0
-    for end in range(1, len(lengths) + 1):
-        tokens = (end + 1 - first) * (max(lengths[first : end + 1]) + new)
-        if end == len(lengths) or tokens > most:
-            batches.append(range(first, end))
-            first = end
-    return batches
 
 
 def cost_in_words(asked: Questions, gathered: int | None) -> str:
@@ -172,7 +154,7 @@ def samples(
                 yield {"prompt": prompt.prompt, "answer": text, "reference": prompt.reference}
 
 
-def _of_all(accelerator: Accelerator, answer: bool) -> bool:
-    """Whether it is so on every rank: each has probed for itself, and all have to make the same forwards."""
-    ranks = accelerator.reduce(torch.tensor(int(answer), device=accelerator.device), reduction="sum")
+def shared_by_all(accelerator: Accelerator, shared: bool) -> bool:
+    """Whether every rank's prompts may share a batch: each rank has probed, and all have to make the same forwards."""
+    ranks = accelerator.reduce(torch.tensor(int(shared), device=accelerator.device), reduction="sum")
     return bool(int(ranks) == accelerator.num_processes)

@@ -12,8 +12,8 @@ pages                  when no rank waits any more
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
+from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
@@ -48,9 +49,10 @@ from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import accumulation_context, build_accelerator, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.loss_scaling import load_scaler_state
+from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.strategies.zero import release_engine, remove_swap
-from finetune.training.cast_weights import cast_weights
+from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.formats import check_same_formats
 from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import train
@@ -58,7 +60,14 @@ from finetune.training.memory_report import describe_memory, memory_facts, out_o
 from finetune.training.objectives import objective_of
 from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
-from finetune.training.samples import look_before, write_samples
+from finetune.training.samples import look_before, shared_by_all, write_samples
+from finetune.training.scored_answers import (
+    Answering,
+    generated_answers,
+    score_line,
+    scores_in_words,
+    scores_on_all,
+)
 from finetune.training.start import Start
 from finetune.training.step import StepParts
 from finetune.training.worst_step import measured_phases, worst_step_first
@@ -233,6 +242,7 @@ def build(
         write_metrics=write_metrics,
         save=save_and_push,
         wait_for_saves=saves.finish,
+        score=scoring_of(start, accelerator, assembled, output, parts.weights) if start.scored else None,
     )
     receipt = _begin_receipt(start, accelerator, assembled, output)
 
@@ -252,6 +262,33 @@ def build(
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
     return Session(start, assembled, run, state, receipt, output, kernel, compiled, dict(loading))
+
+
+def scoring_of(
+    start: Start, accelerator: Accelerator, assembled: Assembled, output: RunOutput, weights: CastWeights
+) -> Callable[[int], dict[str, Any]]:
+    """A function that answers the scored rows with the weights after `step` steps, and writes and returns the line."""
+    asked, pipeline, device = start.scored, assembled.pipeline, accelerator.device
+    assert asked is not None
+
+    def score(step: int) -> dict[str, Any]:
+        how = Answering(
+            shared=shared_by_all(accelerator, may_share_a_batch(start.probed)),
+            device=device,
+            ranks=all_ranks(),
+            sharded=start.strategy.shards_parameters,
+            staged=pipeline is not None,
+        )
+        with weights.cast(), pipeline.answering(assembled.unwrapped_model) if pipeline else nullcontext():
+            answers = generated_answers(
+                assembled.unwrapped_model, start.tokenizer, asked, how, output.terminal.progress
+            )
+        line = score_line(step, scores_on_all(asked, answers, how.ranks))
+        output.write_metrics(line)
+        output.terminal.log(f"step {step}: {scores_in_words(line)}" if step else f"before: {scores_in_words(line)}")
+        return line
+
+    return score
 
 
 def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled, output: RunOutput) -> Receipt:

@@ -35,10 +35,12 @@ from finetune.run_folder.folder import Claim, claim_run_folder, curve_identity
 from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.encoder import Encoder
 from finetune.training.batch_notes import batch_notes
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.training.formats import choose_formats, slow_formats_note
 from finetune.training.run import check_best
+from finetune.training.scored_answers import ScoredSet, held_out_set
 from finetune.training.trackers import check_trackers
 from finetune.untrusted.model_code import trust_code
 
@@ -59,6 +61,7 @@ class Start:
     probed: dict[str, Any]  # the probe's result for the model
     recomputation: dict[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
     formats: ChosenFormats  # what `auto` chose
+    scored: ScoredSet | None = None  # rows whose answers are scored in training
 
     @property
     def run_dir(self) -> Path:
@@ -97,6 +100,9 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     probed = probe(recipe, device)
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
+    scored = None
+    if recipe.eval.generate.every is not None:
+        scored = held_out_set(recipe, Encoder(tokenizer, recipe.data), prepared)
 
     # This rank's share of every step. The stages of a pipeline share one, in micro-batches of one width.
     width = None
@@ -132,6 +138,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
         probed=probed.as_json(),
         recomputation=recomputation.facts,
         formats=formats,
+        scored=scored,
     )
 
 

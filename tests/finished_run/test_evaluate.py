@@ -92,7 +92,8 @@ def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytes
 def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path, tiny_llama, data={"eval": None})
     assert main(["eval", str(run)]) == 2
-    assert capsys.readouterr().err == f"{run}: its recipe holds no rows out (data.eval is null); --tasks needs none\n"
+    remedy = "name rows: --data FILE, or --general or --tasks"
+    assert capsys.readouterr().err == f"{run}: its recipe holds no rows out (data.eval is null); {remedy}\n"
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,14 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from finetune.files import read_lines
-from finetune.model.generate import answering, greedy_answers
+from finetune.model.generate import answering, greedy_answers, prompt_batches
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.results import Samples
 from finetune.recipe.strategy import read_strategy
 from finetune.tokens.encoder import SamplePrompt
 from finetune.train import main
 from finetune.training import samples
-from finetune.training.samples import Questions, cost_in_words, prompt_batches
+from finetune.training.samples import Questions, cost_in_words
 from tests.support.models.tiny import save_tiny, tiny_tokenizer, write_chats
 from tests.support.runs.cells import launch
 from tests.support.runs.curve_table import skip_where_missing

@@ -12,6 +12,8 @@ Local = Annotated[str, AfterValidator(in_home)]  # may be a path; ~ is the home 
 MOST = 2**31 - 1  # limit for every count; no run has more of anything
 Count = Annotated[int, Field(ge=1, le=MOST)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST)]
+# Steps between two events. A number below 1 is a share of the run's T steps: ceil(T x share), as transformers counts.
+Interval = Count | Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from finetune.recipe.sections.base import Count, Section, WholeNumber
+from finetune.recipe import cross_checks
+from finetune.recipe.metric_names import MetricChoice, read_metric
+from finetune.recipe.sections.base import Count, Interval, Local, Section, WholeNumber
 
 USUAL = 64  # new tokens in an answer
 FEWER = 16  # new tokens if every forward gathers the model: 131 GiB for each new token of Llama-3.1-70B in bf16
@@ -26,6 +28,44 @@ class Samples(Section):
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return FEWER if sharded else USUAL
+
+
+class Generate(Section):
+    """Answers that are generated and scored: how good is the model at its task?"""
+
+    metrics: list[str] = Field(
+        [],
+        description="exact, normalized, contains, number, choice, json_valid, json_fields, tool_name, tool_call, sql, "
+        "regex, chrf; with an option: number:tolerance=0.01. Empty: those that fit the references.",
+    )
+    file: Local | None = Field(
+        None, min_length=1, description="A data file to answer, read as data.train's first set; null: held-out rows."
+    )
+    limit: Count = Field(200, description="Rows to answer at most: the first ones.")
+    max_new_tokens: Count | None = Field(
+        None, description="An answer's length in tokens; null: the longest reference's and a quarter more, up to 1,024."
+    )
+    every: Interval | None = Field(
+        None,
+        description="Optimizer steps between two scores in training; below 1, a share of the run. null: only "
+        "`finetune eval` scores.",
+    )
+
+    @property
+    def choices(self) -> list[MetricChoice]:
+        """The chosen metrics; none if those that fit the references are meant."""
+        return [read_metric(text) for text in self.metrics]
+
+    @model_validator(mode="after")
+    def known_metrics(self) -> Generate:
+        cross_checks.check_metrics(self)
+        return self
+
+
+class Evaluation(Section):
+    """Evaluation beside the held-out loss."""
+
+    generate: Generate = Field(default_factory=Generate, description="Answers that are generated and scored.")
 
 
 class Hub(Section):

@@ -80,7 +80,9 @@ class Training(Section):
         None, description="Export the best evaluation's weights, not the last. null: if early_stopping_patience is set."
     )
     metric_for_best_model: str = Field(
-        "eval_loss", description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME."
+        "eval_loss",
+        description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME; eval_METRIC: a score of "
+        "eval.generate.metrics.",
     )
 
     @property

@@ -1,0 +1,127 @@
+"""Scores of the base and the tuned model over the same rows: intervals, wins and losses, eval.json, thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.files import write_json, write_text
+from finetune.recipe.metric_names import read_metric
+from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
+from finetune.scoring.function import load_function
+from finetune.scoring.intervals import interval, paired_interval
+from finetune.scoring.metrics import Metric
+from finetune.wording import counted
+
+BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
+WHO = ("base", "tuned")
+
+
+def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
+    """The metrics of the command line. Raises FinetuneError."""
+    metrics = []
+    for text in names:
+        try:
+            metrics.append(Metric.of(read_metric(text)))
+        except ValueError as error:
+            raise FinetuneError(f"--metric {text}: {error}") from None
+    if scorer is not None:
+        name, function = load_function(scorer)
+        metrics.append(Metric(name, function=function))
+    repeated = [metric.name for metric in metrics if sum(each.name == metric.name for each in metrics) > 1]
+    if repeated:
+        raise FinetuneError(f"--metric: {repeated[0]} is named twice; keep one of them")
+    return metrics
+
+
+def thresholds(texts: Sequence[str]) -> dict[str, float]:
+    """`exact=0.8` as a metric and the least mean of the tuned model. Raises FinetuneError."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if not equals or not 0 <= found[name] <= 1:
+            raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
+    return found
+
+
+def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[str]) -> None:
+    """Raise FinetuneError for a threshold on a metric that is not measured."""
+    for name in wanted:
+        if name not in measured:
+            raise FinetuneError(f"--fail-under {name}: is not measured here; measured are {', '.join(measured)}")
+
+
+def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
+    """Means with 95 % intervals, their paired difference, and how many answers got better, worse or stayed."""
+    better = sum(after > before for before, after in zip(base, tuned, strict=True))
+    worse = sum(after < before for before, after in zip(base, tuned, strict=True))
+    return {
+        "base": interval(base).as_json(),
+        "tuned": interval(tuned).as_json(),
+        "difference": paired_interval(base, tuned).as_json(),
+        "better": better,
+        "worse": worse,
+        "equal": len(base) - better - worse,
+    }
+
+
+def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each metric: base, tuned, difference with its interval, wins and losses."""
+    head = f"{'':14}{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
+    lines = [head]
+    for name, each in figures.items():
+        gain = each["difference"]
+        change = f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+        lines.append(
+            f"{name:14}{each['base']['mean']:>7.3f}{each['tuned']['mean']:>8.3f}{change:>27}"
+            f"{each['better']:>8}{each['worse']:>7}"
+        )
+    return "\n".join(lines)
+
+
+def scores_in_words(figures: Mapping[str, Any]) -> str:
+    """The scored rows as a heading and a table."""
+    heading = (
+        f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
+    )
+    return "\n".join([*figures["notes"], f"{heading}:", scores_table(figures["metrics"])])
+
+
+def general_in_words(figures: Mapping[str, Any]) -> str:
+    """The general set as a heading, a table, and a sentence about what was forgotten."""
+    change = figures["all"]["difference"]
+    if change["high"] < 0:
+        verdict = "the tuned model has unlearned some of it"
+    elif change["low"] > 0:
+        verdict = "the tuned model is better at it"
+    else:
+        verdict = "no clear difference"
+    table = scores_table({"all": figures["all"], **figures["kinds"]})
+    return f"{counted(figures['rows'], 'general question')}: {verdict}\n{table}"
+
+
+def below(wanted: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
+    """A line for each threshold that the tuned model does not reach."""
+    means = {name: each["tuned"]["mean"] for name, each in (result.get("scores") or {}).get("metrics", {}).items()}
+    if "general" in result:
+        means["general"] = result["general"]["all"]["tuned"]["mean"]
+    return [
+        f"--fail-under {name}: the tuned model reaches {means[name]:.3f}, below {least:g}"
+        for name, least in wanted.items()
+        if means[name] < least
+    ]
+
+
+def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write eval.json and, if answers were generated, eval_answers.jsonl."""
+    import json
+
+    write_json(folder / EVAL_RECORD, dict(result))
+    if rows:
+        write_text(folder / EVAL_ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -1,0 +1,13 @@
+"""Scores for a model's answers, each between 0 and 1, and intervals for their means.
+
+    texts.py        exact, normalized, contains, number, choice, regex, chrf
+    structured.py   json_valid, json_fields, tool_name, tool_call
+    sql.py          execution accuracy, in a child process (sql_child.py)
+    function.py     a Python function of the user's own
+    metrics.py      a metric's name to its scorer; the metrics that fit a data set
+    intervals.py    bootstrap intervals
+
+No module here imports torch: answers come as texts.
+
+May import: recipe, files, errors and below.
+"""

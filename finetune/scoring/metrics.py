@@ -1,0 +1,142 @@
+"""Score a list of answers by the chosen metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from finetune.errors import DataError
+from finetune.recipe.metric_names import MetricChoice
+from finetune.scoring import structured, texts
+from finetune.scoring.function import UserFunction, call_function
+from finetune.scoring.sql import execution_scores
+from finetune.wording import first_lines
+
+SHORT_LETTERS = 40  # longest reference that is compared as a whole by default
+MOST_SHOWN = 3  # rows with a bad reference
+READS_THE_ROW = ("sql",)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reference to score answers against, and its row."""
+
+    reference: str
+    place: str  # file:line, for messages
+    row: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, if a metric reads them
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that was chosen, or a function of the user's own."""
+
+    name: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    function: UserFunction | None = None
+
+    @classmethod
+    def of(cls, choice: MetricChoice) -> Metric:
+        return cls(choice.name, choice.options)
+
+    @property
+    def reads_the_row(self) -> bool:
+        """Whether it needs columns besides the reference."""
+        return self.function is not None or (self.name in READS_THE_ROW and "db" not in self.options)
+
+
+def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -> list[float]:
+    """Each answer's score, between 0 and 1.
+
+    Raises:
+        DataError: references that the metric cannot read, or a user's function that raises; a line each.
+        EnvironmentMismatch: a library is not installed.
+    """
+    if metric.name == "sql" and metric.function is None:
+        answered = [texts.without_thoughts(answer) for answer in answers]
+        expected = [texts.without_thoughts(item.reference) for item in items]
+        databases = [metric.options.get("db", item.row.get("db")) for item in items]
+        results = execution_scores(answered, expected, databases)
+    else:
+        results = [_one(metric, answer, item) for answer, item in zip(answers, items, strict=True)]
+    mistakes = [
+        f"{item.place}: metric {metric.name}: {result}"
+        for item, result in zip(items, results, strict=True)
+        if isinstance(result, ValueError)
+    ]
+    if mistakes:
+        raise DataError(first_lines(mistakes, MOST_SHOWN))
+    return [float(result) for result in results]  # type: ignore[arg-type]  # no ValueError is left
+
+
+def _one(metric: Metric, answer: str, item: Scored) -> float | ValueError:
+    answered, expected = texts.without_thoughts(answer), texts.without_thoughts(item.reference)
+    try:
+        if metric.function is not None:
+            return call_function(metric.function, answer, item.reference, item.row)
+        match metric.name:
+            case "exact":
+                return texts.exact(answered, expected)
+            case "normalized":
+                return texts.normalized_match(answered, expected)
+            case "contains":
+                return texts.contains(answered, expected)
+            case "number":
+                return texts.number(answered, expected, float(metric.options.get("tolerance", 1e-6)))
+            case "choice":
+                return texts.choice(answered, expected)
+            case "json_valid":
+                return structured.json_valid(answered)
+            case "json_fields":
+                return structured.json_fields(answered, expected)
+            case "tool_name":
+                return structured.tool_name(answered, expected)
+            case "tool_call":
+                return structured.tool_call(answered, expected)
+            case "regex":
+                return texts.matches(answered, texts.compiled_pattern(metric.options["pattern"]))
+            case "chrf":
+                return texts.chrf(answered, expected)
+    except ValueError as error:
+        return error
+    raise AssertionError(metric.name)
+
+
+def fitting_metrics(items: Sequence[Scored]) -> list[Metric]:
+    """The metrics for references of this kind, where the user names none.
+
+    Tool calls, JSON, SQL with a database, letters, numbers and short texts are recognised when every reference is one.
+    Long texts have no exact answer: their share of equal letters is measured if sacrebleu is installed.
+    """
+    references = [texts.without_thoughts(item.reference) for item in items]
+
+    def every(test: partial[Any] | Any) -> bool:
+        return all(test(reference) for reference in references)
+
+    if every(structured.tool_calls):
+        return [Metric("tool_name"), Metric("tool_call")]
+    if every(_is_json_object):
+        return [Metric("json_valid"), Metric("json_fields")]
+    if every(re.compile(r"(?i)\s*(select|with)\b").match) and all(item.row.get("db") for item in items):
+        return [Metric("sql"), Metric("exact")]
+    if every(re.compile(r"\s*\(?[A-H]\)?\.?\s*").fullmatch):
+        return [Metric("choice")]
+    if every(re.compile(r"\s*[-+]?[\d.,]+\s*").fullmatch) and every(lambda text: texts.last_number(text) is not None):
+        return [Metric("number"), Metric("exact")]
+    if every(lambda text: len(text) <= SHORT_LETTERS):
+        return [Metric("exact"), Metric("normalized")]
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError:
+        return [Metric("normalized")]
+    return [Metric("chrf"), Metric("normalized")]
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(texts.without_fence(text)), dict | list)
+    except (ValueError, RecursionError):
+        return False
