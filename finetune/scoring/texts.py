@@ -12,11 +12,11 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 
 PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?")
 _FENCE = re.compile(r"```[\w+-]*\s*\n?(.*?)```", re.DOTALL)
 _THOUGHT = re.compile(r"^.*</think(?:ing)?>", re.DOTALL)
 # A letter that the answer names as its choice, by decreasing clearness.
-_NAMED = re.compile(r"(?:answer|choice|option)(?:\s+is|\s*:)?\s*[*_(\[{]*([A-Z])\b(?![’'])", re.IGNORECASE)
+_NAMED = re.compile(r"(?:answer|choice|option)(?:\s+is)?\s*:?\s*[*_(\[{]*([A-Z])\b(?![’'])", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?([A-Z])\b")
 _FIRST = re.compile(r"^[\s*_(\[]*([A-Za-z])(?:[\s*_]*[)\].:,]|[\s*_]*$)")
 _MARKED = re.compile(r"\(([A-Z])\)|\b([A-Z])\)|\*\*([A-Z])\*\*")
@@ -57,7 +57,7 @@ def contains(answer: str, reference: str) -> float:
 
 def last_number(text: str) -> float | None:
     """The last number in a text: 1,234.5 and 1e3 are numbers, a full stop after one is not part of it."""
-    found = [match.group() for match in _NUMBER.finditer(text) if any(map(str.isdigit, match.group()))]
+    found = _NUMBER.findall(text)
     if not found:
         return None
     return float(found[-1].replace(",", "").replace("−", "-"))

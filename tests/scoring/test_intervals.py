@@ -1,0 +1,46 @@
+"""Bootstrap intervals against scipy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from finetune.scoring.intervals import interval, paired_interval
+
+stats = pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("rows", [20, 100, 500])
+def test_intervals_agree_with_scipys(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    base = (rng.random(rows) < 0.3).astype(float)
+    tuned = np.maximum(base * (rng.random(rows) < 0.9), rng.random(rows) < 0.5).astype(float)
+    for ours, values in (
+        (interval(tuned.tolist()), tuned),
+        (paired_interval(base.tolist(), tuned.tolist()), tuned - base),
+    ):
+        theirs = stats.bootstrap(
+            (values,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
+        ).confidence_interval
+        assert ours.mean == pytest.approx(values.mean())
+        # With few rows the mean takes few values, and an end may fall on the next one.
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=max(1e-2, 1 / rows) + 1e-9)
+
+
+def test_equal_scores_have_no_width() -> None:
+    assert interval([0.5] * 10).as_json() == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    assert interval([1.0]).as_json() == {"mean": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_the_same_scores_give_the_same_interval() -> None:
+    scores = [0.0, 1.0, 0.25] * 7
+    assert interval(scores) == interval(scores)
+
+
+def test_pairs_are_narrower_than_apart() -> None:
+    """Rows that are hard for both models widen each mean, and not their difference."""
+    base = [0.0, 1.0] * 50
+    tuned = [min(1.0, each + 0.1) for each in base]
+    change = paired_interval(base, tuned)
+    assert change.high - change.low < 0.05
+    assert interval(base).high - interval(base).low > 0.15

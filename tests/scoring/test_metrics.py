@@ -1,0 +1,253 @@
+"""Each metric against scores counted by hand."""
+# ruff: noqa: E501  # tables of answers
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import DataError, FinetuneError
+from finetune.recipe.metric_names import METRICS, read_metric
+from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
+from finetune.scoring.texts import chosen_letter, last_number, normalized, without_thoughts
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>'
+TWO_CALLS = '[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": [1]}}]'
+
+# metric -> (answer, reference, score counted by hand)
+BY_HAND: dict[str, list[tuple[str, str, float]]] = {
+    "exact": [
+        ("Bonn", "Bonn", 1), (" Bonn\n", "Bonn", 1), ("bonn", "Bonn", 0), ("Bonn.", "Bonn", 0), ("", "Bonn", 0),
+        ("2024-05-06", "2024-05-06", 1), ("2024-5-6", "2024-05-06", 0), ("a b", "a  b", 0), ("ä", "ä", 1),
+        ("The answer is Bonn", "Bonn", 0), ("1", "1.0", 0), ("1.0", "1.0", 1), ("Bonn\nBonn", "Bonn", 0),
+        ("<think>Bonn?</think>Bonn", "Bonn", 1), ("<think>Bonn", "Bonn", 0), ("x", "<think>y</think>x", 1),
+        ("'Bonn'", "Bonn", 0), ("Köln", "Koln", 0), ("yes", "yes", 1), ("no", "yes", 0),
+    ],
+    "normalized": [
+        ("bonn", "Bonn", 1), ("The Bonn!", "bonn", 1), ("a cat", "cat", 1), ("an apple", "the apple.", 1),
+        ("Bonn, Germany", "Bonn Germany", 1), ("Bonn", "Berlin", 0), ("", "Bonn", 0), ("two  words", "two words", 1),
+        ("it's", "it s", 1), ("U.S.", "U S", 1), ("US", "U.S.", 0), ("Bonn\n", " Bonn", 1), ("theatre", "atre", 0),
+        ("STRASSE", "straße", 1), ("ﬁne", "fine", 1), ("“quoted”", "quoted", 1), ("3.5", "3 5", 1), ("35", "3.5", 0),
+        ("x-y", "x y", 1), ("Bonn is it", "Bonn", 0),
+    ],
+    "contains": [
+        ("It is Bonn.", "Bonn", 1), ("bonn", "Bonn", 1), ("Bonner", "Bonn", 0), ("Berlin", "Bonn", 0), ("", "Bonn", 0),
+        ("the Pacific Ocean, I think", "Pacific Ocean", 1), ("Pacific and Ocean", "Pacific Ocean", 0),
+        ("31, 32, 33", "31, 32, 33", 1), ("31 32 33", "31, 32, 33", 1), ("31, 33", "31, 32, 33", 0),
+        ("A cat sat", "the cat", 1), ("concat", "cat", 0), ("cat.", "cat", 1), ("not Bonn", "Bonn", 1),
+        ("**Bonn**", "Bonn", 1), ("Bonn!Berlin", "Berlin", 1), ("10", "1", 0), ("1 0", "1", 1), ("Vatican", "Vatican City", 0),
+        ("<think>Bonn</think>Berlin", "Bonn", 0),
+    ],
+    "number": [
+        ("42", "42", 1), ("The answer is 42.", "#### 42", 1), ("42.0", "42", 1), ("41", "42", 0), ("", "42", 0),
+        ("1,234", "1234", 1), ("$1,234.50", "1234.5", 1), ("6 x 7 = 42", "42", 1), ("42 apples of 50", "42", 0),
+        ("-3", "-3", 1), ("3", "-3", 0), ("−3", "-3", 1), ("1e3", "1000", 1), (".5", "0.5", 1), ("50%", "50", 1),
+        ("forty-two", "42", 0), ("x2", "2", 0), ("e-20", "-20", 0), ("0.1 + 0.2 = 0.3", "0.3", 1), ("3.14159", "3.1416", 0),
+    ],
+    "choice": [
+        ("B", "B", 1), ("b", "B", 1), ("(B)", "B", 1), ("B) Bonn", "B", 1), ("B. Bonn", "B", 1), ("A", "B", 0),
+        ("The answer is B", "B", 1), ("Answer: (B)", "B", 1), ("**B**", "B", 1), ("\\boxed{B}", "B", 1), ("", "B", 0),
+        ("A bit of both", "A", 0), ("I choose (C)", "C", 1), ("Option D is right", "D", 1), ("Bonn", "B", 0),
+        ("The answer is A. No, the answer is B.", "B", 1), ("E", "(E)", 1), ("the choice is: c", "C", 1),
+        ("B and C", "C", 0), ("<think>A) no</think>B", "B", 1),
+    ],
+    "json_valid": [
+        ('{"a": 1}', "-", 1), ("[1, 2]", "-", 1), ('"text"', "-", 1), ("12", "-", 1), ("null", "-", 1),
+        ('```json\n{"a": 1}\n```', "-", 1), ("```\n[1]\n```", "-", 1), ('Here: ```{"a": 1}```', "-", 1),
+        ('{"a": 1', "-", 0), ("{'a': 1}", "-", 0), ('{"a": 1,}', "-", 0), ("text", "-", 0), ("", "-", 0),
+        ('{"a": 1} done', "-", 0), ("{a: 1}", "-", 0), ('{"a": 1}{"b": 2}', "-", 0), ('{"ä": "ß"}', "-", 1),
+        ("[" * 5000, "-", 0), ("[" * 60 + "]" * 60, "-", 0), (' \n{"a": [1, {"b": null}]}', "-", 1),
+    ],
+    "json_fields": [
+        ('{"a": 1}', '{"a": 1}', 1), ('{"a": 2}', '{"a": 1}', 0), ("no", '{"a": 1}', 0), ('{"a": 1.0}', '{"a": 1}', 1),
+        ('{"b": 2, "a": 1}', '{"a": 1, "b": 2}', 1), ('{"a": 1}', '{"a": 1, "b": 2}', 1 / 2),
+        ('{"a": 1, "b": 2}', '{"a": 1}', 1 / 2), ('{"a": 1, "c": 3}', '{"a": 1, "b": 2}', 1 / 3),
+        ('{"b": [2, 4], "a": 1}', '{"a": 1, "b": [2, 3]}', 2 / 3), ('{"a": true}', '{"a": 1}', 0),
+        ('{"a": " x "}', '{"a": "x"}', 1), ('{"a": "X"}', '{"a": "x"}', 0), ('{"a": null}', '{"a": null}', 1),
+        ("{}", "{}", 1), ("[]", "{}", 0), ("[1, 2]", "[2, 1]", 0), ("[1]", "[1, 2]", 1 / 2),
+        ('{"a": {"b": 1}}', '{"a": {"b": 1, "c": 2}}', 1 / 2), ('```json\n{"a": 1}\n```', '{"a": 1}', 1), ('{"a": "1"}', '{"a": 1}', 0),
+    ],
+    "tool_name": [
+        (CALL, CALL, 1), ('{"name": "weather", "parameters": {}}', CALL, 1), ('{"name": "time", "arguments": {}}', CALL, 0),
+        ("It is warm.", CALL, 0), ("", CALL, 0), ('[TOOL_CALLS][{"name": "weather", "arguments": {}}]', CALL, 1),
+        ('[weather(city="Bonn")]', CALL, 1), ("[time()]", CALL, 0), ("<function=weather><parameter=city>Bonn</parameter></function>", CALL, 1),
+        (CALL + CALL, CALL, 0), (TWO_CALLS, TWO_CALLS, 1), ('{"name": "b", "arguments": {}}', TWO_CALLS, 0),
+        ("[a(), b(x=[1])]", TWO_CALLS, 1), ("[b(x=[1]), a()]", TWO_CALLS, 0), ('{"type": "function", "function": {"name": "weather", "arguments": "{}"}}', CALL, 1),
+        ('{"tool": "weather"}', CALL, 0), ("weather", CALL, 0), ('Sure! {"name": "weather", "arguments": {}} Done.', CALL, 1),
+        ('{"name": "weather"}', CALL, 0), ('{"name": 3, "arguments": {}}', CALL, 0),
+    ],
+    "tool_call": [
+        (CALL, CALL, 1), ('{"name": "weather", "arguments": {"days": 2, "city": "Bonn"}}', CALL, 1),
+        ('{"name": "weather", "arguments": {"city": "Bonn"}}', CALL, 0), ('{"name": "weather", "arguments": {"city": "Bonn", "days": 3}}', CALL, 0),
+        ('{"name": "weather", "arguments": {"city": "Bonn", "days": 2, "x": 1}}', CALL, 0), ('{"name": "time", "arguments": {"city": "Bonn", "days": 2}}', CALL, 0),
+        ('{"name": "weather", "parameters": {"city": "Bonn", "days": 2.0}}', CALL, 1), ('[weather(city="Bonn", days=2)]', CALL, 1),
+        ("[weather(city='Bonn', days=3)]", CALL, 0), ("<function=weather><parameter=city>Bonn</parameter><parameter=days>2</parameter></function>", CALL, 1),
+        ('{"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\", \\"days\\": 2}"}', CALL, 1), ('{"name": "weather", "arguments": "Bonn"}', CALL, 0),
+        (CALL + CALL, CALL, 0), ("", CALL, 0), ("Bonn", CALL, 0), (TWO_CALLS, TWO_CALLS, 1), ("[a(), b(x=[1])]", TWO_CALLS, 1),
+        ("[a(), b(x=[2])]", TWO_CALLS, 0), ('{"name": "weather", "arguments": {"city": "Bonn ", "days": 2}}', CALL, 1),
+        ('{"name": "weather", "arguments": {"city": "bonn", "days": 2}}', CALL, 0),
+    ],
+}  # fmt: skip
+
+
+def pairs(metric: str) -> tuple[list[str], list[Scored], list[float]]:
+    rows = BY_HAND[metric]
+    items = [Scored(reference, f"rows:{number}") for number, (_, reference, _) in enumerate(rows, 1)]
+    return [answer for answer, _, _ in rows], items, [float(score) for _, _, score in rows]
+
+
+@pytest.mark.parametrize("metric", BY_HAND)
+def test_scores_counted_by_hand(metric: str) -> None:
+    answers, items, by_hand = pairs(metric)
+    assert len(answers) == 20
+    scores = scores_of(Metric(metric), answers, items)
+    assert [f"{answer!r}: {score:.4f}" for answer, score in zip(answers, scores, strict=True)] == [
+        f"{answer!r}: {score:.4f}" for answer, score in zip(answers, by_hand, strict=True)
+    ]
+
+
+def test_normalised_like_squad() -> None:
+    """The published script's normalisation, on texts without accents, where both mean the same."""
+    import string
+
+    def squad(text: str) -> str:
+        letters = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
+
+    for text in ("The cat, a dog and an owl!", "  many   spaces ", "A", "no articles here", "the the the end."):
+        assert normalized(text) == squad(text)
+
+
+def test_a_relative_tolerance() -> None:
+    items = [Scored("100", "rows:1")] * 3
+    choice = read_metric("number:tolerance=0.05")
+    assert scores_of(Metric.of(choice), ["104", "106", "96"], items) == [1.0, 0.0, 1.0]
+
+
+def test_patterns_are_searched_and_bounded() -> None:
+    item = Scored("-", "rows:1")
+    dates = Metric.of(read_metric(r"regex:pattern=^\d{4}-\d\d-\d\d$"))
+    assert scores_of(dates, ["2024-05-06", "on 2024-05-06", "6 May"], [item] * 3) == [1.0, 0.0, 0.0]
+    slow = Metric("regex", {"pattern": r"^(a|aa)+$"})
+    with pytest.raises(FinetuneError, match="more than 1 s; write one without nested repetitions"):
+        scores_of(slow, ["a" * 40 + "b"], [item])
+    with pytest.raises(FinetuneError, match="is no regular expression"):
+        scores_of(Metric("regex", {"pattern": "("}), ["a"], [item])
+
+
+def test_chrf_is_sacrebleus() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    texts = [("the cat sat", "the cat sits"), ("", "x"), ("same", "same"), ("über", "uber")]
+    items = [Scored(reference, "rows:1") for _, reference in texts]
+    expected = [sacrebleu.CHRF().sentence_score(answer, [reference]).score / 100 for answer, reference in texts]
+    assert scores_of(Metric("chrf"), [answer for answer, _ in texts], items) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference", "problem"),
+    [
+        ("number", "none here", "the reference 'none here' holds no number; take another metric"),
+        ("choice", "Bonn and Berlin", "the reference 'Bonn and Berlin' names no letter; write A, B, C or so"),
+        ("json_fields", "{", "the reference '{' is no JSON; take another metric"),
+        ("tool_call", "hello", "the reference 'hello' calls no tool; take another metric"),
+        ("sql", "select 1", "sql needs a database: a column db with statements, or the option sql:db=FILE"),
+    ],
+)
+def test_bad_references_are_one_line_each(metric: str, reference: str, problem: str) -> None:
+    items = [Scored(reference, f"rows.jsonl:{line}") for line in range(1, 6)]
+    with pytest.raises(DataError) as caught:
+        scores_of(Metric(metric), ["x"] * 5, items)
+    assert caught.value.mistakes[0] == f"rows.jsonl:1: metric {metric}: {problem}"
+    assert caught.value.mistakes[3:] == ("and 2 more",)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("exakt", "unknown metric 'exakt'; known are exact, "),
+        ("number:tol=1", "number has no option 'tol'; write number:tolerance=..."),
+        ("exact:x=1", "exact has no option 'x'; write exact alone"),
+        ("number:tolerance=much", "tolerance is 'much'; write a number from 0 on"),
+        ("regex", "regex needs a pattern; write regex:pattern=..."),
+    ],
+)
+def test_unknown_metrics(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(problem)):
+        read_metric(text)
+
+
+def test_every_metric_has_a_scorer() -> None:
+    database = {"db": ["create table t (a)"]}
+    for name in METRICS:
+        if name == "chrf":
+            pytest.importorskip("sacrebleu")
+        options = {"pattern": "."} if name == "regex" else {}
+        reference = {"sql": "select 1", "number": "1", "choice": "A", "tool_name": CALL, "tool_call": CALL}.get(
+            name, "{}"
+        )
+        assert scores_of(Metric(name, options), [reference], [Scored(reference, "rows:1", database)]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("references", "row", "names"),
+    [
+        (["Bonn", "Berlin"], {}, ["exact", "normalized"]),
+        (["12", "3.5"], {}, ["number", "exact"]),
+        (["A", "(B)", "C."], {}, ["choice"]),
+        (['{"a": 1}', "[1]"], {}, ["json_valid", "json_fields"]),
+        ([CALL, TWO_CALLS], {}, ["tool_name", "tool_call"]),
+        (["select a from t", "SELECT 1"], {"db": ["create table t (a)"]}, ["sql", "exact"]),
+        (["select a from t"], {}, ["exact", "normalized"]),
+    ],
+)
+def test_metrics_that_fit(references: list[str], row: dict[str, list[str]], names: list[str]) -> None:
+    items = [Scored(reference, "rows:1", row) for reference in references]
+    assert [metric.name for metric in fitting_metrics(items)] == names
+
+
+def test_long_texts_are_compared_by_overlap() -> None:
+    pytest.importorskip("sacrebleu")
+    assert [metric.name for metric in fitting_metrics([Scored("word " * 20, "rows:1")])] == ["chrf", "normalized"]
+
+
+def test_a_function_of_the_users_own(tmp_path: Path) -> None:
+    from finetune.scoring.function import load_function
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(answer, reference, row):\n    return answer == reference and row['lang'] == 'de'\n"
+        "def wrong(answer, reference, row):\n    return 7\n"
+        "def raises(answer, reference, row):\n    return row['nope']\n"
+    )
+    items = [Scored("ja", "rows:1", {"lang": "de"}), Scored("ja", "rows:2", {"lang": "fr"})]
+    name, function = load_function(f"{file}:score")
+    assert name == "score"
+    assert scores_of(Metric(name, function=function), ["ja", "ja"], items) == [1.0, 0.0]
+    for name, problem in (
+        ("wrong", "the function returned 7; return a number"),
+        ("raises", "the function raised KeyError: 'nope'"),
+    ):
+        _, function = load_function(f"{file}:{name}")
+        with pytest.raises(DataError, match=problem):
+            scores_of(Metric(name, function=function), ["ja", "ja"], items)
+    for text, problem in (
+        (f"{file}", "write a file and a function in it, as my_metric.py:score"),
+        (f"{file}:nope", "has no function nope"),
+        (f"{tmp_path}/other.py:score", "no such file"),
+    ):
+        with pytest.raises(FinetuneError, match=problem):
+            load_function(text)
+    file.write_text("import no_such_module_anywhere\n")
+    with pytest.raises(FinetuneError, match="the file fails: ModuleNotFoundError"):
+        load_function(f"{file}:score")
+
+
+def test_thoughts_numbers_and_letters() -> None:
+    assert without_thoughts("<think>a</think>\n\nb") == "b"
+    assert without_thoughts("a</think>b") == "b"  # the template opened the block in the prompt
+    assert without_thoughts("<think>never ends") == ""
+    assert last_number("1.2.3") == 1.2
+    assert last_number("no") is None
+    assert chosen_letter("none of them") is None
