@@ -125,8 +125,8 @@ What was the name of the first artificial Earth satellite|Sputnik
 What is the name of the nearest major galaxy|Andromeda
 """.strip().splitlines()
 # Words whose opposite, and whose kind, WordNet has as everybody would say it.
-OPPOSITES = "rich full old wet narrow tall left rough hot clean cheap fast far thick dark small strong high good deep".split()
-    "rich full old safe wet narrow tall left rough hot early hard happy clean light cheap fast far thick dark".split()
+OPPOSITES = (
+    "rich full old wet narrow tall left rough hot clean cheap fast far thick dark small strong high good deep".split()
 )
 KINDS = {
     "bird": "eagle duck owl pigeon sparrow",
