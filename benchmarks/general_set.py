@@ -8,7 +8,7 @@
 Every row is a prompt, a reference, the metric that compares an answer with it, a kind, and a source with its licence.
 The facts come from packages with permissive licences; finetune/scoring/general_licences.txt has their notices. The
 questions are easy, because a small model must be able to answer some of them: SmolLM2-135M-Instruct is right in about
-a half (125 of 247, greedy, 24 new tokens). A fine-tuning that makes it forget lowers this figure.
+a half (124 of 246, greedy, 24 new tokens). A fine-tuning that makes it forget lowers this figure.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ Which nuts are used to make marzipan|Almonds
 Botany is the scientific study of what|Plants
 What is the largest planet in our solar system|Jupiter
 What has a gravitational pull so strong|Black Hole
-What vitamin does the sun’s ultraviolet rays|Vitamin D
 Nepal is located on which continent|Asia
 What does a seismologist study|Earthquakes
 What particle in an atom has a positive charge|Proton
