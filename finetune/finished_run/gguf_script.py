@@ -22,8 +22,9 @@ BLOCK = 32  # numbers in one block of Q8_0
 
 def convert(model: str, file: Path, kind: str, add_bos: str) -> None:
     """Run the converter on the folder `model`. With `add_bos` yes or no, the file says so to every engine."""
-    import gguf
+    import gguf as library
 
+    gguf: Any = library  # one of its methods is replaced
     write_header = gguf.GGUFWriter.write_header_to_file
 
     def with_our_bos(writer: Any, *arguments: Any, **options: Any) -> None:
@@ -134,6 +135,8 @@ def describe(file: Path) -> dict[str, Any]:
 
 def main() -> None:
     model, target, kind, add_bos, version, site_packages = sys.argv[1:]
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # the kit's gguf.py is here
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         # Behind this interpreter's own packages: torch and transformers, where it lacks them.
         sys.path.append(site_packages)
