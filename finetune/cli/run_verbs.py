@@ -190,19 +190,31 @@ def merge(
         typer.Option(help="Under a quantised base: own or dequantized; that which agrees best.", show_default=False),
     ] = None,
     verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="One file for llama.cpp and Ollama from merged/: f16, q8_0 or q4_k_m.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge the adapter into its base, for plain transformers, and measure how well both agree."""
+    """Merge the adapter into its base, for plain transformers, and measure how well both agree.
+
+    With --gguf, an existing merged/ is used if it is newer than the adapter and neither --dtype nor --base is given.
+    """
     one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
     one_of("--base", base, ("own", "dequantized"))
+    one_of("--gguf", gguf, ("f16", "q8_0", "q4_k_m"))
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading {run} and its base")
         from finetune import finished_run
 
-        facts = finished_run.merge(run, step, _line_printer(as_json), dtype=dtype, base=base, prompts=verify)
-        if not as_json:
+        printer = _line_printer(as_json)
+        if gguf is None or dtype or base:
+            facts = finished_run.merge(run, step, printer, dtype=dtype, base=base, prompts=verify)
+        if gguf is not None:
+            facts = finished_run.write_gguf(run, step, gguf, printer, prompts=verify)
+        elif not as_json:
             name_next(["finetune", "push", run, "--merged", "--dry-run"])
         return {"ok": True, **facts}
 

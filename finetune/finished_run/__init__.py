@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["answer", "converse", "evaluate", "export", "export_plain", "merge", "run_at"]
+__all__ = [
+    "answer",
+    "converse",
+    "evaluate",
+    "export",
+    "export_plain",
+    "hand_over_gguf",
+    "merge",
+    "run_at",
+    "write_gguf",
+]
 
 Who = Literal["base", "tuned", "both"]
 Say = Callable[[str], None]
@@ -138,6 +148,28 @@ def merge(
     facts = merge_run(run_at(run, step), dtype=dtype, base=base, prompts=prompts, log=say)  # type: ignore[arg-type]
     say(in_words(facts))
     return facts
+
+
+def write_gguf(run: Path, step: int | None, quantization: str, say: Say, *, prompts: int = 64) -> dict[str, Any]:
+    """Write the merged model as gguf/NAME-QUANTIZATION.gguf, with a Modelfile for Ollama. Raises FinetuneError.
+
+    Args:
+        quantization: f16, q8_0 or q4_k_m.
+        prompts: As `merge` takes them, if merged/ has to be made.
+    """
+    from finetune.finished_run.gguf import in_words
+    from finetune.finished_run.gguf import write_gguf as write
+
+    facts = write(run_at(run, step), quantization, say, prompts=prompts)  # type: ignore[arg-type]
+    say(in_words(facts))
+    return facts
+
+
+def hand_over_gguf(run: Path, engine: Literal["ollama", "llama.cpp"], say: Say) -> dict[str, Any]:
+    """Write a q8_0 GGUF for an engine. Returns folder, file, and the command that serves it. Raises FinetuneError."""
+    from finetune.finished_run.gguf import hand_over_gguf as hand_over
+
+    return hand_over(run, engine, say)
 
 
 def export(run: Path, step: int, folder: Path | None, say: Say) -> dict[str, Any]:

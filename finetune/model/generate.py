@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
@@ -155,7 +155,11 @@ def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer, from the tokenizer and the model's generation settings."""
-    config = getattr(decoder_parts(model), "generation_config", None)
-    listed = getattr(config, "eos_token_id", None)
+    return ends_of(getattr(decoder_parts(model), "generation_config", None), tokenizer)
+
+
+def ends_of(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end an answer, from the tokenizer and generation settings."""
+    listed = getattr(settings, "eos_token_id", None)
     ends = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
     return sorted(token for token in ends if token is not None)

@@ -152,7 +152,7 @@ DEEPSEEK = (
 # A template that pays no heed to add_generation_prompt, but writes headers.
 NO_PROMPT = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
 
-_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 _MISTRAL = (
     "<s>", "</s>", "<unk>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
@@ -163,10 +163,10 @@ _DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 FAMILIES: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
     "llama3": (LLAMA3, _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
     "llama31": (LLAMA31, _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
-    "qwen": (QWEN, _CHATML, None, "<|im_end|>"),
-    "qwen3": (QWEN3, _CHATML, None, "<|im_end|>"),
+    "qwen": (QWEN, CHATML_TOKENS, None, "<|im_end|>"),
+    "qwen3": (QWEN3, CHATML_TOKENS, None, "<|im_end|>"),
     "mistral": (MISTRAL, _MISTRAL, "<s>", "</s>"),
-    "smollm": (SMOLLM, _CHATML, None, "<|im_end|>"),
+    "smollm": (SMOLLM, CHATML_TOKENS, None, "<|im_end|>"),
     "gemma": (GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>", "<eos>"),
     "deepseek": (DEEPSEEK, _DEEPSEEK, "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "no_prompt": (NO_PROMPT, ("<s>", "</s>"), None, "</s>"),

