@@ -147,6 +147,8 @@ def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Ro
     if not (training.exports_best or training.early_stopping_patience):
         return
     metric = training.metric_for_best_model
+    if recipe.best_by_score and (held_out or recipe.eval.generate.file):
+        return
     measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets)} if held_out else set()
     if metric not in measured:
         remedy = "name other rows"
