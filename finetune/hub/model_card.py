@@ -13,7 +13,7 @@ from finetune.recipe.adapter_config import names_a_folder
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet
 from finetune.recipe.yaml_text import shorten
-from finetune.run_folder.facts import RunFacts
+from finetune.run_folder.facts import RunFacts, score_rows
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
 CARD_SAMPLES = 4
@@ -84,6 +84,7 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
         data_sets=data_lines,
         samples=samples[:CARD_SAMPLES],
         evaluations=_evaluations(run),
+        scores=score_rows(run),
         versions=_versions(run),
     )
 

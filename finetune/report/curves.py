@@ -103,6 +103,19 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     return Chart("Loss", series, holes=_shown_holes(runs), leads=True)
 
 
+def score_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """The scores of answers that were generated in training, as dots: a single run's by metric."""
+    series = []
+    for index, run in enumerate(runs):
+        lines = run.facts.scores()
+        keys = dict.fromkeys(key for line in lines for key in line if key.startswith("score_"))
+        for place, key in enumerate(keys):
+            metric = key.removeprefix("score_")
+            name = metric if len(runs) == 1 else f"{run.name}, {metric}"
+            series.append(Series(name, _points(lines, key), True, place if len(runs) == 1 else index))
+    return Chart("Score of answers to held-out rows", series)
+
+
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
@@ -143,6 +156,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
         keys = dict.fromkeys(key for line in evals for key in line if key.endswith("_loss"))
         by_set = [Series(key.removesuffix("_loss"), _points(evals, key)) for key in keys]
         charts.append(Chart("Held-out loss by data set", by_set))
+    charts.append(score_chart(runs))
     charts += [curve(runs, *each) for each in CURVES]
     charts.append(memory_curve(runs))
     return [chart for chart in charts if chart.shown]

@@ -25,9 +25,11 @@ from finetune.report.curves import (
 )
 from finetune.report.html import render_page
 from finetune.report.pictures import save_png
+from finetune.run_folder.facts import score_rows
 from finetune.wording import counted, duration
 
 PAGE_SAMPLES = 8  # prompts shown with their answers
+PAGE_WINS = 4  # answers shown that got better, and as many that got worse
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<bos>")
 _ROLE = re.compile(r"^(?:user|human|system|model|assistant)\n+")
 PAGE_NAME = "report.html"
@@ -73,6 +75,8 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "question_of": question_of,
         "told": [],
         "first_chart": None,
+        "scores": [],
+        "wins": [],
         "receipt": {},
         "documents": [],
     }
@@ -119,6 +123,8 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         "answers": [("", prompts)] if prompts else [],
         "receipt": _receipt(run),
         "told": _told(run),
+        "scores": score_rows(facts),
+        "wins": _wins_and_losses(run),
         "documents": [
             ("The recipe, every value resolved", (run.folder / "recipe.yaml").read_text("utf-8")),
             ("The environment", json.dumps(facts.environment, indent=2)),
@@ -160,7 +166,25 @@ def _told(run: ReportedRun) -> list[str]:
         before = evals[0]["loss"]
         change = f"{1 - best / before:.0%} lower" if best <= before else "it got worse"
         told.append(f"Result on held-out examples: loss {before:.3f} before, {best:.3f} after ({change}).")
+    for name, base, tuned, change in score_rows(run.facts):
+        told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     return told
+
+
+def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
+    """The first answers that got better by the first metric, and the first that got worse."""
+    better: list[Any] = []
+    worse: list[Any] = []
+    for row in run.facts.scored_answers:
+        scores = row.get("scores")
+        pairs = [*scores.values()] if isinstance(scores, dict) else []
+        if not pairs or not isinstance(pairs[0], list) or len(pairs[0]) != 2:
+            continue
+        base, tuned = pairs[0]
+        if isinstance(base, int | float) and isinstance(tuned, int | float) and base != tuned:
+            (better if tuned > base else worse).append(row)
+    found = [("Better than before", better), ("Worse than before", worse)]
+    return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in found if rows]
 
 
 def _receipt(run: ReportedRun) -> dict[str, list[tuple[str, str]]]:

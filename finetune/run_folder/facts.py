@@ -63,6 +63,8 @@ class RunFacts:
     merged: Mapping[str, Any]  # merge.json if the merged model is described; else empty
     torn: int = 0  # lines of metrics.jsonl that cannot be read
     exported: Mapping[str, Any] = field(default_factory=dict)  # export.json if a checkpoint was exported; else empty
+    evaluated: Mapping[str, Any] = field(default_factory=dict)  # eval.json if `finetune eval` measured; else empty
+    scored_answers: Sequence[Mapping[str, Any]] = ()  # eval_answers.jsonl
 
     @property
     def is_adapter(self) -> bool:
@@ -109,6 +111,21 @@ class RunFacts:
         for line in self.samples:
             answers.setdefault(str(line.get("prompt")), {})[str(line.get("when"))] = line
         return answers
+
+
+def score_rows(facts: RunFacts) -> list[tuple[str, str, str, str]]:
+    """What `finetune eval` scored, for tables: metric, base, tuned, and the difference with its 95 % interval."""
+    scores, general = facts.evaluated.get("scores", {}), facts.evaluated.get("general")
+    figures = {name: (each, scores["rows"]) for name, each in scores.get("metrics", {}).items()}
+    if general:
+        figures["general set"] = (general["all"], general["rows"])
+    rows = []
+    for name, (each, count) in figures.items():
+        change = each["difference"]
+        interval = f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+        label = f"{name}, {counted(count, 'answer')}"
+        rows.append((label, f"{each['base']['mean']:.1%}", f"{each['tuned']['mean']:.1%}", interval))
+    return rows
 
 
 def missing_steps(metrics: Sequence[Mapping[str, Any]], until: int) -> list[tuple[int, int]]:
@@ -233,4 +250,25 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         document("merged/merge.json") if merged else {},
         torn,
         document(EXPORT_RECORD),
+        *_evaluated(document(EVAL_RECORD), lines(EVAL_ANSWERS)),
     )
+
+
+def _evaluated(record: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """eval.json and its answers; nothing where a value is not what `finetune eval` writes."""
+
+    def is_comparison(figures: Any) -> bool:
+        parts = [figures.get(name) for name in ("base", "tuned", "difference")] if isinstance(figures, dict) else [None]
+        means = [part.get(end) for part in parts if isinstance(part, dict) for end in ("mean", "low", "high")]
+        return len(means) == 9 and all(isinstance(mean, int | float) for mean in means)
+
+    kept: dict[str, Any] = {}
+    scores, general = record.get("scores"), record.get("general")
+    metrics = scores.get("metrics") if isinstance(scores, dict) and isinstance(scores.get("rows"), int) else None
+    if isinstance(metrics, dict) and all(map(is_comparison, metrics.values())):
+        kept["scores"] = scores
+    if isinstance(general, dict) and isinstance(general.get("rows"), int) and is_comparison(general.get("all")):
+        kept["general"] = general
+    texts = ("prompt", "reference", "base", "tuned")
+    whole = [row for row in answers if all(isinstance(row.get(key), str) for key in texts)]
+    return kept, whole if "scores" in kept else []
