@@ -241,7 +241,7 @@ def export(
         from finetune import finished_run
 
         if engine is not None:
-            return {"ok": True, **finished_run.hand_over(run, step, engine, folder, _line_printer(as_json))}
+            return {"ok": True, **finished_run.export_for(run, step, engine, folder, _line_printer(as_json))}
         if plain:
             return {"ok": True, **finished_run.export_plain(run, step, folder, _line_printer(as_json))}
         if step is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ENGINES", "answer", "converse", "evaluate", "export", "export_plain", "hand_over", "merge", "run_at"]
+__all__ = ["ENGINES", "answer", "converse", "evaluate", "export", "export_for", "export_plain", "merge", "run_at"]
 
 ENGINES = ("transformers", "peft", "vllm")  # of `finetune export --for`
 
@@ -129,11 +129,10 @@ def export_plain(run: Path, step: int | None, folder: Path | None, say: Say) -> 
     return facts
 
 
-def hand_over(run: Path, step: int | None, engine: str, folder: Path | None, say: Say) -> dict[str, Any]:
+def export_for(run: Path, step: int | None, engine: str, folder: Path | None, say: Say) -> dict[str, Any]:
     """Write the folder that one of ENGINES reads, and say the command that serves it. Raises FinetuneError."""
-    from finetune.finished_run.hand_over import describe_hand_over
-    from finetune.finished_run.hand_over import hand_over as write_folder
+    from finetune.finished_run.hand_over import describe_hand_over, hand_over
 
-    facts = write_folder(run_at(run, step), engine, folder, say)  # type: ignore[arg-type]  # the verb checked it
+    facts = hand_over(run_at(run, step), engine, folder, say)  # type: ignore[arg-type]  # the verb checked it
     say(describe_hand_over(facts))
     return facts

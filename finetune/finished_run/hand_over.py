@@ -96,7 +96,9 @@ def describe_hand_over(facts: Mapping[str, Any]) -> str:
     """The verb's output."""
     lines = [f"for {facts['engine']}, {facts['words']}: {facts['folder']}"]
     lines += [f"note: {note}" for note in facts["notes"]]
-    return "\n".join([*lines, "serve it:", f"  {facts['command']}", "ask it:", f"  {facts['ask']}"])
+    if facts["command"] != facts["ask"]:
+        lines += ["serve it:", f"  {facts['command']}"]
+    return "\n".join([*lines, "ask it:", f"  {facts['ask']}"])
 
 
 def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:

@@ -161,8 +161,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def whole_names(keys: Iterable[str]) -> list[str]:
     """The keys without those that a text part's adapter repeats under its own name.
 
-    A text part's adapter holds each tensor under the text part's name and under the whole model's. So peft loads it onto
-    both (model/text_part.py). vLLM serves the whole model:
+    A text part's adapter holds each tensor under two names, so that peft loads it onto the text part and onto the whole
+    model (model/text_part.py). vLLM serves the whole model:
 
         model.layers.0.mlp.up_proj                    the text part: dropped
         model.language_model.layers.0.mlp.up_proj     the whole model: kept
