@@ -103,6 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor.s. have invalid shape")  # peft's, of LoRA's bias
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind: str, tmp_path: Path) -> None:
     settings, words = REFUSED[kind]
