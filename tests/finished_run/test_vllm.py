@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "r128": {"r": 128},
     "patterns": {"rank_pattern": {"q_proj": 2, "k_proj": 7}, "alpha_pattern": {"mlp.down_proj": 5, "v_proj": 24}},
     "pissa by pattern": {"init_lora_weights": "pissa", "use_rslora": True, "rank_pattern": {"v_proj": 2}},
-    "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"lora": {"r": 4, "use_dora": True}}, "does not yet support DoRA"),
