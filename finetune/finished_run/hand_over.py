@@ -28,9 +28,11 @@ from finetune.finished_run.vllm_adapter import converted
 from finetune.finished_run.weight_files import read_settings
 from finetune.model.build import configuration
 from finetune.model.packaged import resolve_model_path
-from finetune.model.text_part import auto_class
+from finetune.model.text_part import PEFT_PREFIX, auto_class
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter
+from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
+from finetune.untrusted.programs import refuse_slow_patterns
 from finetune.untrusted.safetensors_header import read_header
 
 SERVING = "serving"  # in a run's folder
@@ -153,9 +155,11 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
             "whole model", "the whole model as trained", command, ask, lambda target: _link_files(run.product, target)
         )
     settings, config = look_at_adapter(run.product), read_settings(recipe.model, "config.json")
-    verdict = judge_for_vllm(
-        settings, read_header(run.product / ADAPTER_WEIGHTS), config or {}, quantized=recipe.quantization is not None
-    )
+    header = read_header(run.product / ADAPTER_WEIGHTS)
+    # A stranger's pattern may take exponential time on these paths.
+    paths = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header}
+    refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
+    verdict = judge_for_vllm(settings, header, config or {}, quantized=recipe.quantization is not None)
     if verdict.outcome == "refused":
         merge = shlex.join(["finetune", "merge", str(run.folder)])
         serve = shlex.join(["vllm", "serve", str(run.folder / "merged")])
@@ -170,7 +174,8 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
     command = ["vllm", "serve", _base(recipe), *verdict.flags, "--lora-modules", f"{name}={path}", *options]
     outcome, words = "accepted", f"the adapter as it is, rank {verdict.rank}"
     if verdict.outcome == "converted":
-        tensors, plain = converted(run, settings, verdict)
+        with in_one_line(lambda error: FinetuneError(f"{run.product}: cannot be converted: {words_of(error)}")):
+            tensors, plain = converted(run, settings, verdict)
         outcome = "converted"
         words = f"the adapter converted, rank {verdict.rank}: {conversions_in_words(verdict, settings)}"
 

@@ -114,7 +114,10 @@ def judge_for_vllm(
         refusals.append(f"vLLM {VLLM} takes adapters for at most {MOST_ROWS_OF_HEAD:,} tokens, and the base has more")
 
     conversions: list[Conversion] = []
-    ranks = [facts.shape[0] for key, facts in tensors.items() if key.endswith((".lora_A.weight", ".lora_embedding_A"))]
+    no_matrix = [key for key, facts in tensors.items() if key.endswith(TENSORS) and len(facts.shape) != 2]
+    refusals += [f"{key} is no matrix" for key in no_matrix[:1]]
+    firsts = [facts for key, facts in tensors.items() if key.endswith((".lora_A.weight", ".lora_embedding_A"))]
+    ranks = {facts.shape[0] for facts in firsts if facts.shape}
     rank = max([0, *ranks])
     if init in ("pissa", "olora"):
         if quantized:
@@ -123,7 +126,8 @@ def judge_for_vllm(
         rank *= 2
     elif init not in PLAIN_STARTS:
         refusals.append(f"init_lora_weights: {init} changes the base when peft loads the adapter")
-    if settings.get("rank_pattern") or settings.get("alpha_pattern"):
+    by_pattern = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
+    if by_pattern:
         conversions.append("one rank")
     if len(whole_names(tensors)) < len(tensors):
         conversions.append("one name")
@@ -134,6 +138,8 @@ def judge_for_vllm(
     strange = sorted(key for key in tensors if not key.endswith(TENSORS))
     if strange and not refusals:
         refusals.append(f"vLLM {VLLM} does not know what {strange[0].removeprefix(PEFT_PREFIX)} is")
+    if not by_pattern and ranks - {settings.get("r")} and not refusals:
+        refusals.append(f"r is {settings.get('r')}, and its tensors have rank {max(ranks)}")
     if refusals:
         return Verdict(tuple(refusals), (), 0, ())
 

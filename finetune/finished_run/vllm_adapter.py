@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun
 from finetune.finished_run.merging import plan_merge
 from finetune.finished_run.plain_adapter import plain_tensors
@@ -53,7 +54,10 @@ def in_one_rank(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> t
         path = key.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
         rank = by_pattern(ranks, path, settings["r"])
         alpha = by_pattern(scales, path, settings["lora_alpha"])
-        if _part(key) in ("A.weight", "embedding_A"):  # [rank, in]
+        first = _part(key) in ("A.weight", "embedding_A")
+        if tensor.shape[0 if first else 1] != rank:
+            raise FinetuneError(f"{key}: is not of rank {rank}, which adapter_config.json states; export the run again")
+        if first:  # [rank, in]
             folded[key] = pad(tensor, (0, 0, 0, largest - rank))
         else:  # [out, rank]
             scale = alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank

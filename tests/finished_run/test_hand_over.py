@@ -192,6 +192,28 @@ def test_only_its_own_folders_are_replaced(tmp_path: Path, capsys: pytest.Captur
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"alpha_pattern": {"q_proj": "large"}}, "cannot be converted: "),
+        ({"rank_pattern": {"q_proj": 2}}, "is not of rank 2, which adapter_config.json states; export the run again"),
+        ({"rank_pattern": {"(\\w+\\.?)+\\d": 2}}, "matching the model's names by"),
+    ],
+    ids=["no number", "another rank", "slow pattern"],
+)
+def test_a_strangers_adapter_is_one_line(
+    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(tmp_path, save_tiny(tmp_path / "base"))
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | change), "utf-8")
+    assert main(["export", str(run), "--for", "vllm"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert not (run / "serving").exists()
+
+
 def test_rules_for_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(finished_run(tmp_path, save_tiny(tmp_path / "base")))
     assert main(["export", run, "--for", "tgi"]) == 2

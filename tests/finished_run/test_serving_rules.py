@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from finetune.finished_run.load import finished_run as open_run
 from finetune.finished_run.serving_rules import RANKS, Verdict, judge_for_vllm, whole_names
 from finetune.finished_run.vllm_adapter import converted, in_one_rank
-from finetune.untrusted.safetensors_header import read_header
+from finetune.untrusted.safetensors_header import TensorFacts, read_header
 from tests.support.models.multimodal import save_multimodal
 from tests.support.models.tiny import save_tiny, tiny_model
 from tests.support.runs.finished import finished_run
@@ -169,6 +169,9 @@ def test_other_initialisations_and_tensors_are_refused(tmp_path: Path) -> None:
     strange = {**header, f"{PREFIX}model.norm.weight": next(iter(header.values()))}
     assert judge_for_vllm(settings, strange, config).refusals == ("vLLM 0.32 does not know what model.norm.weight is",)
     assert judge_for_vllm(settings, {}, config).refusals == ("the adapter holds no LoRA tensor",)
+    assert judge_for_vllm(settings | {"r": 8}, header, config).refusals == ("r is 8, and its tensors have rank 4",)
+    flat = header | {f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.weight": TensorFacts("F32", (4,))}
+    assert judge_for_vllm(settings, flat, config).refusals[0].endswith("up_proj.lora_A.weight is no matrix")
     unknown = judge_for_vllm(settings, header, {"architectures": ["NewForCausalLM"]})
     assert (unknown.outcome, len(unknown.notes)) == ("accepted", 1)
 
