@@ -50,8 +50,7 @@ ENDS_TOO = frozenset(
     Qwen3MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
     """.split()
 )
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The layers of classes that differ only in numbers. vLLM checks other classes' layers itself when it loads.
 LAYERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"), SEVEN),
