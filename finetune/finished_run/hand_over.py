@@ -36,7 +36,7 @@ from finetune.untrusted.programs import refuse_slow_patterns
 from finetune.untrusted.safetensors_header import read_header
 
 SERVING = "serving"  # in a run's folder
-RECORD = "serving.json"  # in what is written; only a folder with it is replaced
+SERVING_RECORD = "serving.json"  # in what is written; only a folder with it is replaced
 SCRIPT = "ask.py"
 TEMPLATE = "chat_template.jinja"  # transformers' name for it
 QUESTION = "Define: Apology"
@@ -63,7 +63,7 @@ def hand_over(
     """
     run, folder = finished_run(run_dir), to or run_dir / SERVING / engine
     # Only an earlier export of our own is replaced.
-    if (folder.exists() or folder.is_symlink()) and not (folder / RECORD).is_file():
+    if (folder.exists() or folder.is_symlink()) and not (folder / SERVING_RECORD).is_file():
         raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
     match engine:
         case "transformers":
@@ -87,7 +87,7 @@ def hand_over(
         remove_folder(temporary)
         try:
             planned.write(temporary)
-            write_json(temporary / RECORD, record)
+            write_json(temporary / SERVING_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)

@@ -24,7 +24,12 @@ from finetune.untrusted.safetensors_header import TensorFacts
 VLLM = "0.32"  # the release that these rules were read from and tried with
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm/config/lora.py, MaxLoRARanks
 MOST_ROWS_OF_HEAD = 258_048  # vllm/lora/layers/logits_processor.py
-TENSORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")  # all that the loader reads
+LOADED_ENDINGS = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".lora_embedding_A",
+    ".lora_embedding_B",
+)  # all that the loader reads
 # Initialisations after which a saved adapter is plain LoRA. PEFTHelper accepts two more, which no recipe has.
 PLAIN_STARTS = ("true", "false", "gaussian", "orthogonal")
 
@@ -52,7 +57,7 @@ ENDS_TOO = frozenset(
 )
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The layers of classes that differ only in numbers. vLLM checks other classes' layers itself when it loads.
-LAYERS: Mapping[str, tuple[str, ...]] = {
+EXPECTED_LAYERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"), SEVEN),
     **dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM"), SEVEN),
     **dict.fromkeys(("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"), SEVEN),
@@ -68,7 +73,7 @@ WORDS: Mapping[Conversion, str] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ServingVerdict:
     """The checker's answer."""
 
     refusals: tuple[str, ...]  # each reason, as a clause
@@ -96,7 +101,7 @@ def judge_for_vllm(
     config: Mapping[str, Any],
     *,
     quantized: bool = False,
-) -> Verdict:
+) -> ServingVerdict:
     """Whether vLLM serves this adapter, and after which conversions.
 
     Args:
@@ -113,7 +118,7 @@ def judge_for_vllm(
         refusals.append(f"vLLM {VLLM} takes adapters for at most {MOST_ROWS_OF_HEAD:,} tokens, and the base has more")
 
     conversions: list[Conversion] = []
-    no_matrix = [key for key, facts in tensors.items() if key.endswith(TENSORS) and len(facts.shape) != 2]
+    no_matrix = [key for key, facts in tensors.items() if key.endswith(LOADED_ENDINGS) and len(facts.shape) != 2]
     refusals += [f"{key} is no matrix" for key in no_matrix[:1]]
     firsts = [facts for key, facts in tensors.items() if key.endswith((".lora_A.weight", ".lora_embedding_A"))]
     ranks = {facts.shape[0] for facts in firsts if facts.shape}
@@ -134,13 +139,13 @@ def judge_for_vllm(
         refusals.append("the adapter holds no LoRA tensor")
     elif rank > RANKS[-1]:
         refusals.append(f"its rank is {rank}, and vLLM's --max-lora-rank ends at {RANKS[-1]}")
-    strange = sorted(key for key in tensors if not key.endswith(TENSORS))
+    strange = sorted(key for key in tensors if not key.endswith(LOADED_ENDINGS))
     if strange and not refusals:
         refusals.append(f"vLLM {VLLM} does not know what {strange[0].removeprefix(PEFT_PREFIX)} is")
     if not by_pattern and ranks - {settings.get("r")} and not refusals:
         refusals.append(f"r is {settings.get('r')}, and its tensors have rank {max(ranks)}")
     if refusals:
-        return Verdict(tuple(refusals), (), 0, ())
+        return ServingVerdict(tuple(refusals), (), 0, ())
 
     notes = []
     if quantized:
@@ -148,12 +153,12 @@ def judge_for_vllm(
             "it was trained over the quantised base, and vLLM adds it to the base's own weights; finetune merge "
             "measures how much that changes"
         )
-    if architecture not in LAYERS:
+    if architecture not in EXPECTED_LAYERS:
         notes.append(f"layer names of {architecture} are checked by vLLM when it loads the adapter")
-    return Verdict((), tuple(conversions), rank, tuple(notes))
+    return ServingVerdict((), tuple(conversions), rank, tuple(notes))
 
 
-def conversions_in_words(verdict: Verdict, settings: Mapping[str, Any]) -> str:
+def conversions_in_words(verdict: ServingVerdict, settings: Mapping[str, Any]) -> str:
     """One clause per conversion."""
     return "; ".join(WORDS[each].format(init=settings.get("init_lora_weights")) for each in verdict.conversions)
 
@@ -202,11 +207,13 @@ def _refused_settings(settings: Mapping[str, Any]) -> list[str]:
 def _refused_tensors(tensors: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Layers that vLLM does not expect. Tensors that follow from refused settings are left to `_refused_settings`."""
     architecture = architecture_of(config)
-    paths = {key.removeprefix(PEFT_PREFIX)[: -len(end)] for key in tensors for end in TENSORS if key.endswith(end)}
+    paths = {
+        key.removeprefix(PEFT_PREFIX)[: -len(end)] for key in tensors for end in LOADED_ENDINGS if key.endswith(end)
+    }
     names = {path.rpartition(".")[2] for path in paths if not re.search(r"\.experts(\.base_layer)?$", path)}
     refusals = []
     if unknown := sorted(names & {*ENDS} if architecture not in ENDS_TOO else ()):
         refusals.append(f"vLLM {VLLM} has no adapter on {' and '.join(unknown)} for {architecture}")
-    if architecture in LAYERS and (unknown := sorted(names - {*LAYERS[architecture], *ENDS})):
+    if architecture in EXPECTED_LAYERS and (unknown := sorted(names - {*EXPECTED_LAYERS[architecture], *ENDS})):
         refusals.append(f"vLLM {VLLM} knows no layer {' or '.join(unknown)} in {architecture}")
     return refusals

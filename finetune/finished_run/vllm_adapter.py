@@ -21,14 +21,14 @@ from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun
 from finetune.finished_run.merging import plan_merge
 from finetune.finished_run.plain_adapter import plain_tensors
-from finetune.finished_run.serving_rules import Verdict, whole_names
+from finetune.finished_run.serving_rules import ServingVerdict, whole_names
 from finetune.model.text_part import PEFT_PREFIX
 from finetune.recipe.sections.lora import by_pattern
 from finetune.untrusted.model_folder import ADAPTER_WEIGHTS
 
 
 def converted(
-    run: FinishedRun, settings: Mapping[str, Any], verdict: Verdict
+    run: FinishedRun, settings: Mapping[str, Any], verdict: ServingVerdict
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The run's adapter after the verdict's conversions: tensors under peft's names, and adapter_config.json.
 

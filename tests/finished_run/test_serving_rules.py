@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from finetune.finished_run.load import finished_run as open_run
-from finetune.finished_run.serving_rules import RANKS, Verdict, judge_for_vllm, whole_names
+from finetune.finished_run.serving_rules import RANKS, ServingVerdict, judge_for_vllm, whole_names
 from finetune.finished_run.vllm_adapter import converted, in_one_rank
 from finetune.untrusted.safetensors_header import TensorFacts, read_header
 from tests.support.models.multimodal import save_multimodal
@@ -37,11 +37,11 @@ def adapter(model: PreTrainedModel, folder: Path, **settings: Any) -> PeftModel:
     return result
 
 
-def verdict_of(model: PreTrainedModel, folder: Path, **settings: Any) -> Verdict:
+def verdict_of(model: PreTrainedModel, folder: Path, **settings: Any) -> ServingVerdict:
     return judge(adapter(model, folder, **settings), folder)
 
 
-def judge(adapted: PeftModel, folder: Path, **options: Any) -> Verdict:
+def judge(adapted: PeftModel, folder: Path, **options: Any) -> ServingVerdict:
     config = adapted.get_base_model().config.to_dict() | {"architectures": [type(adapted.get_base_model()).__name__]}
     settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     return judge_for_vllm(settings, read_header(folder / "adapter_model.safetensors"), config, **options)
@@ -177,7 +177,7 @@ def test_other_initialisations_and_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_next_allowed_rank() -> None:
-    flags = {rank: Verdict((), (), rank, ()).flags[-1] for rank in (1, 2, 16, 17, 65, 129, 257, 321, 512)}
+    flags = {rank: ServingVerdict((), (), rank, ()).flags[-1] for rank in (1, 2, 16, 17, 65, 129, 257, 321, 512)}
     expected = ["1", "8", "16", "32", "128", "256", "320", "512", "512"]
     assert list(flags.values()) == expected
     assert sorted(RANKS) == list(RANKS)

@@ -26,6 +26,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import FinetuneError
+from finetune.finished_run import serving_rules
 from finetune.finished_run.hand_over import hand_over
 from finetune.finished_run.merge_command import merge_run
 from tests.support.models.tiny import save_tiny
@@ -232,3 +233,38 @@ def test_the_printed_commands(tmp_path: Path) -> None:
     beginning = tokenizer.decode(expected.ids).rstrip("\ufffd")  # half a letter at the end
     assert len(beginning) > 5
     assert answer["choices"][0]["message"]["content"].startswith(beginning)
+
+
+LIST = """
+import json, sys
+from vllm.model_executor.models.interfaces import supports_lora
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.config.lora import MaxLoRARanks
+from typing import get_args
+
+found = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        kind = ModelRegistry.models[name].load_model_cls()
+    except ImportError:  # of models for images, which need torchvision
+        continue
+    found[name] = [bool(supports_lora(kind)), sorted(getattr(kind, "embedding_modules", None) or ())]
+print("SAID" + json.dumps({"ranks": get_args(MaxLoRARanks), "classes": found}))
+"""
+
+
+def test_tables_are_vllms_own(tmp_path: Path) -> None:
+    """Classes without adapters, classes with adapters on embeddings and head, and the ranks."""
+    none, ends, seven = serving_rules.NO_ADAPTERS, serving_rules.ENDS_TOO, serving_rules.EXPECTED_LAYERS.keys()
+    names = json.dumps(sorted({*none, *ends, *seven}))
+    process = subprocess.run(
+        [PYTHON, "-c", LIST, names], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    said = json.loads(process.stdout.rpartition("SAID")[2])
+    assert tuple(said["ranks"]) == serving_rules.RANKS
+    assert len(said["classes"]) >= 45
+    for name, (adapters, embeddings) in said["classes"].items():
+        assert adapters == (name not in none), name
+        if adapters:
+            assert embeddings == (sorted(serving_rules.ENDS) if name in ends else []), name
