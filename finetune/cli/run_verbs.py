@@ -271,15 +271,27 @@ def export(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--to", parser=user_path, help="Output folder; exports/ or adapter-plain/ of the run.", show_default=False
+            "--to",
+            parser=user_path,
+            help="Output folder; exports/, serving/ or adapter-plain/ of the run.",
+            show_default=False,
         ),
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="A PiSSA or OLoRA adapter as plain LoRA of twice the rank.")
     ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option("--for", help="For an engine: transformers, peft, vllm, llama.cpp, ollama.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export a checkpoint as a finished run: adapter or model at that step, its answers and its report."""
+    """Export a checkpoint as a finished run, or hand a run over to a serving engine with --for."""
+    from finetune.finished_run import ENGINES
+
+    one_of("--for", engine, ENGINES)
+    if engine is not None and plain:
+        raise typer.BadParameter("--plain is one of its conversions; leave one of the two out", param_hint="--for")
 
     def work() -> dict[str, Any]:
         if folder is not None:
@@ -288,11 +300,14 @@ def export(
         say_begun(f"exporting from {run}")
         from finetune import finished_run
 
+        if engine is not None:
+            return {"ok": True, **finished_run.export_for(run, step, engine, folder, _line_printer(as_json))}
         if plain:
             return {"ok": True, **finished_run.export_plain(run, step, folder, _line_printer(as_json))}
         if step is None:
             raise FinetuneError(
-                f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter"
+                f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter; or "
+                "--for and an engine"
             )
         facts = finished_run.export(run, step, folder, _line_printer(as_json))
         if not as_json:

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
+    "ENGINES",
     "answer",
     "converse",
     "evaluate",
     "export",
+    "export_for",
     "export_plain",
-    "hand_over_gguf",
     "merge",
     "run_at",
     "write_gguf",
 ]
+ENGINES = ("transformers", "peft", "vllm", "llama.cpp", "ollama")  # of `finetune export --for`
 
 Who = Literal["base", "tuned", "both"]
 Say = Callable[[str], None]
@@ -189,4 +191,22 @@ def export_plain(run: Path, step: int | None, folder: Path | None, say: Say) -> 
 
     facts = write_plain(run_at(run, step), folder)
     say(describe_plain(facts))
+    return facts
+
+
+def export_for(run: Path, step: int | None, engine: str, folder: Path | None, say: Say) -> dict[str, Any]:
+    """Write the folder that one of ENGINES reads, and say the command that serves it. Raises FinetuneError."""
+    if engine in ("ollama", "llama.cpp"):
+        from finetune.errors import FinetuneError
+        from finetune.finished_run.gguf import hand_over_gguf
+
+        if folder is not None:
+            raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
+        written = hand_over_gguf(run_at(run, step), engine, say)  # type: ignore[arg-type]  # one of the two
+        say(f"for {engine}: {written['file']}\nserve it:\n  {written['command']}")
+        return written
+    from finetune.finished_run.hand_over import describe_hand_over, hand_over
+
+    facts = hand_over(run_at(run, step), engine, folder, say)  # type: ignore[arg-type]  # the verb checked it
+    say(describe_hand_over(facts))
     return facts

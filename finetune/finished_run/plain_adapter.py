@@ -48,7 +48,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
     if (folder.exists() or folder.is_symlink()) and not (folder / PLAIN_RECORD).is_file():
         raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
     merge = plan_merge(run.recipe, run_dir, torch.device("cpu"))
-    tensors, settings = _plain(merge, run.product)
+    tensors, settings = plain_tensors(merge, run.product)
     record = {"run": run_dir.resolve().name, "init_lora_weights": merge.adapter.init, "r": settings["r"]}
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with disk_errors(folder, "the run is untouched; "):
@@ -84,8 +84,8 @@ def _refuse(run_dir: Path, recipe: Recipe) -> None:
         )
 
 
-def _plain(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors under peft's names, and adapter_config.json."""
+def plain_tensors(merge: Merge, product: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The adapter as plain LoRA: its tensors under peft's names, and adapter_config.json."""
     adapter = merge.adapter
     with safe_open(adapter.path, framework="pt") as file:
         tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict

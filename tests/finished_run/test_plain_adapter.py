@@ -145,7 +145,7 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
 def test_export_needs_a_step_or_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path, save_tiny(tmp_path / "base"))
     assert main(["export", str(run)]) == 2
-    assert "--step N; or --plain" in capsys.readouterr().err
+    assert "--step N; or --plain, for a PiSSA or OLoRA adapter; or --for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
