@@ -17,10 +17,10 @@ import pytest
 
 from finetune import train
 from finetune.files import read_lines
-from finetune.finished_run.evaluation import held_out_figures
 from finetune.finished_run.load import best_device, finished_run
 from finetune.training import samples, session
 from tests.support.runs.cells import free_ports
+from tests.support.runs.finished import held_out_figures
 from tests.support.runs.launching import REPOSITORY, TORCHRUN
 from tests.support.runs.one_rank import as_before
 from tests.support.runs.recipes import write_recipe

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.chat import GenerationSettings, answers_to, open_run
-from finetune.finished_run.evaluation import held_out_figures
 from finetune.finished_run.load import finished_run, load_adapted
 from finetune.finished_run.merge_command import merge_run
 from finetune.hub.push import Destination, prepare_upload
@@ -36,6 +35,7 @@ from tests.support.models.new_tokens import (
 from tests.support.runs.cells import launch
 from tests.support.runs.curve_table import skip_where_missing
 from tests.support.runs.exports import assert_the_last_step_exports_alike, contents
+from tests.support.runs.finished import held_out_figures
 from tests.support.runs.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
 from tests.support.runs.recipes import tiny_lora, write_recipe
 

@@ -341,8 +341,8 @@ def _merge(case: Mapping[str, Any], folder: Path) -> None:
 
 
 def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.finished_run.evaluation import held_out_figures
     from finetune.finished_run.load import best_device, finished_run
+    from tests.support.runs.finished import held_out_figures
 
     held_out_figures(finished_run(folder / "run"), best_device())
 

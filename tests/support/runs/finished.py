@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from finetune.finished_run.evaluation import Request, measure
+from finetune.finished_run.load import FinishedRun
 from finetune.model.build import build_model, load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
@@ -51,3 +53,9 @@ def _export(recipe: Recipe, run: Path, base: Path, move: float) -> None:
         export_adapter(model, weights, load_tokenizer(recipe), run, base=str(base))
     else:
         export_model(model, weights, load_tokenizer(recipe), run, dtype=dtype)
+
+
+def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
+    """Held-out loss and perplexity of the base and the tuned model."""
+    figures: dict[str, Any] = measure(run, device, Request(generate=False), lambda _: None, lambda _: None)[0]["held_out"]
+    return figures
