@@ -19,9 +19,8 @@ import json
 import random
 import re
 import sqlite3
-import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -171,15 +170,6 @@ def sentence(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().translate(str.maketrans("‘’“”", "''\"\""))
 
 
-def chosen(question: str, right: str, wrong: Sequence[str], rng: random.Random, kind: str, source: str) -> Question:
-    """A question with options in a random order; the reference is the right one's letter."""
-    options = [right, *wrong]
-    rng.shuffle(options)
-    lines = [f"{letter}) {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False)]
-    prompt = "\n".join([question, *lines, "Answer with the letter."])
-    return Question(prompt, string.ascii_uppercase[options.index(right)], "choice", kind, source)
-
-
 def trivia() -> Iterator[Question]:
     import yaml
 
@@ -308,7 +298,11 @@ def meanings(folder: Path, rng: random.Random) -> Iterator[Question]:
         for right in members.split()[:2]:
             assert nouns.is_kind_of(right, kind), (right, kind)
             wrong = [rng.choice(KINDS[other].split()) for other in rng.sample([*KINDS], 4) if other != kind][:3]
-            yield chosen(f"Which of these words names a kind of {kind}?", right, wrong, rng, "words", MEANINGS)
+            options = [right, *wrong]
+            rng.shuffle(options)
+            lines = [f"{letter}) {option}" for letter, option in zip("ABCD", options, strict=True)]
+            prompt = "\n".join([f"Which of these words names a kind of {kind}?", *lines, "Answer with the letter."])
+            yield Question(prompt, "ABCD"[options.index(right)], "choice", "words", MEANINGS)
 
 
 def formats() -> Iterator[Question]:
