@@ -14,6 +14,7 @@ import typer
 from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say, say_begun, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
+from finetune.finished_run import ENGINES
 from finetune.run_folder.facts import require_run_folder
 
 
@@ -282,13 +283,13 @@ def export(
     ] = False,
     engine: Annotated[
         str | None,
-        typer.Option("--for", help="For an engine: transformers, peft, vllm, llama.cpp, ollama.", show_default=False),
+        typer.Option(
+            "--for", help=f"What this engine reads, and its command: {', '.join(ENGINES)}.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a finished run, or hand a run over to a serving engine with --for."""
-    from finetune.finished_run import ENGINES
-
     one_of("--for", engine, ENGINES)
     if engine is not None and plain:
         raise typer.BadParameter("--plain is one of its conversions; leave one of the two out", param_hint="--for")

@@ -1,10 +1,10 @@
 """Which adapters vLLM serves as peft computes them: accepted, converted first, or refused.
 
 The rules are those of vLLM 0.32's loader (`vllm/lora/peft_helper.py`, `lora_model.py`, `utils.py`). It loads an adapter
-in three steps. Each can go wrong without an error:
+in three steps, and only the first two end with an error:
 
-1. `adapter_config.json` is read. DoRA, bias, `modules_to_save` and PiSSA are errors. Releases before 0.32 ignored PiSSA
-   and both patterns without a word, so they are converted here.
+1. `adapter_config.json` is read. DoRA, bias, `modules_to_save` and PiSSA are errors. 0.32 reads both patterns. They are
+   folded all the same, so that an adapter does not depend on the release that serves it.
 2. Each tensor's last name must be a layer that can have an adapter. Otherwise loading ends with an error.
 3. Each tensor finds its layer by its whole path. vLLM ignores a path that its model does not have.
 
