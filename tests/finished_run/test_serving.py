@@ -52,7 +52,9 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(output_of(block("python", "transformers"), tmp_path).split()) > 5
     assert len(output_of(block("python", "xllamacpp"), tmp_path, PYTHON).split()) > 5
     # The Ollama block's file, and a name that `ollama create` takes.
-    assert Path(block("bash", "ollama create").split()[4]).read_text("utf-8").startswith("FROM ./quickstart-q8_0.gguf\n")
+    assert (
+        Path(block("bash", "ollama create").split()[4]).read_text("utf-8").startswith("FROM ./quickstart-q8_0.gguf\n")
+    )
     answer = json.loads(output_of(ASK_FOR_PROBABILITIES, tmp_path, PYTHON))
     ids = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
