@@ -159,11 +159,11 @@ def write_gguf(run: Path, step: int | None, quantization: str, say: Say, *, prom
         quantization: f16, q8_0 or q4_k_m.
         prompts: As `merge` takes them, if merged/ has to be made.
     """
-    from finetune.finished_run.gguf import in_words
+    from finetune.finished_run.gguf import describe_gguf
     from finetune.finished_run.gguf import write_gguf as write
 
     facts = write(run_at(run, step), quantization, say, prompts=prompts)  # type: ignore[arg-type]
-    say(in_words(facts))
+    say(describe_gguf(facts))
     return facts
 
 

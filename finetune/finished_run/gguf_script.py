@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ADD_BOS = "tokenizer.ggml.add_bos_token"
-K_BLOCK = 256  # numbers in one block of a K-quant: a row must be a multiple of it
-BLOCK = 32  # numbers in one block of Q8_0
+K_QUANT_BLOCK = 256  # numbers in one block of a K-quant: a row must be a multiple of it
+Q8_BLOCK = 32  # numbers in one block of Q8_0
 
 
 def convert(model: str, file: Path, kind: str, add_bos: str) -> None:
@@ -44,7 +44,7 @@ def has_more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def type_of(name: str, width: int, layers: int, *, tied: bool) -> str:
+def q4_k_m_type(name: str, width: int, layers: int, *, tied: bool) -> str:
     """The type of a matrix under llama.cpp's Q4_K_M.
 
     Args:
@@ -52,9 +52,9 @@ def type_of(name: str, width: int, layers: int, *, tied: bool) -> str:
         width: Numbers in one row. Rows that no K-block fills evenly get 8 bits, or stay in 16.
         tied: The embeddings are the head too, and get the head's type.
     """
-    if width % BLOCK:
+    if width % Q8_BLOCK:
         return "F16"
-    if width % K_BLOCK:
+    if width % K_QUANT_BLOCK:
         return "Q8_0"
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q6_K"
@@ -96,8 +96,8 @@ def quantize(source: Path, file: Path) -> int:
         if kept != gguf.GGMLQuantizationType.F16 or len(tensor.shape) < 2:
             writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, kept)
             continue
-        unfitting += bool(width % K_BLOCK)
-        kind = gguf.GGMLQuantizationType[type_of(tensor.name, width, layers, tied=tied)]
+        unfitting += bool(width % K_QUANT_BLOCK)
+        kind = gguf.GGMLQuantizationType[q4_k_m_type(tensor.name, width, layers, tied=tied)]
         if kind == kept:
             writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, kept)
             continue
@@ -118,7 +118,7 @@ def quantize(source: Path, file: Path) -> int:
     return unfitting
 
 
-def describe(file: Path) -> dict[str, Any]:
+def tensors_in(file: Path) -> dict[str, Any]:
     """Tensors per type, the file's word on the first token, and the first tensor that is not finite."""
     import gguf
     import numpy as np
@@ -147,12 +147,12 @@ def main() -> None:
         half = file.with_name(f"{file.name}.f16")
         convert(model, half, "f16", add_bos)
         unfitting = quantize(half, file)
-        found = describe(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
+        found = tensors_in(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
         half.unlink()
     else:
         convert(model, file, kind, add_bos)
         found = None
-    facts = describe(file)
+    facts = tensors_in(file)
     facts |= {"unfitting": unfitting, "not_finite": found or facts["not_finite"]}
     print(json.dumps(facts), flush=True)
 

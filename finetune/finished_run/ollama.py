@@ -26,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun
-from finetune.model.generate import ends_of
+from finetune.model.generate import ends_by_settings
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder
 
@@ -195,7 +195,7 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
         gguf: The name of the GGUF, in the Modelfile's own folder.
     """
     settings = model_settings(source)
-    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends_of(settings, tokenizer)]
+    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends_by_settings(settings, tokenizer)]
     positions = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", USUAL_CONTEXT)
     lines = [
         f"FROM ./{gguf}",

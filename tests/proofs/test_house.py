@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 FLOORS = [
     ["errors", "output_stream", "paths", "redaction", "wording"],
     ["recipe", "files"],
-    ["architecture", "untrusted"],
+    ["architecture", "untrusted", "scoring"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens", "closed_form"],
     ["probe"],
@@ -35,7 +35,7 @@ PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
 errors output_stream paths redaction wording files train untrusted
-recipe data importers new_recipe preflight cli closed_form
+recipe data importers new_recipe preflight cli closed_form scoring
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent
 measure.units
