@@ -118,7 +118,7 @@ def quantize(source: Path, file: Path) -> int:
     return unfitting
 
 
-def tensors_in(file: Path) -> dict[str, Any]:
+def facts_of_gguf(file: Path) -> dict[str, Any]:
     """Tensors per type, the file's word on the first token, and the first tensor that is not finite."""
     import gguf
     import numpy as np
@@ -147,12 +147,12 @@ def main() -> None:
         half = file.with_name(f"{file.name}.f16")
         convert(model, half, "f16", add_bos)
         unfitting = quantize(half, file)
-        found = tensors_in(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
+        found = facts_of_gguf(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
         half.unlink()
     else:
         convert(model, file, kind, add_bos)
         found = None
-    facts = tensors_in(file)
+    facts = facts_of_gguf(file)
     facts |= {"unfitting": unfitting, "not_finite": found or facts["not_finite"]}
     print(json.dumps(facts), flush=True)
 
