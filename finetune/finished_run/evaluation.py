@@ -18,7 +18,7 @@ from finetune.architecture import attention
 from finetune.errors import DataError, EnvironmentMismatch, FinetuneError, NotFinite
 from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_run_tokenizer, load_whole
 from finetune.finished_run.scores import (
-    MODELS,
+    BASE_AND_TUNED,
     compared,
     general_in_words,
     refuse_unknown_thresholds,
@@ -121,14 +121,14 @@ def measure(
         say(held_out_in_words(result["held_out"]))
     rows: list[dict[str, Any]] = []
     if asked is not None:
-        scores = {name: scores_on_all(asked, answers[name], Ranks()) for name in MODELS}
+        scores = {name: scores_on_all(asked, answers[name], Ranks()) for name in BASE_AND_TUNED}
         result["scores"] = {
             "data": asked.name,
             "rows": len(asked.items),
             "max_new_tokens": asked.max_new_tokens,
             "notes": asked.notes,
             "metrics": {
-                metric.name: {**metric.options, **compared(*(scores[name][metric.name] for name in MODELS))}
+                metric.name: {**metric.options, **compared(*(scores[name][metric.name] for name in BASE_AND_TUNED))}
                 for metric in asked.metrics
             },
         }
@@ -139,14 +139,15 @@ def measure(
                     "place": item.place,
                     "prompt": prompt.prompt,
                     "reference": item.reference,
-                    **{name: answers[name][index] for name in MODELS},
+                    **{name: answers[name][index] for name in BASE_AND_TUNED},
                     "scores": {
-                        metric.name: [scores[name][metric.name][index] for name in MODELS] for metric in asked.metrics
+                        metric.name: [scores[name][metric.name][index] for name in BASE_AND_TUNED]
+                        for metric in asked.metrics
                     },
                 }
             )
     if general:
-        by_model = [general_scores(general, general_answers[name]) for name in MODELS]
+        by_model = [general_scores(general, general_answers[name]) for name in BASE_AND_TUNED]
         kinds = list(dict.fromkeys(row.kind for row in general))
         chosen = {kind: [index for index, row in enumerate(general) if row.kind == kind] for kind in kinds}
         result["general"] = {

@@ -16,7 +16,7 @@ from finetune.scoring.metrics import Metric
 from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
-MODELS = ("base", "tuned")
+BASE_AND_TUNED = ("base", "tuned")
 
 
 def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:

@@ -141,6 +141,60 @@ def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.Cap
     assert "lm-eval does not know no_such_task_anywhere" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # lm-eval's and its libraries' own
+@pytest.mark.parametrize(
+    ("option", "generates", "chooses"),
+    [([], True, False), (["--chat-template"], True, True), (["--no-chat-template"], False, False)],
+    ids=["default", "for all", "for none"],
+)
+def test_the_chat_template_is_for_tasks_that_generate(
+    option: list[str],
+    generates: bool,
+    chooses: bool,
+    tmp_path: Path,
+    tiny_llama: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompts that lm-eval gives to the model, and few-shot examples as turns."""
+    lm_eval = pytest.importorskip("lm_eval.models.huggingface")
+    run, folder = finished_run(tmp_path, tiny_llama), local_task(tmp_path / "tasks")
+    task = json.loads((folder / "boat_or_bridge.yaml").read_text("utf-8"))
+    task |= {"task": "say_it", "output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
+    task |= {"num_fewshot": 1, "fewshot_split": "test", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4}}
+    task |= {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+    del task["doc_to_choice"]
+    (folder / "say_it.yaml").write_text(json.dumps(task), "utf-8")
+    prompts: dict[str, list[str]] = {"generate_until": [], "loglikelihood": []}
+
+    def recorded(name: str) -> Any:
+        genuine = getattr(lm_eval.HFLM, name)
+
+        def call(self: Any, requests: Any, *arguments: Any, **options: Any) -> Any:
+            prompts[name].extend(request.args[0] for request in requests)
+            return genuine(self, requests, *arguments, **options)
+
+        return call
+
+    for name in prompts:
+        monkeypatch.setattr(lm_eval.HFLM, name, recorded(name))
+    words = ["eval", str(run), "--tasks", "boat_or_bridge,say_it", "--include", str(folder), "--limit", "2"]
+    assert main([*words, "--loss-only", *option]) == 0
+    turn = "<|im_start|>user"
+    assert prompts["generate_until"]
+    assert {turn in prompt for prompt in prompts["generate_until"]} == {generates}
+    if generates:  # one example and the question
+        assert {prompt.count(turn) for prompt in prompts["generate_until"]} == {2}
+    assert {turn in prompt for prompt in prompts["loglikelihood"]} == {chooses}
+    printed = capsys.readouterr().out
+    assert ("used for say_it" in printed and "not used for say_it" not in printed) is generates
+    assert json.loads((run / "eval.json").read_text("utf-8"))["tasks"]["chat_template"] == {
+        "boat_or_bridge": chooses,
+        "say_it": generates,
+    }
+
+
 def by_hand(run: Path, folder: Path, which: str) -> float:
     """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
     from finetune.finished_run.evaluation import models_of

@@ -270,4 +270,4 @@ def test_a_product_and_a_row_that_is_refused_where_it_runs(
     ]  # fmt: skip
     text = " ".join(capfd.readouterr().out.split())
     assert "hsdp mixed_precision=no: did not run: " in text
-    assert "Final losses are compared among rows that learn the same" in text
+    assert "Final training loss, the lowest first" in text

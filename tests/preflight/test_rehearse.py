@@ -591,9 +591,8 @@ class TestRehearse:
         assert (report["ok"], report["exit_code"]) == (False, 2)
         assert "28 of 28 tensors differ" in report["steps"][-1]["seen"]
 
-    def test_a_refusal_of_the_training(self, tiny_llama: Path, tmp_path: Path) -> None:
+    def test_a_strategy_that_cannot_train_the_recipe(self, tiny_llama: Path, tmp_path: Path) -> None:
         recipe = write_recipe(tmp_path, str(tiny_llama), "accelerate_config: zero2\ntraining: {optim: adamw_8bit}\n")
         report = rehearse(recipe, [], log=lambda line: None)
-        assert (report["ok"], report["exit_code"]) == (False, 4)
-        assert report["steps"][-1]["name"] == f"trains {STEPS} steps"
+        assert (report["ok"], report["exit_code"]) == (False, 2)
         assert "ZeRO shards state by elements" in report["steps"][-1]["seen"]
