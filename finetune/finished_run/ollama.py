@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
@@ -29,6 +30,8 @@ from finetune.finished_run.load import FinishedRun
 from finetune.model.generate import ends_by_settings
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import in_one_line, words_of
 
 USUAL_CONTEXT = 4096  # Ollama's own num_ctx, where Modelfile and environment say nothing
 # Contents of the probes: no template has these words, or changes them.
@@ -194,9 +197,11 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
         template: As `go_template` gives it.
         gguf: The name of the GGUF, in the Modelfile's own folder.
     """
-    settings = model_settings(source)
+    config = read_object(source / "config.json")
+    config = config.get("text_config", config)
+    settings = generation_settings(source, config)
     texts = [tokenizer.convert_ids_to_tokens(token) for token in ends_by_settings(settings, tokenizer)]
-    positions = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", USUAL_CONTEXT)
+    positions = config.get("max_position_embeddings", USUAL_CONTEXT)
     lines = [
         f"FROM ./{gguf}",
         f'TEMPLATE """{template}"""',
@@ -213,8 +218,10 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
     return "\n".join(lines) + "\n"
 
 
-def model_settings(folder: Path) -> GenerationConfig:
-    """The folder's generation settings, or those that transformers makes from its config.json."""
-    if (folder / "generation_config.json").is_file():
+def generation_settings(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
+    """The folder's generation settings, or the end tokens that its config.json names. Raises FinetuneError."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return GenerationConfig(eos_token_id=config.get("eos_token_id"))
+    with in_one_line(lambda error: FinetuneError(f"{file}: cannot be read: {words_of(error)}; correct it")):
         return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))

@@ -108,8 +108,9 @@ def test_llama_cpp_picks_the_merged_models_tokens(served: Path) -> None:
     """8 answers of 32 tokens, teacher-forced.
 
     The file's weights, read by transformers in float32, are told from the engine's arithmetic: llama.cpp's CPU kernels
-    round activations to 8 bits too, which adds more noise than the weights' rounding (0.11 against 0.06 nats in the
-    lead of the best token, by quickstart's run).
+    round activations to 8 bits too, which doubles the noise in the best token's lead. Measured, by file and engine:
+    f16 100 % and 99.6 %, q8_0 98.8 % and 98.8 %, q4_k_m 98.4 % and 97.3 %. A run of 126 steps had 96.9 % in the engine
+    with q8_0.
     """
     rows = rows_of(AutoTokenizer.from_pretrained(served / "merged"), 8)
     expected, lead = best_two(served / "merged", rows)
@@ -129,11 +130,11 @@ def test_llama_cpp_picks_the_merged_models_tokens(served: Path) -> None:
         if kind == "f16":
             assert same[clear].all()
         if kind == "q8_0":
-            assert not (~same & (lead > 0.5)).any()  # four deviations of that noise
+            assert not (~same & (lead > 0.5)).any()  # four deviations of that noise, 0.13 nats
     assert in_file["f16"] == 1
     assert in_file["q8_0"] >= 0.98
-    assert in_engine["q8_0"] >= 0.94
-    assert in_engine["q4_k_m"] >= 0.88
+    assert in_engine["q8_0"] >= 0.98
+    assert in_engine["q4_k_m"] >= 0.9
 
 
 @pytest.mark.slow

@@ -182,9 +182,12 @@ def test_the_modelfile(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", base, data={"max_length": 1024}))
     tokenizer = load_run_tokenizer(run)
     settings: dict[str, Any] = {"eos_token_id": [0, 2]}
-    (base / "generation_config.json").write_text(json.dumps(settings), "utf-8")
+    (base / "generation_config.json").unlink()
     template, notes = go_template(run, tokenizer)
     assert notes == []
+    alone = modelfile(run, base, tokenizer, template, "x.gguf")  # config.json names the end token
+    assert [line for line in alone.splitlines() if "stop" in line] == ['PARAMETER stop "<|im_end|>"']
+    (base / "generation_config.json").write_text(json.dumps(settings), "utf-8")
     text = modelfile(run, base, tokenizer, template, "tuned-q8_0.gguf")
     head, _, parameters = text.partition(f'TEMPLATE """{template}"""\n')
     assert head == "FROM ./tuned-q8_0.gguf\n"
@@ -219,3 +222,11 @@ def test_a_template_beyond_go_is_refused_with_the_engine_that_runs_it(tmp_path: 
     with pytest.raises(FinetuneError, match=r"longer chat; serve the GGUF with llama-server") as refused:
         go_template(run, tokenizer)
     assert "\n" not in str(refused.value)
+
+
+def test_generation_settings_that_cannot_be_read(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base")
+    run = open_finished(finished_run(tmp_path / "made", base))
+    (base / "generation_config.json").write_text("{", "utf-8")
+    with pytest.raises(FinetuneError, match=r"generation_config.json: cannot be read: .*; correct it$"):
+        modelfile(run, base, load_run_tokenizer(run), "{{ .Prompt }}", "x.gguf")
