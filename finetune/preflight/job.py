@@ -222,6 +222,8 @@ def failure_reason(run_dir: Path, log: str) -> str:
         if "CalledProcessError" in traceback:
             printed = before
     lines = [line for line in printed.splitlines() if line.strip() and "WARNING" not in line]
+    if len(lines) > 2 and lines[-1].strip() == "^":  # a mistake in a recipe is a line, its source and a mark below it
+        lines = lines[:-2]
     last_line = one_line(lines[-1]) if lines else "it printed nothing"
     # A signal counts only for the rank that failed first, because torchrun then ends the others with its own signal.
     killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
