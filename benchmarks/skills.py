@@ -96,8 +96,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Results",
         "",
-        "Four skills that SmolLM2-135M learns on two CPU cores. `python benchmarks/skills.py` trains and scores them.",
-        "Rows are held out: no question was trained on. Answers are greedy. Intervals are 95 % bootstraps over 100 rows.",
+        "Four skills that SmolLM2-135M learns on two CPU cores, trained and scored by `python benchmarks/skills.py`.",
+        "Rows are held out: no question was trained on. Answers are greedy. Intervals: 95 % bootstraps over 100 rows.",
         "Minutes are the steps' wall time. SQL and dates were trained beside other work, which about doubles it.",
         "",
         "| skill | metric | before | after | training |",

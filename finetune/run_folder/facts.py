@@ -122,7 +122,8 @@ def score_rows(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     rows = []
     for name, (each, count) in figures.items():
         change = each["difference"]
-        interval = f"{change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+        mean, low, high = (100 * change[end] for end in ("mean", "low", "high"))
+        interval = f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})"
         label = f"{name}, {counted(count, 'answer')}"
         rows.append((label, f"{each['base']['mean']:.1%}", f"{each['tuned']['mean']:.1%}", interval))
     return rows
