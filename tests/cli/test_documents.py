@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
 # Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
-OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf"}
+OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "ollama"}
 RUN = [
     "finetune check",
     "finetune list",
@@ -56,6 +56,7 @@ ELSEWHERE = {
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
+    "finetune merge runs/quickstart --gguf": "finished_run/test_serving.py",
     "finetune import": "importers/test_convert.py",
     "finetune doctor": "preflight/test_doctor.py",
     "finetune doctor --gpu": "preflight/test_gpu_proofs.py",
