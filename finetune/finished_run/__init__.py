@@ -167,13 +167,6 @@ def write_gguf(run: Path, step: int | None, quantization: str, say: Say, *, prom
     return facts
 
 
-def hand_over_gguf(run: Path, engine: Literal["ollama", "llama.cpp"], say: Say) -> dict[str, Any]:
-    """Write a q8_0 GGUF for an engine. Returns folder, file, and the command that serves it. Raises FinetuneError."""
-    from finetune.finished_run.gguf import hand_over_gguf as hand_over
-
-    return hand_over(run, engine, say)
-
-
 def export(run: Path, step: int, folder: Path | None, say: Say) -> dict[str, Any]:
     """Make a finished run's folder from a checkpoint, with its answers and report. Raises FinetuneError."""
     from finetune.finished_run.export_step import describe_export, export_step, write_answers_and_report
