@@ -18,7 +18,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.scoring.texts import without_fence
 
-SECONDS = 2.0  # of one query
+QUERY_SECONDS = 2.0  # of one query
 START_SECONDS = 20.0  # of the child, besides its queries
 SQLITE_MAGIC = b"SQLite format 3\0"
 _ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)
@@ -113,11 +113,15 @@ def _run(jobs: list[dict[str, Any]]) -> list[Any]:
     results: list[Any] = []
     while len(results) < len(jobs):
         rest = jobs[len(results) :]
-        request = json.dumps({"jobs": rest, "seconds": SECONDS})
+        request = json.dumps({"jobs": rest, "seconds": QUERY_SECONDS})
         command = [sys.executable, "-I", str(Path(__file__).with_name("sql_child.py"))]
         try:
             child = subprocess.run(
-                command, input=request, capture_output=True, text=True, timeout=START_SECONDS + 2 * SECONDS * len(rest)
+                command,
+                input=request,
+                capture_output=True,
+                text=True,
+                timeout=START_SECONDS + 2 * QUERY_SECONDS * len(rest),
             )
             output = child.stdout
         except subprocess.TimeoutExpired as error:

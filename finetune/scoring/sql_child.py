@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-MOST_ROWS = 10_000
-MOST_BYTES = 2 * 10**9  # of this process
+MOST_RESULT_ROWS = 10_000
+CHILD_BYTES = 2 * 10**9  # of this process
 STEPS_BETWEEN_CHECKS = 10_000  # of SQLite's virtual machine
 ALLOWED = {
     sqlite3.SQLITE_SELECT,
@@ -59,24 +59,24 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     return memory
 
 
-def answer(database: sqlite3.Connection, query: str, seconds: float) -> dict[str, Any]:
+def run_query(database: sqlite3.Connection, query: str, seconds: float) -> dict[str, Any]:
     """The query's rows, or why there are none."""
     end = time.monotonic() + seconds
     database.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
     try:
-        rows = database.execute(query).fetchmany(MOST_ROWS + 1)
+        rows = database.execute(query).fetchmany(MOST_RESULT_ROWS + 1)
     except sqlite3.Error as error:
         late = time.monotonic() > end
         return {"error": f"took more than {seconds:g} s" if late else str(error)[:200]}
     except (sqlite3.Warning, MemoryError, ValueError, OverflowError) as error:
         return {"error": str(error)[:200] or type(error).__name__}
-    if len(rows) > MOST_ROWS:
-        return {"error": f"more than {MOST_ROWS:,} rows"}
+    if len(rows) > MOST_RESULT_ROWS:
+        return {"error": f"more than {MOST_RESULT_ROWS:,} rows"}
     return {"rows": [[value.hex() if isinstance(value, bytes) else value for value in row] for row in rows]}
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     request = json.load(sys.stdin)
     for job in request["jobs"]:
@@ -86,7 +86,7 @@ def main() -> None:
             print(json.dumps({"setup": str(error)[:200]}), flush=True)
             continue
         database.set_authorizer(authorize)
-        results = [answer(database, query, request["seconds"]) for query in job["queries"]]
+        results = [run_query(database, query, request["seconds"]) for query in job["queries"]]
         database.close()
         print(json.dumps(results), flush=True)
 

@@ -235,7 +235,7 @@ def score_line(step: int, scores: dict[str, list[float]]) -> dict[str, Any]:
     return {"kind": "score", "step": step, "rows": len(next(iter(scores.values()))), **means}
 
 
-def scores_in_words(line: Mapping[str, Any]) -> str:
+def score_line_in_words(line: Mapping[str, Any]) -> str:
     """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
     means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means) + f" ({counted(line['rows'], 'answer')})"

@@ -65,7 +65,7 @@ from finetune.training.scored_answers import (
     Answering,
     generated_answers,
     score_line,
-    scores_in_words,
+    score_line_in_words,
     scores_on_all,
 )
 from finetune.training.start import Start
@@ -285,7 +285,9 @@ def scoring_of(
             )
         line = score_line(step, scores_on_all(asked, answers, how.ranks))
         output.write_metrics(line)
-        output.terminal.log(f"step {step}: {scores_in_words(line)}" if step else f"before: {scores_in_words(line)}")
+        output.terminal.log(
+            f"step {step}: {score_line_in_words(line)}" if step else f"before: {score_line_in_words(line)}"
+        )
         return line
 
     return score

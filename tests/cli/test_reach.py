@@ -87,7 +87,7 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
     [
         ("preview {recipe}", ["cache"]),
         ("chat {run} --prompt a --max-new-tokens 1", ["cache"]),
-        ("eval {run}", ["cache"]),
+        ("eval {run} --loss-only", ["cache", "run"]),
         ("merge --verify 0 {run}", ["cache", "run"]),
     ],
 )

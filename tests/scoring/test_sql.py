@@ -66,7 +66,7 @@ def test_databases_of_all_kinds(tmp_path: Path) -> None:
 def test_a_query_neither_writes_nor_reads_files_nor_runs_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sql, "SECONDS", 0.3)
+    monkeypatch.setattr(sql, "QUERY_SECONDS", 0.3)
     secret = tmp_path / "secret.sqlite"
     with sqlite3.connect(secret) as database:
         database.execute("create table t as select 42 as a")
@@ -109,7 +109,7 @@ def test_the_query_of_an_answer(text: str, query: str) -> None:
 
 def test_the_child_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that kills the child is wrong, and the rows after it are scored."""
-    monkeypatch.setattr(sql, "SECONDS", 0.1)
+    monkeypatch.setattr(sql, "QUERY_SECONDS", 0.1)
     monkeypatch.setattr(sql, "START_SECONDS", 3.0)
     stuck = "select hex(replace(hex(zeroblob(200000000)), '0', 'ab'))"  # one function call is not interrupted
     scores = execution_scores(["select 1", stuck, "select 1"], ["select 1"] * 3, [SHOP] * 3)
