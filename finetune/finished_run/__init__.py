@@ -196,7 +196,10 @@ def export_for(run: Path, step: int | None, engine: str, folder: Path | None, sa
         if folder is not None:
             raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
         written = hand_over_gguf(run_at(run, step), engine, say)  # type: ignore[arg-type]  # one of the two
-        say(f"for {engine}: {written['file']}\nserve it:\n  {written['command']}")
+        text = f"for {engine}, in 8 bits: {written['file']}\nserve it:\n  {written['command']}"
+        if engine == "ollama":
+            text += f"\nask it:\n  ollama run {written['command'].split()[2]} 'your question'"
+        say(text)
         return written
     from finetune.finished_run.hand_over import describe_hand_over, hand_over
 
