@@ -80,7 +80,7 @@ def held_out_set(
         name = "held-out rows"
     if not rows:
         reason = "; ".join(notes) or "plain texts and train_on: all have no question"
-        raise DataError([f"{name}: no row has a question and an answer to score ({reason}); name other rows"])
+        raise FinetuneError(f"{name}: no row has a question and an answer to score ({reason}); name other rows")
     items = [item for _, item, _ in rows]
     longest = max(tokens for _, _, tokens in rows)
     new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)

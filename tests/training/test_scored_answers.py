@@ -170,6 +170,27 @@ def test_eval_refuses_in_one_line(
     assert not (finished / "eval.json").exists()
 
 
+def test_plain_texts_have_a_loss_and_no_score(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wish for a score is a mistake then; `finetune eval` alone is none."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"the river {n} sings over hills"}) + "\n" for n in range(12)), "utf-8"
+    )
+    recipe = scoring(
+        tmp_path / "run", tiny_llama, (texts, texts), data={"eval": {"fraction": 0.3}}, eval={"generate": {}}
+    )
+    assert main([str(recipe)]) == 0
+    run = recipe.parent / "run"
+    capsys.readouterr()
+    assert finetune(["eval", str(run), "--json"]) == 0
+    assert {"held_out"} <= json.loads(capsys.readouterr().out).keys()
+    assert "scores" not in json.loads((run / "eval.json").read_text("utf-8"))
+    assert finetune(["eval", str(run), "--metric", "exact"]) == 2
+    assert "no row has a question and an answer to score" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, rows: tuple[Path, Path]) -> Path:
     recipe = scoring(tmp_path_factory.mktemp("finished") / "run", tiny_llama, rows, eval={"generate": {"metrics": []}})
