@@ -13,7 +13,13 @@ from typing import Any, cast
 
 from finetune.data.messages import nearest
 from finetune.data.readers import BadRow, json_kind
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS, layouts_with, template_fields
+from finetune.recipe.cross_checks import (
+    FORMAT_OF_OBJECTIVE,
+    OPTIONAL_COLUMNS,
+    ROW_COLUMNS,
+    layouts_with,
+    template_fields,
+)
 from finetune.recipe.schema import DataSet, KnownFormat
 from finetune.wording import counted
 
@@ -106,7 +112,10 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     )
     formats: Sequence[str] = [entry.format]
     if entry.format == "auto":
-        formats = layouts_with([*layout.columns, *layout.template])
+        named = layouts_with([*layout.columns, *layout.template])
+        formats = [name for name in named if name not in FORMAT_OF_OBJECTIVE.values()]
+    elif entry.format == "kto" and not {"chosen", "rejected"} - {*names, *layout.columns}:
+        formats = ["preference"]  # each row is two judged answers
     for row in rows:
         view = layout.view(row)
         format = _format_with_columns(view, formats)

@@ -1,12 +1,14 @@
-"""Check a row strictly by its data set's layout, and convert it to one of two forms.
+"""Check a row strictly by its data set's layout, and convert it to one of four forms.
 
 Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion as messages)
 Passage  a prompt and its continuation, without a template (text, prompt/completion as texts)
+Pair     a chosen and a rejected answer to one prompt, two Chats or two Passages (preference)
+Judged   an answer that is wanted or not, a Chat or a Passage (kto)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +58,36 @@ class Passage:
     completion: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt. Both begin with the prompt, and only what follows it is supervised."""
+
+    chosen: Chat | Passage
+    rejected: Chat | Passage
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer that is wanted or not. Only what follows the prompt is supervised."""
+
+    answer: Chat | Passage
+    desirable: bool
+
+
+Content = Chat | Passage | Pair | Judged
+
+
+def documents_in(content: Content) -> tuple[Chat | Passage, ...]:
+    """What a row holds: one chat or text, or a pair's chosen and rejected one."""
+    match content:
+        case Pair():
+            return content.chosen, content.rejected
+        case Judged():
+            return (content.answer,)
+        case _:
+            return (content,)
+
+
 def by_turn(chat: Chat) -> list[Chat]:
     """A chat for each supervised turn, which is its last message and its only supervised one."""
     return [
@@ -65,7 +97,7 @@ def by_turn(chat: Chat) -> list[Chat]:
     ]
 
 
-def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
+def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
     """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)
     for column in ROW_COLUMNS[layout.format]:
@@ -92,6 +124,80 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
             return _alpaca(view, layout)
         case "text":
             return Passage("", _needed_text(view, "text", layout))
+        case "preference":
+            return _pair(view, layout)
+        case "kto":
+            return _judged(view, layout)
+
+
+def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
+    """Two answers after one prompt. Without a prompt column it is the common beginning of both lists of messages."""
+    chosen, rejected, prompt = view["chosen"], view["rejected"], view.get("prompt")
+    lists = [isinstance(answer, list) for answer in (chosen, rejected)]
+    if lists[0] != lists[1]:
+        raise BadRow("'chosen' and 'rejected' must both be texts or both lists of messages; change one")
+    if not lists[0]:
+        if isinstance(prompt, list):  # texts that answer a chat
+            answers = [[{"role": "assistant", "content": _needed_text(view, name, layout)}] for name in _ANSWERS]
+            return _pair_of_lists(view, prompt, answers, layout)
+        if prompt is None:
+            raise BadRow("'prompt' is missing beside answers that are texts; add it, or columns: {prompt: ...}")
+        text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
+        return Pair(*(Passage(text, _needed_text(view, name, layout)) for name in _ANSWERS))
+    common = 0
+    for ours, theirs in zip(chosen, rejected, strict=False):
+        if ours != theirs:
+            break
+        common += 1
+    if not chosen or not rejected:
+        raise BadRow(f"{'chosen' if not chosen else 'rejected'!r} is an empty list; give it an assistant turn")
+    if common == len(chosen) or common == len(rejected):
+        common = min(len(chosen), len(rejected)) - 1  # equal answers: the last turn is the answer
+    begins = chosen[:common]
+    if isinstance(prompt, list) and begins[: len(prompt)] != prompt:
+        begins = [*prompt, *begins]  # the answers hold only what follows the prompt
+    return _pair_of_lists(view, begins, [chosen[common:], rejected[common:]], layout)
+
+
+_ANSWERS = ("chosen", "rejected")
+
+
+def _pair_of_lists(view: Mapping[str, Any], prompt: list[Any], answers: Sequence[list[Any]], layout: RowLayout) -> Pair:
+    chats = [_answered(view, prompt, answer, name, layout) for name, answer in zip(_ANSWERS, answers, strict=True)]
+    return Pair(*chats)
+
+
+def _answered(view: Mapping[str, Any], prompt: list[Any], answer: list[Any], name: str, layout: RowLayout) -> Chat:
+    """A prompt's chat with an answer, whose assistant turns alone are supervised. Raises BadRow."""
+    place = layout.place(name)
+    if not answer:
+        raise BadRow(f"{place} has no answer after the prompt; add an assistant turn, or remove the row")
+    chat = _chat(view, [*prompt, *answer], name, layout)
+    before = len(chat.messages) - len(answer)
+    if chat.messages[-1]["role"] != "assistant":
+        role = chat.messages[-1]["role"]
+        raise BadRow(f"{place} ends with a {role} turn; an answer ends with an assistant turn")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages[before:]):
+        raise BadRow(f"{place} is empty; give it a text, or remove the row")
+    supervised = [index >= before and chat.supervised[index] for index in range(len(chat.messages))]
+    return replace(chat, supervised=supervised)
+
+
+def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
+    """An answer with its label: true or false, or 1 or 0."""
+    prompt, completion, label = view["prompt"], view["completion"], view["label"]
+    words = {"true": True, "1": True, "false": False, "0": False}
+    wanted = label if isinstance(label, bool) else words.get(str(label).strip().lower())
+    if wanted is None:
+        raise BadRow(f"{layout.place('label')} is {str(label)[:40]!r}; write true for a wanted answer, else false")
+    if isinstance(prompt, list):
+        if not isinstance(completion, list):
+            completion = [{"role": "assistant", "content": _needed_text(view, "completion", layout)}]
+        return Judged(_answered(view, prompt, completion, "completion", layout), wanted)
+    if isinstance(completion, list):
+        raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
+    text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
+    return Judged(Passage(text, _needed_text(view, "completion", layout)), wanted)
 
 
 def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:

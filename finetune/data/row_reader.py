@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Chat, Passage, read_row
+from finetune.data.formats import Chat, Content, Judged, Pair, documents_in, read_row
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
@@ -36,7 +36,7 @@ class ReadRow(NamedTuple):
     """A row in its common form, or the mistake in it."""
 
     row: SourceRow
-    read: Chat | Passage | None
+    read: Content | None
     problem: str | None
 
     @property
@@ -120,7 +120,11 @@ class RowReader:
                 line = in_yaml({near: name})
                 raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
-    def _note(self, read: Chat | Passage) -> None:
+    def _note(self, read: Content) -> None:
+        if isinstance(read, Pair | Judged):
+            for document in documents_in(read):
+                self._note(document)
+            return
         if isinstance(read, Chat):
             texts = [message["content"] for message in read.messages]
             self._unanswered += read.messages[-1]["role"] != "assistant"

@@ -18,7 +18,7 @@ import yaml
 
 from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Chat, Passage
+from finetune.data.formats import Content
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
@@ -61,7 +61,7 @@ class Proposal:
     counts: Counts
     choice: Choice
     settings: Settings
-    examples: tuple[Chat | Passage, ...]
+    examples: tuple[Content, ...]
     lines: tuple[str, ...]  # findings in words
     file: Path
     text: str
@@ -209,11 +209,11 @@ class _Limited:
                 return
 
 
-def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passage, ...]]:
+def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...]]:
     """Every row of a small data set, or the head of a large one, read as training reads it."""
     source = resolve(entry)
     reader = RowReader(source)
-    examples: list[Chat | Passage] = []
+    examples: list[Content] = []
     problems: list[str] = []
     good, nbytes, longest = 0, 0, 0
     limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.formats import Chat, Passage
+from finetune.data.formats import Chat, Content, Passage, documents_in
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
@@ -58,7 +58,12 @@ def _words(message: Mapping[str, Any]) -> str:
     return "  ".join(str(text) for text in texts if text)
 
 
-def _print_example(example: Chat | Passage, console: Console) -> None:
+def _print_example(example: Content, console: Console) -> None:
+    for document in documents_in(example):
+        _print_document(document, console)
+
+
+def _print_document(example: Chat | Passage, console: Console) -> None:
     if isinstance(example, Passage):
         turns = [("prompt", example.prompt, False)] if example.prompt else []
         turns.append(("text", example.completion, True))

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from finetune.output_stream import has_controls, printable
 from finetune.recipe.metric_names import METRICS, read_metric
 from finetune.recipe.sections.base import MOST
+from finetune.recipe.sections.preferences import Dpo
 from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ ROW_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "kto": ("prompt", "completion", "label"),
 }
+# The layout that `auto` means where training.objective is not supervised. `auto` alone never means one of them.
+FORMAT_OF_OBJECTIVE = {"dpo": "preference", "kto": "kto"}
 OF_CHATS = ("system", "tools", "chat_template_kwargs")
 OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": OF_CHATS,
@@ -68,6 +73,8 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "history", "reasoning_content", *OF_CHATS),
     "text": (),
+    "preference": ("prompt", *OF_CHATS),
+    "kto": OF_CHATS,
 }
 # Columns of ours that a row's template may make: each is one text.
 TEMPLATED = ("instruction", "input", "output", "prompt", "completion", "text", "system", "reasoning_content")
@@ -148,7 +155,8 @@ def check_metrics(section: Generate) -> None:
 
 
 def layouts_with(columns: Iterable[str]) -> list[str]:
-    """The layouts that have all these columns, by our names, in order of preference."""
+    """The layouts that have all these columns, by our names, in order of preference. Rows for another objective than
+    supervised come last; `auto` alone does not mean them."""
     return [name for name in ROW_COLUMNS if {*columns} <= {*ROW_COLUMNS[name], *OPTIONAL_COLUMNS[name]}]
 
 
@@ -276,7 +284,7 @@ def _out_of_range(name: str, value: float, training: Training) -> str:
 
 def check_sections(recipe: Recipe) -> None:
     """Check that values in different sections agree, and that names can be used."""
-    mistakes = [*_frozen_base_mistakes(recipe), *_training_mistakes(recipe)]
+    mistakes = [*_frozen_base_mistakes(recipe), *_training_mistakes(recipe), *_preference_mistakes(recipe)]
     refuse([*mistakes, *_hub_mistakes(recipe), *_name_mistakes(recipe)])
 
 
@@ -309,7 +317,7 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if training.load_best_model_at_end and recipe.data.eval is None:
         remedy = "add data.eval: {fraction: 0.05}, or set it to false"
         yield CrossCheck("training.load_best_model_at_end", "the best evaluation needs held-out rows", remedy)
-    generate, measured = recipe.eval.generate, [*recipe.data.metrics, *recipe.score_names]
+    generate, measured = recipe.eval.generate, [*recipe.data.metrics, *recipe.score_names, *recipe.reward_names]
     if training.metric_for_best_model not in measured:
         problem = f"is {training.metric_for_best_model}, which no evaluation measures"
         remedy = f"write {' or '.join(measured)}"
@@ -335,6 +343,48 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if training.float8 and training.keeps_products:
         problem = "selective keeps products, and fp8 computes them inside its own functions"
         yield CrossCheck("training.activation_checkpointing", problem, "set it to auto, true or false")
+
+
+def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Settings that belong to another objective, and rows of another kind than the objective reads."""
+    objective = recipe.training.objective
+    for name in ("dpo", "kto"):
+        if name in recipe.model_fields_set and objective != name and getattr(recipe, name).model_fields_set:
+            yield CrossCheck(name, f"training.objective is {objective}", f"set it to {name}, or remove the section")
+    layout = FORMAT_OF_OBJECTIVE.get(objective)
+    for key, entries in (("train", recipe.data.train), ("eval", recipe.data.eval_sets)):
+        for number, entry in enumerate(entries):
+            place = f"data.{key}.{number}.format"
+            if layout is not None and entry.format != layout:
+                yield CrossCheck(place, f"{objective} trains on {layout} rows, not on {entry.format}", "remove it")
+            elif layout is None and entry.format in FORMAT_OF_OBJECTIVE.values():
+                wanted = next(name for name, each in FORMAT_OF_OBJECTIVE.items() if each == entry.format)
+                yield CrossCheck(place, "these rows are for another objective", f"set training.objective: {wanted}")
+    section = recipe.preferences
+    if section is None:
+        return
+    if recipe.data.train_on != "assistant":
+        problem = f"is {recipe.data.train_on}, and {objective} compares the answers after the prompt"
+        yield CrossCheck("data.train_on", problem, "remove it")
+    if section.reference == "adapter_off" and recipe.lora is None:
+        problem = "all weights are trained, so there is no adapter to switch off"
+        yield CrossCheck(f"{objective}.reference", problem, "set it to start, or name a model")
+    if isinstance(section, Dpo):
+        yield from _pair_loss_mistakes(section)
+
+
+def _pair_loss_mistakes(section: Dpo) -> Iterator[CrossCheck]:
+    if section.label_smoothing and section.loss_type != "robust":
+        problem = f"{section.loss_type} has no label smoothing"
+        yield CrossCheck("dpo.label_smoothing", problem, "set dpo.loss_type: robust, or remove it")
+    if section.loss_type == "robust" and not section.label_smoothing:
+        problem = "robust needs the share of wrong labels"
+        yield CrossCheck("dpo.label_smoothing", problem, "set it, 0.1 for example, or dpo.loss_type: sigmoid")
+    if section.simpo_gamma is not None and section.loss_type != "simpo":
+        yield CrossCheck("dpo.simpo_gamma", f"{section.loss_type} has no gamma", "remove it")
+    if not section.needs_reference and section.reference != "start":
+        problem = f"{section.loss_type} compares with no reference"
+        yield CrossCheck("dpo.reference", problem, "remove it")
 
 
 def steps_between(interval: float, total_steps: float) -> int:

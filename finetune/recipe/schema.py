@@ -18,6 +18,7 @@ from finetune.recipe.sections.base import Count, Interval, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
+from finetune.recipe.sections.preferences import Dpo, Kto
 from finetune.recipe.sections.results import Evaluation, Generate, Hub, Samples
 from finetune.recipe.sections.training import Scheduler, Training
 
@@ -25,12 +26,14 @@ __all__ = [
     "Budget",
     "Data",
     "DataSet",
+    "Dpo",
     "Dtype",
     "EvalFraction",
     "Evaluation",
     "Generate",
     "Hub",
     "KnownFormat",
+    "Kto",
     "Lora",
     "ModelSection",
     "Quantization",
@@ -56,6 +59,8 @@ class Recipe(Section):
     lora: Lora | None = Field(default_factory=Lora, description="Adapters; null: all weights are trained.")
     data: Data = Field(description="The training data.")
     training: Training = Field(default_factory=Training, description="The training itself.")
+    dpo: Dpo = Field(default_factory=Dpo, description="Pairs of answers, with training.objective: dpo.")
+    kto: Kto = Field(default_factory=Kto, description="Judged answers, with training.objective: kto.")
     samples: Samples = Field(default_factory=Samples, description="Answers before and after training.")
     eval: Evaluation = Field(default_factory=Evaluation, description="Answers that are scored.")
     logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
@@ -105,10 +110,58 @@ class Recipe(Section):
         )
         return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def layouts_settled(cls, values: Any) -> Any:
+        """Replace a data set's `format: auto` by the layout that the objective reads, so that every reader knows it.
+
+        A value that does not fit the schema stays, and pydantic reports it.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        training, data = (
+            section.model_dump() if isinstance(section, Section) else section
+            for section in (values.get("training"), values.get("data"))
+        )
+        if not isinstance(training, Mapping) or not isinstance(data, Mapping):
+            return values
+        layout = cross_checks.FORMAT_OF_OBJECTIVE.get(str(training.get("objective")))
+        if layout is None:
+            return values
+
+        def settled(entries: Any) -> Any:
+            if not isinstance(entries, list) or not all(isinstance(entry, Mapping | DataSet) for entry in entries):
+                return entries
+            plain = [entry.model_dump() if isinstance(entry, DataSet) else entry for entry in entries]
+            return [{**entry, "format": layout} if entry.get("format", "auto") == "auto" else entry for entry in plain]
+
+        return {**values, "data": {**data, **{key: settled(data[key]) for key in ("train", "eval") if key in data}}}
+
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
         cross_checks.check_sections(self)
         return self
+
+    @property
+    def preferences(self) -> Dpo | Kto | None:
+        """The objective's own section; None if it is supervised."""
+        match self.training.objective:
+            case "dpo":
+                return self.dpo
+            case "kto":
+                return self.kto
+            case "supervised":
+                return None
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The rewards on held-out rows that metric_for_best_model may name; none if the objective is supervised."""
+        return [] if self.preferences is None else ["eval_reward_accuracy", "eval_reward_margin"]
+
+    @property
+    def best_is_highest(self) -> bool:
+        """Whether the best step has the highest value: of a score or a reward. A loss is best when it is lowest."""
+        return self.best_by_score or self.training.metric_for_best_model in self.reward_names
 
     @property
     def score_names(self) -> list[str]:

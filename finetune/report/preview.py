@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from finetune.data.formats import Chat, Passage
+from finetune.data.formats import Chat, Content, documents_in
 from finetune.data.readers import BadRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
@@ -169,11 +169,12 @@ def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
             yield ShownRow(place, _roles_of(example), tokens, len(document.labels), supervised)
 
 
-def _roles_of(example: Chat | Passage | None) -> dict[str, int]:
+def _roles_of(example: Content | None) -> dict[str, int]:
     """Messages by role; none for a text, or for a row that cannot be read."""
-    if not isinstance(example, Chat):
+    if example is None:
         return {}
-    return dict(Counter(message["role"] for message in example.messages))
+    chats = [document for document in documents_in(example) if isinstance(document, Chat)]
+    return dict(Counter(message["role"] for chat in chats for message in chat.messages))
 
 
 def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str, Any]:

@@ -9,7 +9,10 @@ again.
                         tokens.npy      the tokens of all documents, one after another
                         learned.npy     as long: whether the token is supervised
                         lengths.npy     tokens of each document
-                        ...             one value for each document (ARRAYS)
+                        ...             one value for each document (ARRAYS, and for preferences ANSWER_ARRAYS)
+
+A preference pair counts as one document here, so that it is held out, weighed and shuffled as a whole: the chosen
+document, then the rejected one.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -46,7 +49,17 @@ CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost;
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
-COUNTS = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)
+ANSWER_ARRAYS = {"first": "<i8", "first_supervised": "<i8", "desirable": "|b1"}
+COUNTS = (
+    "rows_read",
+    "documents",
+    "truncated",
+    "dropped",
+    "identical",
+    "control_token_texts",
+    "largest_token_id",
+    *REMARKS,
+)
 
 
 @dataclass(frozen=True)
@@ -63,15 +76,29 @@ class StoredDocuments:
     rows: np.ndarray  # int64 [documents]: the row that the document was made of, counted from 0; ascending
     names: tuple[str, ...]
     facts: dict[str, Any]
+    # Of preferences alone: tokens of the first document, supervised tokens in it, whether a judged answer is wanted.
+    first: np.ndarray | None = None  # int64 [documents]
+    first_supervised: np.ndarray | None = None  # int64 [documents]
+    desirable: np.ndarray | None = None  # bool [documents]
 
     def __len__(self) -> int:
         return len(self.supervised)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels), int64, of one document."""
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        ids = self.tokens[span].astype(np.int64)
-        return ids, np.where(self.is_supervised[span], ids, IGNORE)
+        """(input_ids, labels), int64, of one document; of a pair, the chosen one."""
+        return self.documents(index)[0]
+
+    def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(input_ids, labels), int64, of one document, or of a pair's two."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        edges = [start, end]
+        if self.first is not None and start + int(self.first[index]) < end:
+            edges.insert(1, start + int(self.first[index]))
+        result = []
+        for begin, stop in pairwise(edges):
+            ids = self.tokens[begin:stop].astype(np.int64)
+            result.append((ids, np.where(self.is_supervised[begin:stop], ids, IGNORE)))
+        return result
 
     def place(self, index: int) -> str:
         """file:line of the row that the document was made of."""
@@ -120,7 +147,8 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
     if facts is None:
         return None
     try:
-        arrays = {name: read_array(folder / f"{name}.npy", facts["digests"][name]) for name in ARRAYS}
+        names_of_arrays = [*ARRAYS, *(name for name in ANSWER_ARRAYS if name in facts["digests"])]
+        arrays = {name: read_array(folder / f"{name}.npy", facts["digests"][name]) for name in names_of_arrays}
     except (OSError, ValueError) as error:
         print(f"{folder}: {error}; the rows are tokenised again", file=sys.stderr, flush=True)
         return None
@@ -135,28 +163,24 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
     aside = folder.with_suffix(".partial")  # the lock makes it ours; a killed process may have left files in it
     remove_folder(aside)
     aside.mkdir()
-    writer = _Writer(aside, source)
+    writer = _Writer(aside, source, answers=data.unit != "documents")
     try:
         mistakes, reader = Mistakes(), RowReader(source)
-        scripts = scripts_of(reader.rows(), encoder, mistakes)
+        units = units_of(reader.rows(), encoder, mistakes)
         rows, last_note = 0, time.monotonic()
-        while chunk := list(islice(scripts, CHUNK_ROWS)):
+        while chunk := list(islice(units, CHUNK_ROWS)):
             rows += len(chunk)
             if time.monotonic() - last_note > SECONDS_BETWEEN_NOTES:
                 last_note = time.monotonic()
                 print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
-            for _, script in chunk:
-                writer.counts["control_token_texts"] += bool(script.literals)
-                writer.counts.update(script.remarks)
-                writer.stops.update(script.stops)
-            documents = encoder.texts.tokenise([script for _, script in chunk])
-            for (row, _), document in zip(chunk, documents, strict=True):
-                if isinstance(document, RowError):
-                    mistakes.add(str(document), row.place)
-                    continue
-                fitted = fit(document, row, data, mistakes, writer.counts)
-                if fitted and not mistakes.count:
-                    writer.add(row, fitted)
+            for unit in chunk:
+                for script in unit.scripts:
+                    writer.counts["control_token_texts"] += bool(script.literals)
+                    writer.counts.update(script.remarks)
+                    writer.stops.update(script.stops)
+            for unit, documents in fitted_units(chunk, encoder, data, mistakes, writer.counts):
+                if not mistakes.count:
+                    writer.add(unit, documents)
         mistakes.raise_if_any()
         writer.close(reader.facts(encoder.template_reads), encoder.token_ids(writer.stops))
         remove_folder(folder)
@@ -174,19 +198,46 @@ def check_set_variables(source: Source, encoder: Encoder) -> None:
         raise DataError([f"{source.name}: {error}"]) from None
 
 
-def scripts_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
-    """Each row's scripts, all or none of them. A part that the template leaves out of many rows is reported once."""
+class Unit(NamedTuple):
+    """What becomes one document here: a row or one of its examples, or a pair of answers."""
+
+    row: SourceRow
+    scripts: tuple[Script, ...]  # one, or a pair's chosen and rejected one
+    desirable: bool = True  # of a judged answer
+
+
+def units_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[Unit]:
+    """Each row's units, all or none of them. A part that the template leaves out of many rows is reported once."""
     for row, read, problem in rows:
         try:
             if read is None:
                 raise RowError(problem or "")
-            scripts = [encoder.script(example) for example in encoder.examples(read)]
+            units = [
+                Unit(row, encoder.scripts(example), desirable=getattr(example, "desirable", True))
+                for example in encoder.examples(read)
+            ]
         except OmittedFromHistory as error:
             mistakes.add(str(error), row.place, kind="left out of earlier turns")
         except RowError as error:
             mistakes.add(str(error), row.place)
         else:
-            yield from ((row, script) for script in scripts)
+            yield from units
+
+
+def fitted_units(
+    units: Sequence[Unit], encoder: Encoder, data: Data, mistakes: Mistakes, counts: Counter[str]
+) -> Iterator[tuple[Unit, list[Document]]]:
+    """The units' documents within max_length. A pair whose answers are the same is left out, counted."""
+    for unit, documents in zip(units, encoder.tokenised([unit.scripts for unit in units]), strict=True):
+        if isinstance(documents, RowError):
+            mistakes.add(str(documents), unit.row.place)
+            continue
+        if len(documents) == 2 and documents[0] == documents[1]:
+            counts["identical"] += 1
+            continue
+        fitted = [fit(document, unit.row, data, mistakes, counts) for document in documents]
+        if None not in fitted:
+            yield unit, [document for document in fitted if document]
 
 
 def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
@@ -213,17 +264,20 @@ def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, coun
 class _Writer:
     """Appends documents to the arrays of a folder."""
 
-    def __init__(self, folder: Path, source: Source) -> None:
+    def __init__(self, folder: Path, source: Source, *, answers: bool) -> None:
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.stops: set[str] = set()
         self._row: SourceRow | None = None
         self._folder = folder
-        self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
+        self._dtypes = ARRAYS | (ANSWER_ARRAYS if answers else {})
+        self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in self._dtypes.items()}
         self._files = {str(file): index for index, file in enumerate(source.files)}
 
-    def add(self, row: SourceRow, document: Document) -> None:
-        tokens = np.asarray(document.input_ids, dtype="<i4")
-        is_supervised = np.asarray(document.labels) != IGNORE
+    def add(self, unit: Unit, documents: Sequence[Document]) -> None:
+        row = unit.row
+        tokens = np.concatenate([np.asarray(document.input_ids, dtype="<i4") for document in documents])
+        is_supervised = np.concatenate([np.asarray(document.labels) for document in documents]) != IGNORE
+        first = len(documents[0].input_ids)
         self.counts["rows_read"] += row is not self._row  # with train_on: each_turn, a row has several documents
         self._row = row
         digest = hashlib.blake2b(tokens.tobytes() + is_supervised.tobytes(), digest_size=8).digest()
@@ -236,9 +290,12 @@ class _Writer:
             "lines": row.line,
             "files": self._files.get(row.file, 0),
             "rows": self.counts["rows_read"] - 1,
+            "first": first,
+            "first_supervised": int(is_supervised[:first].sum()),
+            "desirable": unit.desirable,
         }
-        for name, value in values.items():
-            self._arrays[name].append(value)
+        for name in self._dtypes:
+            self._arrays[name].append(values[name])
         self.counts["documents"] += 1
         self.counts["largest_token_id"] = max(self.counts["largest_token_id"], int(tokens.max()))
 

@@ -21,7 +21,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fit, scripts_of
+
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.tokens.estimate import text_of
 from finetune.untrusted.library_words import in_one_line, not_loaded
@@ -104,17 +104,13 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
 def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress) -> None:
     """Encode the chosen rows of a data set, and count them in `progress`."""
     check_set_variables(source, encoder)
-    scripts = scripts_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
+    units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
     counts: Counter[str] = Counter()
     last_row = None
-    while chunk := list(islice(scripts, CHUNK_ROWS)):
-        documents = encoder.texts.tokenise([script for _, script in chunk])
-        for (row, _), document in zip(chunk, documents, strict=True):
-            if isinstance(document, RowError):
-                mistakes.add(str(document), row.place)
-            elif fit(document, row, data, mistakes, counts):
-                progress.kept += row is not last_row  # with train_on: each_turn, a row has several documents
-                last_row = row
+    while chunk := list(islice(units, CHUNK_ROWS)):
+        for unit, _ in fitted_units(chunk, encoder, data, mistakes, counts):
+            progress.kept += unit.row is not last_row  # with train_on: each_turn, a row has several documents
+            last_row = unit.row
 
 
 def _rows_to_encode(reader: RowReader, data: Data, progress: _Progress) -> Iterator[ReadRow]:

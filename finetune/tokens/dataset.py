@@ -44,6 +44,7 @@ class Prepared:
         for name, noun, fate in (
             ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
             ("truncated", "document", "truncated at data.max_length"),
+            ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
             (
                 "control_token_texts",
@@ -51,7 +52,7 @@ class Prepared:
                 "with control tokens spelt out; they stay text, and the template writes its own",
             ),
         ):
-            count = int(self.facts[name])
+            count = int(self.facts.get(name, 0))
             if count:
                 notes.append(f"{counted(count, noun)} {fate}")
         unused_tokens = self.facts.get("new_tokens_unused")
@@ -108,7 +109,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
 
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)
-    capacity = data.max_length if data.packing else None
+    # A row of preferences is one pair or one judged answer. A step's micro-batches are packed, not the rows.
+    capacity = data.max_length if data.packing and data.unit == "documents" else None
     train = pool.rows(split.train, capacity)
     # Several data sets of `eval` are packed by themselves, so that each has a loss of its own.
     eval_sets: dict[str, Rows] = {}
@@ -161,7 +163,7 @@ def _facts(
     pool: DocumentPool, split: Split, train: Rows, held_out: Rows | None, capacity: int | None
 ) -> dict[str, Any]:
     def total(name: str) -> int:
-        return sum(int(store.facts[name]) for store in pool.stores)
+        return sum(int(store.facts.get(name, 0)) for store in pool.stores)  # an older cache lacks newer counts
 
     tokens = int(train.lengths.sum())
     return {
@@ -177,6 +179,7 @@ def _facts(
         "eval_duplicates_left_out": split.duplicates,
         "truncated": total("truncated"),
         "dropped": total("dropped"),
+        **({"identical": identical} if (identical := total("identical")) else {}),
         "control_token_texts": total("control_token_texts"),
         "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
     }

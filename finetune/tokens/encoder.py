@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.formats import Chat, Passage, by_turn
+from finetune.data.formats import Chat, Content, Judged, Pair, Passage, by_turn, documents_in
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
 from finetune.recipe.schema import Data
@@ -73,18 +74,55 @@ class Encoder:
         self._reasoning_keys: list[str] | None = None  # that the template reads; None: not looked for yet
         self._splits_content = False  # whether the template takes a thinking block out of the content itself
 
-    def examples(self, read: Chat | Passage) -> list[Chat | Passage]:
-        """The examples of a row: itself, or with train_on: each_turn a chat for each of its supervised answers."""
+    def examples(self, read: Content) -> list[Content]:
+        """The examples of a row: itself, or with train_on: each_turn a chat for each of its supervised answers. A pair
+        of preferences is two judged answers where the data set's rows are judged."""
+        if isinstance(read, Pair) and self._data.unit == "judged":
+            return [Judged(read.chosen, desirable=True), Judged(read.rejected, desirable=False)]
         if isinstance(read, Chat) and self._data.train_on == "each_turn":
             return [*by_turn(read)] or [read]
         return [read]
 
-    def document(self, read: Chat | Passage) -> Document:
-        """Encode a row that was read. Raises RowError."""
-        document = self.texts.tokenise([self.script(read)])[0]
-        if isinstance(document, RowError):
-            raise document
-        return document
+    def document(self, read: Content) -> Document:
+        """Encode a row that was read; of a pair, the chosen answer. Raises RowError."""
+        return self.documents(read)[0]
+
+    def documents(self, read: Content) -> list[Document]:
+        """Encode a row that was read: one document, or a pair's chosen and rejected one. Raises RowError."""
+        documents = self.tokenised([self.scripts(read)])[0]
+        if isinstance(documents, RowError):
+            raise documents
+        return documents
+
+    def scripts(self, read: Content) -> tuple[Script, ...]:
+        """The texts of a row's documents: one, or a pair's chosen and rejected one. Raises RowError."""
+        return tuple(self.script(document) for document in documents_in(read))
+
+    def tokenised(self, rows: Sequence[Sequence[Script]]) -> list[list[Document] | RowError]:
+        """The documents of many rows' scripts, or a row's mistake.
+
+        Documents of one row begin with the same prompt tokens. Where a tokenizer would join a prompt's end with one
+        answer's beginning, all of them are cut there.
+        """
+        found = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
+        result: list[list[Document] | RowError] = []
+        for scripts in rows:
+            documents: list[Document] = []
+            mistake: RowError | None = None
+            for document in islice(found, len(scripts)):
+                if isinstance(document, RowError):
+                    mistake = mistake or document
+                else:
+                    documents.append(document)
+            if mistake is None and len({*map(_prompt_tokens, documents)}) > 1:
+                documents = [self.texts.tokenise_cut(script) for script in scripts]
+                if len({*map(_prompt_tokens, documents)}) > 1:
+                    mistake = RowError(
+                        "the chat template renders the prompt otherwise before each answer, so that they cannot be "
+                        "compared; give both answers the same form, or remove the row"
+                    )
+            result.append(mistake or documents)
+        return result
 
     def script(self, read: Chat | Passage) -> Script:
         """The row's text and its supervised spans. Raises RowError."""
@@ -338,6 +376,12 @@ class Encoder:
             else:
                 renamed.append(others | {message_key: message[message_key]})
         return renamed
+
+
+def _prompt_tokens(document: Document) -> tuple[int, ...]:
+    """The tokens before the first supervised one."""
+    supervised = (position for position, label in enumerate(document.labels) if label != IGNORE)
+    return tuple(document.input_ids[: next(supervised, None)])
 
 
 def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:

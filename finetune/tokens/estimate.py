@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.formats import Chat, Passage, by_turn
+from finetune.data.formats import Chat, Content, Judged, Pair, Passage, by_turn, documents_in
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
@@ -94,7 +94,7 @@ def _read_texts(source: Source, *, by_turns: bool) -> _Texts:
     for _, read, _ in RowReader(source).rows():
         if read is None:
             continue
-        examples: list[Chat | Passage] = [read]
+        examples: list[Content] = [read]
         if by_turns and isinstance(read, Chat):
             # Templates leave out the reasoning of earlier turns.
             examples = [
@@ -104,14 +104,17 @@ def _read_texts(source: Source, *, by_turns: bool) -> _Texts:
         for example in examples:
             text = text_of(example).encode(errors="replace")  # an unsupervised key may contain half a letter
             texts.nbytes.append(len(text))
-            texts.messages.append(len(example.messages) if isinstance(example, Chat) else 0)
+            chats = [document for document in documents_in(example) if isinstance(document, Chat)]
+            texts.messages.append(sum(len(chat.messages) for chat in chats))
             if len(texts.sample) < SAMPLED:
                 texts.sample.append(text.decode())
     return texts
 
 
-def text_of(example: Chat | Passage) -> str:
-    """All encoded text of a document, except the template's own: roles, and words around tools."""
+def text_of(example: Content) -> str:
+    """All encoded text of a row's documents, except the template's own: roles, and words around tools."""
+    if isinstance(example, Pair | Judged):
+        return "\n".join(text_of(document) for document in documents_in(example))
     if isinstance(example, Passage):
         return example.prompt + example.completion
     tools = [json.dumps(tool, ensure_ascii=False) for tool in example.tools or ()]

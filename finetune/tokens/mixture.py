@@ -26,6 +26,11 @@ class DocumentPool:
         self.lengths = np.concatenate([np.diff(store.offsets) for store in stores])  # int64 [documents]: tokens
         self.supervised = np.concatenate([store.supervised for store in stores])
         self.digests = np.concatenate([store.digests for store in stores])
+        # Of preferences alone: supervised tokens in each first document, and whether a judged answer is wanted.
+        self.first_supervised, self.desirable = (
+            np.concatenate(found) if all(part is not None for part in found) else None
+            for found in ([store.first_supervised for store in stores], [store.desirable for store in stores])
+        )
         # Rows of all sets are counted on too, so that documents of one row have one number that no other row has.
         source_rows, first_row = [], 0
         for store in stores:
@@ -42,6 +47,11 @@ class DocumentPool:
         """(input_ids, labels), int64, unshifted."""
         store, local_index = self._locate(index)
         return store.document(local_index)
+
+    def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The same of one document, or of a preference pair's two."""
+        store, local_index = self._locate(index)
+        return store.documents(local_index)
 
     def place(self, index: int) -> str:
         """file:line of the row that a document was made of."""
@@ -101,11 +111,20 @@ class Rows:
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64, unshifted, of each document in a row."""
-        return [self._pool.document(index) for index in self.members(row)]
+        return [document for index in self.members(row) for document in self._pool.documents(index)]
 
     def places(self, row: int) -> list[str]:
         """file:line of each document in a row."""
         return [self._pool.place(index) for index in self.members(row)]
+
+    def units(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
+        """The pool's document of each of these rows, of which each holds one: a preference pair or a judged answer."""
+        return self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
+
+    @property
+    def pool(self) -> DocumentPool:
+        """The documents that the rows are made of."""
+        return self._pool
 
     def members(self, row: int) -> list[int]:
         """The pool's documents in a row."""

@@ -12,7 +12,7 @@ from finetune.recipe import cross_checks
 from finetune.recipe.sections.base import Local, Section
 
 MOST_TOKENS = 2**20  # in a row; few models known in 2026 have more positions
-KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto"]
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
 TrainOn = Literal["assistant", "completion", "each_turn", "all"]
@@ -127,6 +127,12 @@ class Data(Section):
         """The values for metric_for_best_model: the loss over all held-out rows, then over each data set if several."""
         names = self.eval_names if len(self.eval_sets) > 1 else []
         return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
+
+    @property
+    def unit(self) -> Literal["documents", "pairs", "judged"]:
+        """What a row becomes: documents, a pair of answers to one prompt, or answers that are wanted or not."""
+        units: dict[str, Literal["pairs", "judged"]] = {"preference": "pairs", "kto": "judged"}
+        return units.get(self.train[0].format, "documents")
 
     @property
     def sets(self) -> list[DataSet]:

@@ -1,0 +1,52 @@
+"""Training on preferences: which of two answers is better, or which answers are wanted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from finetune.recipe.sections.base import Local, Section
+
+PairLoss = Literal["sigmoid", "robust", "ipo", "apo_zero", "simpo"]
+USUAL_MARGIN = 0.5  # simpo_gamma, as in TRL
+REFERENCE = (
+    "Whose log-probabilities rewards are counted from. start: the model that this run starts from. adapter_off: the "
+    "base without adapters. Else a model's name or folder."
+)
+
+
+class Dpo(Section):
+    """Direct preference optimisation on pairs (Rafailov et al., 2023)."""
+
+    loss_type: PairLoss = Field(
+        "sigmoid",
+        description="sigmoid: DPO. robust: some labels are wrong. ipo: a margin to reach, by the token. apo_zero: the "
+        "chosen answers are better than the model's own. simpo: log-probability by the token, without a reference.",
+    )
+    beta: float = Field(0.1, gt=0, description="Weight of the distance to the reference; simpo: scale of the margin.")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="robust: the share of pairs whose label is wrong.")
+    sft_weight: float = Field(
+        0.0, ge=0, description="Weight of the chosen answers' cross-entropy, a mean over the step's chosen tokens."
+    )
+    simpo_gamma: float | None = Field(None, ge=0, description="simpo: the margin between two rewards; null: 0.5.")
+    reference: Local = Field("start", min_length=1, description=REFERENCE)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference's log-probabilities."""
+        return self.loss_type != "simpo"
+
+
+class Kto(Section):
+    """Kahneman-Tversky optimisation on judged answers (Ethayarajh et al., 2024)."""
+
+    beta: float = Field(0.1, gt=0, description="Weight of the distance to the reference.")
+    desirable_weight: float = Field(1.0, ge=0, description="Weight of answers whose label is true.")
+    undesirable_weight: float = Field(1.0, ge=0, description="Weight of answers whose label is false.")
+    reference: Local = Field("start", min_length=1, description=REFERENCE)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference's log-probabilities: always."""
+        return True
