@@ -21,8 +21,8 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-
-from finetune.tokens.encoder import Encoder, RowError
+from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, units_of
+from finetune.tokens.encoder import Encoder
 from finetune.tokens.estimate import text_of
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.wording import counted

@@ -27,10 +27,8 @@ class DocumentPool:
         self.supervised = np.concatenate([store.supervised for store in stores])
         self.digests = np.concatenate([store.digests for store in stores])
         # Of preferences alone: supervised tokens in each first document, and whether a judged answer is wanted.
-        self.first_supervised, self.desirable = (
-            np.concatenate(found) if all(part is not None for part in found) else None
-            for found in ([store.first_supervised for store in stores], [store.desirable for store in stores])
-        )
+        self.first_supervised = _joined([store.first_supervised for store in stores])
+        self.desirable = _joined([store.desirable for store in stores])
         # Rows of all sets are counted on too, so that documents of one row have one number that no other row has.
         source_rows, first_row = [], 0
         for store in stores:
@@ -96,6 +94,14 @@ class DocumentPool:
         return self.stores[store], int(index - self.starts[store])
 
 
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """All stores' arrays as one; None where a store has none."""
+    present = [array for array in arrays if array is not None]
+    if len(present) < len(arrays):
+        return None
+    return np.concatenate(present)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows of one or more complete documents."""
@@ -119,7 +125,8 @@ class Rows:
 
     def units(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
         """The pool's document of each of these rows, of which each holds one: a preference pair or a judged answer."""
-        return self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
+        members: np.ndarray = self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
+        return members
 
     @property
     def pool(self) -> DocumentPool:
