@@ -90,8 +90,8 @@ def summed_cross_entropy(
             sum of its own, made in the order of its tokens: what stands beside a document does not change it.
 
     Returns a float32 scalar, or [documents] with `answer_lengths`. If the head is trained, backward then computes the
-    logits a second time, since how much each document counts is not known before. Matrix products run in autocast's dtype if autocast is on, else in `hidden`'s. Softmax,
-    sum and the head's gradient accumulate in float32.
+    logits a second time, since how much each document counts is not known before. Matrix products run in autocast's
+    dtype if autocast is on, else in `hidden`'s. Softmax, sum and the head's gradient accumulate in float32.
 
     Gradients are for one backward: neither `retain_graph` nor higher derivatives work. torch 2.13's chunked
     `linear_cross_entropy` has the same idea, but torch 2.11 lacks it, and its sum in bf16 is up to 3.8 % off.
