@@ -125,6 +125,10 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if recipe.model.attention not in ("auto", "varlen"):
         problem = f"{name} sends rows of one length between stages, flat ones"
         yield Unfit("model.attention", problem, "set model.attention: auto", {"model.attention": "auto"})
+    if recipe.preferences is not None:
+        problem = f"{recipe.training.objective}: the last stage of {name} has a loss for supervised tokens alone"
+        remedy = "take accelerate_config=fsdp2"
+        yield Unfit("training.objective", problem, remedy, {"accelerate_config": "fsdp2"})
     if recipe.model.new_tokens:
         problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})

@@ -73,7 +73,7 @@ def test_sums_and_gradients(
 
 
 def test_rows_of_their_own_are_trained() -> None:
-    hidden, weight, bias, targets, supervised = inputs(torch.float32)
+    hidden, weight, _, targets, supervised = inputs(torch.float32)
     ids = torch.tensor([3, 40])
     rows = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
     whole = weight.double().index_copy(0, ids, rows.detach().double()).requires_grad_()
