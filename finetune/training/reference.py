@@ -64,9 +64,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
     reference: Reference | None
     if first_step > 0:
-        reference = _on_all_ranks(
-            run.parts.accelerator, _read(own_file, None, shapes) if start.launch.is_main else None, shapes
-        )
+        reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
         if reference is None:
             raise FinetuneError(
                 f"{own_file}: the reference of this run's start is not there, or it is another run's or a shorter "
@@ -77,9 +75,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
         computing = cast(Any, unwrapped).disable_adapter
-    reference = _on_all_ranks(
-        run.parts.accelerator, _read(kept_file, key, shapes) if start.launch.is_main else None, shapes
-    )
+    reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
     source = "the cache"
     if names_second_model(section):  # keep_second_model has kept it
         assert reference is not None
@@ -120,8 +116,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     assert isinstance(objective, Pairs | Judged)
     rows = start.prepared
     shapes = _shapes(rows.train, rows.eval, plan, objective)
-    kept = _read(file, key, shapes) is not None if start.launch.is_main else False
-    if _summed(accelerator, np.asarray([kept], np.float32))[0]:
+    if _read_by_all(accelerator, file, key, shapes) is not None:
         return
     # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
     lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
@@ -285,12 +280,12 @@ def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
     return result
 
 
-def _on_all_ranks(
-    accelerator: Accelerator, found: Reference | None, shapes: dict[str, tuple[int, ...]]
+def _read_by_all(
+    accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> Reference | None:
-    """Rank 0's reference on every rank."""
-    is_there = _summed(accelerator, np.asarray([found is not None], np.float32))[0]
-    if not is_there:
+    """Rank 0's kept reference on every rank; None if it has none."""
+    found = _read(file, key, shapes) if accelerator.is_main_process else None
+    if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
         return None
     values = {}
     for name, shape in shapes.items():
