@@ -65,6 +65,11 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if training.pure_bf16 and strategy.offloaded:
         problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
         yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
+    section = recipe.preferences
+    if section is not None and section.needs_reference and section.reference not in ("start", "adapter_off"):
+        key = f"{training.objective}.reference"
+        problem, remedy = f"{section.reference}: the engine holds one model", "set start, or accelerate_config: fsdp2"
+        yield Unfit(key, problem, remedy, {"accelerate_config": "fsdp2"})
     if number_format == "no" and recipe.lora and recipe.model.dtype != "float32":
         problem, remedy = "no: the engine has one number format", "set bf16, or model.dtype: float32"
         yield Unfit(precision, problem, remedy, {"model.dtype": "float32"})

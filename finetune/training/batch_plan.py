@@ -168,12 +168,7 @@ def plan_batches(
 def packed_tokens(recipe: Recipe) -> int | None:
     """The tokens of preference rows that one forward computes as one row; None if each is computed by itself.
 
-    A pair's two answers may have max_length tokens each.
+    Other rows are packed before a step.
     """
-    match recipe.data.unit:
-        case "documents":  # rows are packed already
-            return None
-        case "pairs":
-            return 2 * recipe.data.max_length if recipe.data.packing else None
-        case "judged":
-            return recipe.data.max_length if recipe.data.packing else None
+    packs = recipe.data.packing and recipe.data.unit != "documents"
+    return recipe.data.row_tokens if packs else None

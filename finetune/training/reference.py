@@ -10,23 +10,32 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.launch.cpu_memory import give_back_freed_memory
+from finetune.measure.cuda_peaks import give_back_cached_memory
+from finetune.measure.metrics import Terminal
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto
+from finetune.strategies.assemble import assemble
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
+from finetune.training.batch_plan import BatchPlan
+from finetune.training.cast_weights import CastWeights, cast_weights
+from finetune.training.objectives import objective_of
 from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
 from finetune.training.objectives.preferences import Judged, Pairs, Reference
-from finetune.training.run import Run
+from finetune.training.run import Run, check_vocabulary
 from finetune.training.start import Start
 
 FILE = "reference.json"  # in the run folder
@@ -51,10 +60,11 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     key = reference_key(start, section)
     log = run.terminal.log
     own_file, kept_file = start.run_dir / FILE, cache_folder() / "references" / f"{key}.json"
-    shapes = _shapes(run, objective)
+    forwards = Forwards.of(run)
+    shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
     reference: Reference | None
     if first_step > 0:
-        reference = _on_all_ranks(run, _read(own_file, None, shapes) if start.launch.is_main else None, shapes)
+        reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
         if reference is None:
             raise FinetuneError(
                 f"{own_file}: the reference of this run's start is not there, or it is another run's or a shorter "
@@ -65,17 +75,17 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
         computing = cast(Any, unwrapped).disable_adapter
-    elif section.reference != "start":
-        raise FinetuneError(f"reference: {section.reference}: a second model is not supported yet")
-    reference = _on_all_ranks(run, _read(kept_file, key, shapes) if start.launch.is_main else None, shapes)
+    reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
     source = "the cache"
+    if names_second_model(section):  # keep_second_model has kept it
+        assert reference is not None
     with computing():
-        if reference is not None and not _agrees(run, objective, reference):
+        if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
             log("reference: the kept one is not this model's; it is computed again")
             reference = None
         if reference is None:
             source = "computed"
-            reference = _computed(run, objective, shapes)
+            reference = _computed(forwards, objective, shapes)
     objective.reference = reference
     if start.writes and start.launch.is_main:
         content = _as_json(key, reference)
@@ -86,6 +96,72 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     answers = int(np.prod(shapes["answers"])) + sum(int(np.prod(shape)) for shape in list(shapes.values())[1:])
     log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})")
     return {"kind": section.reference, "key": key, "from": source}
+
+
+def names_second_model(section: Dpo | Kto) -> bool:
+    """Whether the reference is a model of its own, neither the start nor the base without adapters."""
+    return section.needs_reference and section.reference not in ("start", "adapter_off")
+
+
+def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal) -> None:
+    """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
+    are there. Called before the run's own model is built, so that one of the two is in memory at a time.
+    """
+    section, recipe, plan = start.recipe.preferences, start.recipe, start.plan
+    if section is None or not names_second_model(section):
+        return
+    key = reference_key(start, section)
+    file = cache_folder() / "references" / f"{key}.json"
+    objective = objective_of(recipe)
+    assert isinstance(objective, Pairs | Judged)
+    rows = start.prepared
+    shapes = _shapes(rows.train, rows.eval, plan, objective)
+    if _read_by_all(accelerator, file, key, shapes) is not None:
+        return
+    # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
+    lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
+    model = recipe.model.model_copy(update={"name_or_path": section.reference, "revision": "main", "adapter": None})
+    other = recipe.model_copy(update={"model": model, "lora": lora})
+    terminal.log(f"reference: computing the log-probabilities of {section.reference}")
+    assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
+    check_vocabulary(rows, assembled.unwrapped_model)
+    forwards = Forwards(
+        accelerator,
+        assembled.model,
+        cast_weights(other, start.strategy, assembled.unwrapped_model),
+        plan,
+        rows.train,
+        rows.eval,
+        terminal,
+    )
+    reference = _computed(forwards, objective, shapes)
+    del assembled, forwards
+    accelerator.free_memory()
+    give_back_freed_memory()
+    give_back_cached_memory(accelerator.device)
+    if start.launch.is_main:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(file, _as_json(key, reference))
+    accelerator.wait_for_everyone()
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """What computes log-probabilities: a model under a strategy, and the rows."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    weights: CastWeights
+    plan: BatchPlan
+    train: Rows
+    held_out: Rows | None
+    terminal: Terminal
+
+    @classmethod
+    def of(cls, run: Run) -> Forwards:
+        """Of a run that was built."""
+        parts = run.parts
+        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, run.eval_rows, run.terminal)
 
 
 def reference_key(start: Start, section: Dpo | Kto) -> str:
@@ -121,99 +197,100 @@ def _files_of(name: str, revision: str) -> list[Any]:
     return [name, *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
 
 
-def _shapes(run: Run, objective: Pairs | Judged) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    train: Rows, held_out: Rows | None, plan: BatchPlan, objective: Pairs | Judged
+) -> dict[str, tuple[int, ...]]:
     """The arrays of the run's reference."""
     shapes: dict[str, tuple[int, ...]] = {
-        "answers": (len(run.train_rows.pool.lengths), 2 if isinstance(objective, Pairs) else 1)
+        "answers": (len(train.pool.lengths), 2 if isinstance(objective, Pairs) else 1)
     }
     if isinstance(objective, Judged):
-        shapes |= {"mismatched": (run.plan.total_rows,), "held_out": (len(run.eval_rows or ()),)}
+        shapes |= {"mismatched": (plan.total_rows,), "held_out": (0 if held_out is None else len(held_out),)}
     return shapes
 
 
-def _computed(run: Run, objective: Pairs | Judged, shapes: dict[str, tuple[int, ...]]) -> Reference:
+def _computed(forwards: Forwards, objective: Pairs | Judged, shapes: dict[str, tuple[int, ...]]) -> Reference:
     """The log-probabilities under the present model, in evaluation mode. Every rank calls it."""
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    rows = _all_units(run)
-    groups = run.plan.groups(rows, np.arange(len(rows)))
+    rows = _all_units(forwards)
+    groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))
-    batches = answer_batches(run.plan, rows.documents, groups)
-    for found, places in _log_probabilities(run, batches, "answers"):
-        values["answers"][units[places]] = found.reshape(len(places), -1)
+    batches = answer_batches(forwards.plan, rows.documents, groups)
+    for found, places in _log_probabilities(forwards, batches, "answers"):
+        values["answers"][units[places]] = found.reshape(len(places), shapes["answers"][1])
     if isinstance(objective, Judged):
-        for name, own_rows, steps in _streams(run):
+        for name, own_rows, steps in _streams(forwards):
             for first, indices in steps:
-                others = objective.mismatched_batches(run.plan, own_rows, indices)
-                for found, places in _log_probabilities(run, others, f"mismatched answers, {first:,} done"):
+                others = objective.mismatched_batches(forwards.plan, own_rows, indices)
+                for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
                     values[name][[first + place for place in places]] = found
-    return Reference(**{name: _summed(run, array) for name, array in values.items()})
+    return Reference(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
 
-def _streams(run: Run) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
+def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
     """The steps whose mismatched answers are compared: the run's, and the held-out rows as one."""
-    plan = run.plan
+    plan = forwards.plan
     steps = ((step * plan.global_batch_size, plan.rows_of(step)) for step in range(plan.total_steps))
-    yield "mismatched", run.train_rows, steps
-    if run.eval_rows is not None:
-        yield "held_out", run.eval_rows, iter([(0, np.arange(len(run.eval_rows)))])
+    yield "mismatched", forwards.train, steps
+    if forwards.held_out is not None:
+        yield "held_out", forwards.held_out, iter([(0, np.arange(len(forwards.held_out)))])
 
 
 def _log_probabilities(
-    run: Run, batches: list[tuple[AnswerBatch, list[int]]], what: str
+    forwards: Forwards, batches: list[tuple[AnswerBatch, list[int]]], what: str
 ) -> Iterator[tuple[np.ndarray, list[int]]]:
     """Each micro-batch's answers' log-probabilities on this rank, float32, with their places."""
-    parts = run.parts
-    parts.model.eval()
+    model, device = forwards.model, forwards.accelerator.device
+    model.eval()
     try:
-        with torch.no_grad(), parts.weights.cast():
-            on_device = prefetch(
-                cast(list[MicroBatch], [batch for batch, _ in batches]), parts.accelerator.device, True
-            )
+        with torch.no_grad(), forwards.weights.cast():
+            on_device = prefetch(cast(list[MicroBatch], [batch for batch, _ in batches]), device, True)
             for number, (batch, (_, places)) in enumerate(zip(on_device, batches, strict=True), 1):
-                run.terminal.progress(f"reference: {what}, micro-batch {number} of {len(batches)}")
-                yield (-parts.model(**model_inputs(batch))).float().cpu().numpy(), places
+                forwards.terminal.progress(f"reference: {what}, micro-batch {number} of {len(batches)}")
+                yield (-model(**model_inputs(batch))).float().cpu().numpy(), places
     finally:
-        parts.model.train()
+        model.train()
 
 
-def _all_units(run: Run) -> Rows:
+def _all_units(forwards: Forwards) -> Rows:
     """Every document that is trained on or held out, once, each a row."""
-    sets = [rows for rows in (run.train_rows, run.eval_rows) if rows is not None]
+    sets = [rows for rows in (forwards.train, forwards.held_out) if rows is not None]
     units = np.unique(np.concatenate([rows.units(np.arange(len(rows))) for rows in sets]))
-    return run.train_rows.pool.rows(units, None)
+    return forwards.train.pool.rows(units, None)
 
 
-def _agrees(run: Run, objective: Pairs | Judged, reference: Reference) -> bool:
+def _agrees(forwards: Forwards, reference: Reference) -> bool:
     """Whether a kept reference is what the present model computes for the first micro-batch of every rank."""
-    rows = _all_units(run)
-    share = run.plan.per_device_batch_size * run.plan.world_size
+    rows = _all_units(forwards)
+    share = forwards.plan.per_device_batch_size * forwards.plan.world_size
     indices = np.arange(min(len(rows), share))
     units = rows.units(indices)
     differs = 0
-    batches = answer_batches(run.plan, rows.documents, [[int(index)] for index in indices])
-    for found, places in _log_probabilities(run, batches, "comparing with the kept one"):
+    batches = answer_batches(forwards.plan, rows.documents, [[int(index)] for index in indices])
+    for found, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
         kept = reference.answers[units[places]].reshape(-1)
         differs += int((np.abs(found - kept) > SAME * np.maximum(np.abs(found), 1.0)).sum())
-    return not _summed(run, np.asarray([differs], np.float32))[0]
+    return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]
 
 
-def _summed(run: Run, values: np.ndarray) -> np.ndarray:
+def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
     """The sum over all ranks, of which one has each value and the others zeros."""
-    accelerator = run.parts.accelerator
     tensor: Tensor = accelerator.reduce(torch.from_numpy(values).to(accelerator.device), reduction="sum")
     result: np.ndarray = tensor.cpu().numpy()
     return result
 
 
-def _on_all_ranks(run: Run, found: Reference | None, shapes: dict[str, tuple[int, ...]]) -> Reference | None:
-    """Rank 0's reference on every rank."""
-    is_there = _summed(run, np.asarray([found is not None], np.float32))[0]
-    if not is_there:
+def _read_by_all(
+    accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
+) -> Reference | None:
+    """Rank 0's kept reference on every rank; None if it has none."""
+    found = _read(file, key, shapes) if accelerator.is_main_process else None
+    if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
         return None
     values = {}
     for name, shape in shapes.items():
         own = np.zeros(shape, np.float32) if found is None else getattr(found, name)
-        values[name] = _summed(run, own)
+        values[name] = _summed(accelerator, own)
     return Reference(**values)
 
 

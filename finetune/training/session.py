@@ -59,7 +59,7 @@ from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
-from finetune.training.reference import find_reference
+from finetune.training.reference import find_reference, keep_second_model
 from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, shared_by_all, write_samples
@@ -117,6 +117,7 @@ def train_and_report(start: Start) -> int:
                     out_of_memory_explained(start, progress, phases),
                     saves_in_background(start.recipe, log) as saves,
                 ):
+                    keep_second_model(start, accelerator, output.terminal)
                     session = build(start, accelerator, output, progress, phases, saves)
                     try_worst_step(session)
                     progress.phase = "reference"

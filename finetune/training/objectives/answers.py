@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -73,6 +73,26 @@ def as_answers(batch: MicroBatch, answer_lengths: tuple[int, ...], units: int) -
     facts = {"units": units, "answer_lengths": answer_lengths}
     tokens = torch.tensor(answer_lengths, dtype=torch.float32)
     return cast(AnswerBatch, {**batch, **facts, "answer_tokens": tokens})
+
+
+def planned_answers(
+    unit: Literal["pairs", "judged"], lengths: Sequence[int], made: Callable[[], MicroBatch]
+) -> AnswerBatch:
+    """A micro-batch of answers with these lengths whose tokens are all supervised, without data: for a plan.
+
+    `made` makes the micro-batch of the documents, each time with tensors of its own.
+    """
+    answers = tuple(length - 1 for length in lengths)  # a document's last token predicts nothing
+    batch = as_answers(made(), answers, len(lengths) // (2 if unit == "pairs" else 1))
+    batch["reference"] = torch.zeros(len(lengths))
+    if unit == "pairs":
+        batch["units_a_token"] = 0.0
+        return batch
+    batch["desirable"] = torch.zeros(len(lengths), dtype=torch.bool)
+    other = as_answers(made(), answers, len(lengths))
+    other["reference"] = torch.zeros(len(lengths))
+    batch["mismatched"] = other
+    return batch
 
 
 def prompt_tokens(document: Document) -> int:
