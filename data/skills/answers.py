@@ -16,7 +16,8 @@ THINGS = {
     "wood": "chair table shelf drawer bench bookcase stool ladder cupboard desk door bed crate tray".split(),
     "metal": "kettle pan gate bicycle lamp bucket toaster radiator tap scooter grill spoon lantern railing".split(),
     "cloth": "curtain blanket jacket sofa carpet pillow tent scarf hammock backpack tablecloth towel coat rug".split(),
-    "glass": "mirror vase window jar bottle aquarium bowl screen lens candlestick teapot picture decanter globe".split(),
+    "glass": "mirror vase window jar bottle aquarium bowl screen lens candlestick teapot".split()
+    + "picture decanter globe".split(),
 }
 # What is done: for each material two steps, which follow "you should".
 TASKS = {
