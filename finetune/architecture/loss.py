@@ -75,6 +75,7 @@ def summed_cross_entropy(
     supervised: Tensor | None = None,
     transform: LogitTransform = AS_IT_IS,
     own: OwnRows | None = None,
+    answer_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Sum over supervised positions of -log softmax(transform(hidden @ weight.T + bias))[target].
 
@@ -85,18 +86,44 @@ def summed_cross_entropy(
         supervised: int64, the flattened positions that are not -100. The head is applied to these alone: in a
             conversation, to the answers.
         own: Rows that replace rows of `weight`, without the bias, and without a copy of the whole.
+        answer_lengths: How many supervised positions each document has, in order, on the host. Then each document has a
+            sum of its own, made in the order of its tokens: what stands beside a document does not change it.
 
-    Returns a float32 scalar. Matrix products run in autocast's dtype if autocast is on, else in `hidden`'s. Softmax,
-    sum and the head's gradient accumulate in float32.
+    Returns a float32 scalar, or [documents] with `answer_lengths`. If the head is trained, backward then computes the
+    logits a second time, since how much each document counts is not known before. Matrix products run in autocast's
+    dtype if autocast is on, else in `hidden`'s. Softmax, sum and the head's gradient accumulate in float32.
 
     Gradients are for one backward: neither `retain_graph` nor higher derivatives work. torch 2.13's chunked
     `linear_cross_entropy` has the same idea, but torch 2.11 lacks it, and its sum in bf16 is up to 3.8 % off.
     """
+    if answer_lengths is not None:
+        assert supervised is not None
+        if not torch.is_grad_enabled():
+            passed = _pass(hidden, weight, bias, own, targets, supervised, transform, (False,) * 4, by_token=True)
+            return _sums(passed.lost, answer_lengths)
+        ids, rows = own or (None, None)
+        counts = tuple(answer_lengths)
+        sums = _ByDocument.apply(hidden, weight, bias, rows, ids, targets, supervised, counts, transform)  # type: ignore[no-untyped-call]
+        return cast(Tensor, sums)
     if torch.is_grad_enabled():
         ids, rows = own or (None, None)
         applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, rows, ids, targets, supervised, transform)  # type: ignore[no-untyped-call]
         return cast(Tensor, applied)
-    return _pass(hidden, weight, bias, own, targets, supervised, transform, (False, False, False, False))[0]
+    return _pass(hidden, weight, bias, own, targets, supervised, transform, (False,) * 4).loss
+
+
+def _sums(lost: Tensor, counts: Sequence[int]) -> Tensor:
+    """The sums over stretches of `lost` with these lengths, float32 [stretches]; no atomics, so always the same."""
+    if not counts:
+        return lost.new_zeros(0)
+    return torch.stack([stretch.sum() for stretch in lost.split(list(counts))])
+
+
+def _of_each_token(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """The value of each token's document, [tokens]."""
+    if not counts:
+        return values.new_zeros(0)
+    return torch.cat([value.expand(count) for value, count in zip(values, counts, strict=True)])
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -117,6 +144,8 @@ def put_loss_into_forward(
 ) -> None:
     """Teach `model.forward` and its head `shift_labels` and `supervised`: a scalar loss, and no logits in between.
 
+    With `answer_lengths` the loss is one sum for each document, [documents], and none of its router.
+
     The auxiliary loss of its router is added in training; a held-out loss is the cross-entropy alone.
 
     The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is gathered only there. Only
@@ -125,15 +154,21 @@ def put_loss_into_forward(
     library_forward = model.forward
 
     @functools.wraps(library_forward)  # generation reads the signature
-    def forward(*args: Any, shift_labels: Tensor | None = None, supervised: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        *args: Any,
+        shift_labels: Tensor | None = None,
+        supervised: Tensor | None = None,
+        answer_lengths: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if shift_labels is None:
             return library_forward(*args, **kwargs)
         arguments = {key: value for key, value in kwargs.items() if value is not None}
-        balances = router if model.training else None
+        balances = router if model.training and answer_lengths is None else None
         asked = {} if balances is None else {"output_router_logits": True}
         decoded = decoder_of(model)(*args, use_cache=False, **arguments, **asked)
         hidden = decoded.last_hidden_state  # [batch, tokens, hidden]
-        loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform)
+        loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform, answer_lengths)
         if balances is None:
             return loss
         documents = arguments["position_ids"], shift_labels, arguments.get("document_lengths", ())
@@ -151,10 +186,13 @@ def _head_forward(
     shift_labels: Tensor | None = None,
     supervised: Tensor | None = None,
     transform: LogitTransform = AS_IT_IS,
+    answer_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     if shift_labels is None:
         return nn.Linear.forward(head, hidden)
-    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias, supervised, transform)
+    return summed_cross_entropy(
+        hidden, head.weight, shift_labels, head.bias, supervised, transform, answer_lengths=answer_lengths
+    )
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -178,14 +216,67 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
     ) -> Tensor:
         own = None if rows is None or ids is None else OwnRows(ids, rows)
-        loss, *gradients = _pass(hidden, weight, bias, own, targets, supervised, transform, ctx.needs_input_grad)
-        ctx.save_for_backward(*gradients)
-        return loss
+        passed = _pass(hidden, weight, bias, own, targets, supervised, transform, ctx.needs_input_grad)
+        ctx.save_for_backward(*passed.gradients)
+        return passed.loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second copy of the head's gradient would be 2.1 GB for Llama 3 8B.
         return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None, None, None)
+
+
+class _ByDocument(torch.autograd.Function):
+    """Sums by document. Their slopes come in backward, one for each document."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        ids: Tensor | None,
+        targets: Tensor,
+        supervised: Tensor,
+        counts: tuple[int, ...],
+        transform: LogitTransform,
+    ) -> Tensor:
+        own = None if rows is None or ids is None else OwnRows(ids, rows)
+        ctx.counts, ctx.transform, ctx.dtype = counts, transform, _compute_dtype(hidden)
+        ctx.again = any(ctx.needs_input_grad[1:4])  # a frozen head: one gradient for each token, scaled in backward
+        wants = (ctx.needs_input_grad[0] and not ctx.again, False, False, False)
+        passed = _pass(hidden, weight, bias, own, targets, supervised, transform, wants, by_token=True)
+        if ctx.again:
+            ctx.save_for_backward(hidden, weight, bias, rows, ids, targets, supervised)
+        else:
+            ctx.save_for_backward(passed.gradients[0], supervised)
+        return _sums(passed.lost, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = _of_each_token(upstream[0], ctx.counts)
+        if not ctx.again:
+            gradient, supervised = ctx.saved_tensors
+            if gradient is not None:
+                flat = gradient.view(-1, gradient.shape[-1])
+                flat.mul_(scale.new_zeros(len(flat)).index_copy_(0, supervised, scale).unsqueeze(1))
+            return gradient, *(None,) * 8
+        hidden, weight, bias, rows, ids, targets, supervised = ctx.saved_tensors
+        own = None if rows is None else OwnRows(ids, rows)
+        wants = ctx.needs_input_grad[:4]
+        passed = _pass(
+            hidden, weight, bias, own, targets, supervised, ctx.transform, wants, scale=scale, dtype=ctx.dtype
+        )
+        return *passed.gradients, *(None,) * 5
+
+
+class _Passed(NamedTuple):
+    """A pass's results."""
+
+    lost: Tensor  # float32 [tokens that the head was applied to]: each one's loss; empty unless asked for
+    loss: Tensor  # float32 []: their sum
+    gradients: tuple[Tensor | None, ...]  # for hidden, weight, bias and own rows
 
 
 def _pass(
@@ -197,11 +288,20 @@ def _pass(
     supervised: Tensor | None,
     transform: LogitTransform,
     wants: Sequence[bool],
-) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    *,
+    by_token: bool = False,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> _Passed:
     """One pass over chunks of tokens: the loss, and the gradients that are wanted for hidden, weight, bias and own
     rows.
+
+    Args:
+        by_token: Keep each token's loss.
+        scale: float32 [supervised], d result / d loss of each token; None: 1.
+        dtype: Of the products; None: as autocast says.
     """
-    dtype, size = _compute_dtype(hidden), chunk_rows(weight.shape[0])
+    dtype, size = dtype or _compute_dtype(hidden), chunk_rows(weight.shape[0])
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.zeros_like(flat) if wants[0] else None
@@ -213,14 +313,19 @@ def _pass(
     most = min(size, len(flat) if supervised is None else len(supervised))
     room = None if dtype == torch.float32 else weight.new_empty((most, weight.shape[0]), dtype=torch.float32)
     options = {"all_learned": supervised is not None, "learn": any(wants[:4])}
+    lost_of_chunks = []
+    scales = iter(()) if scale is None else iter(scale.split(size))
     with torch.autocast(hidden.device.type, enabled=False):
         for now in _chunks(len(flat), supervised, size):
             part = flat[now].to(dtype)
             product = F.linear(part, cast_weight, cast_bias)  # [chunk, vocabulary]
             if rows is not None:
                 rows.put_products(part, product)
-            lost, slope = _loss_and_slope(product, room, target[now], transform, **options)
-            loss += lost
+            lost, slope = _loss_and_slope(product, room, target[now], transform, scale=next(scales, None), **options)
+            loss += lost.sum()
+            if by_token:
+                lost_of_chunks.append(lost.squeeze(1))
+            del lost
             del product  # frees it before the next chunk allocates its own
             if slope is None:
                 continue
@@ -240,7 +345,8 @@ def _pass(
         None if gradient is None or like is None else gradient.to(like.dtype).view(like.shape)
         for gradient, like in zip(gradients, likes, strict=True)
     )
-    return loss, *results
+    lost_by_token = torch.cat(lost_of_chunks) if lost_of_chunks else loss.new_zeros(0)
+    return _Passed(lost_by_token, loss, tuple(results))
 
 
 class _Rows:
@@ -285,12 +391,20 @@ def _add_product(total: Tensor, slope: Tensor, part: Tensor) -> None:
 
 
 def _loss_and_slope(
-    product: Tensor, room: Tensor | None, target: Tensor, transform: LogitTransform, *, all_learned: bool, learn: bool
+    product: Tensor,
+    room: Tensor | None,
+    target: Tensor,
+    transform: LogitTransform,
+    *,
+    all_learned: bool,
+    learn: bool,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss, and with `learn` d loss / d product, which overwrites the product.
+    """Each token's loss [chunk, 1], and with `learn` d loss / d product, which overwrites the product.
 
     product: [chunk, vocabulary]; target: [chunk]; room: float32 [chunk or more, vocabulary] for its logits, None if the
-    product is float32 itself. Loss and gradient share one softmax, computed in place.
+    product is float32 itself; scale: float32 [chunk], a factor for each token's slope. Loss and gradient share one
+    softmax, computed in place.
     """
     wide = product if room is None else room[: len(product)].copy_(product)
     logits = transform.apply_(wide)  # one more such tensor where there is a cap
@@ -301,11 +415,14 @@ def _loss_and_slope(
     slope = torch.softmax(logits, dim=1, out=logits)
     lost = below - slope.gather(1, where).log()  # [chunk, 1]
     learned = None if all_learned else (target >= 0).unsqueeze(1)
-    loss = (lost if learned is None else lost.where(learned, 0)).sum()
+    if learned is not None:
+        lost = lost.where(learned, 0)
     if not learn:
-        return loss, None
+        return lost, None
     slope.scatter_add_(1, at, slope.new_full(at.shape, -1.0))
     if learned is not None:
         slope.mul_(learned)
+    if scale is not None:
+        slope.mul_(scale.unsqueeze(1))
     slope = transform.chain_(slope, wide)
-    return loss, slope if room is None else product.copy_(slope)
+    return lost, slope if room is None else product.copy_(slope)

@@ -51,7 +51,7 @@ class RankSizes:
         self.four_bit = recipe.quantization is not None
         # Bytes of one trained weight, of its gradient, and of each AdamW moment.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
-        self.tokens = training.per_device_batch_size * recipe.data.max_length  # of a micro-batch
+        self.tokens = training.per_device_batch_size * recipe.data.row_tokens  # of a micro-batch
         self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
         # Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets.
         self.gradients_exist = self.micro_steps > 1 or self.data_parallel
@@ -74,7 +74,7 @@ class RankSizes:
         """
         return LayerNumerics(
             tokens=self.tokens,
-            documents=self.recipe.training.per_device_batch_size,
+            documents=self.recipe.training.per_device_batch_size * self.recipe.data.answers_a_row,
             base_trained=self.base_trained,
             adapters_cast=self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.base_trained),
             four_bit=self.four_bit,

@@ -41,6 +41,8 @@ class StepRecord:
     data_wait_seconds: float
     loss_scale: float | None = None  # under fp16
     skipped_steps: int = 0  # of the run, up to this step
+    units: int = 0  # that `loss` is a mean over, if not supervised tokens: preference pairs or judged answers
+    metrics: dict[str, float] = field(default_factory=dict)  # the objective's: rewards of preferences
 
 
 @dataclass
@@ -56,9 +58,13 @@ class Window:
         supervised = sum(record.supervised_tokens for record in records)
         tokens = sum(record.tokens for record in records)
         seconds = sum(record.seconds for record in records)
-        loss = last.loss
+        weights = [record.units or record.supervised_tokens for record in records]
+        loss, metrics = last.loss, last.metrics
         if len(records) > 1:
-            loss = math.fsum(record.loss * record.supervised_tokens for record in records) / supervised
+            loss = math.fsum(record.loss * weight for record, weight in zip(records, weights, strict=True)) / sum(
+                weights
+            )
+            metrics = _mean_metrics(records, weights)
         norms = [record.grad_norm for record in records if record.grad_norm is not None]
         line = {
             "kind": "train",
@@ -73,15 +79,31 @@ class Window:
             "tokens_per_second": tokens / seconds,
             "data_wait_fraction": sum(record.data_wait_seconds for record in records) / seconds,
             "peak_memory_gib": peak_bytes(device) / GIB,
+            **metrics,
         }
         if last.loss_scale is not None:
             line |= {"loss_scale": last.loss_scale, "skipped_steps": last.skipped_steps}
         return line
 
 
+def _mean_metrics(records: list[StepRecord], weights: list[int]) -> dict[str, float]:
+    """Each metric's mean over the steps that have it, by their units."""
+    means = {}
+    for name in dict.fromkeys(name for record in records for name in record.metrics):
+        having = [
+            (record.metrics[name], w) for record, w in zip(records, weights, strict=True) if name in record.metrics
+        ]
+        means[name] = math.fsum(value * weight for value, weight in having) / sum(weight for _, weight in having)
+    return means
+
+
 def eval_line(step: int, losses: Mapping[str, float]) -> dict[str, Any]:
-    """An evaluation's line in metrics.jsonl: `loss`, and `NAME_loss` for each data set if there are several."""
-    return {"kind": "eval", "step": step, **losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
+    """An evaluation's line in metrics.jsonl: `loss`, and `NAME_loss` for each data set if there are several; rewards of
+    preferences, or else the loss's perplexity."""
+    line = {"kind": "eval", "step": step, **losses}
+    if "reward_accuracy" not in losses:
+        line["perplexity"] = math.exp(min(losses["loss"], 700.0))
+    return line
 
 
 def evaluation_in_words(line: Mapping[str, Any]) -> str:
@@ -89,7 +111,12 @@ def evaluation_in_words(line: Mapping[str, Any]) -> str:
     several.
     """
     sets = "".join(f", {key.removesuffix('_loss')} {loss:.4f}" for key, loss in line.items() if key.endswith("_loss"))
-    return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
+    if "perplexity" in line:
+        return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
+    rewards = f"reward accuracy {line['reward_accuracy']:.0%}"
+    if "reward_margin" in line:
+        rewards += f", margin {line['reward_margin']:.3g}"
+    return f"held-out loss {line['loss']:.4f}, {rewards}{sets}"
 
 
 def sparkline(values: list[float], width: int = MOST_BARS) -> str:
@@ -164,12 +191,16 @@ class Terminal:
         self._stream.flush()
 
     def _parts(self, line: dict[str, Any]) -> dict[str, str]:
+        rewards = {}
+        if "reward_accuracy" in line:
+            rewards["accuracy"] = f"accuracy {line['reward_accuracy']:.0%}"
         norm = "overflow" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
         if "loss_scale" in line:
             norm += f"  scale {line['loss_scale']:.0f}, {line['skipped_steps']} skipped"
         return {
             "step": f"step {line['step']}/{self._total}",
             "loss": f"loss {line['loss']:.4f}",
+            **rewards,
             "norm": f"norm {norm}",
             "speed": f"{line['tokens_per_second']:,.0f} tok/s",
             "memory": f"{self.memory_of} {line['peak_memory_gib']:.1f} GiB",

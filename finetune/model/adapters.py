@@ -135,6 +135,7 @@ def _head_forward(
     shift_labels: Tensor | None = None,
     supervised: Tensor | None = None,
     transform: LogitTransform = AS_IT_IS,
+    answer_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """The forward for peft's wrapper around the head, as architecture/loss.py has it for a plain head."""
     if shift_labels is None:
@@ -143,7 +144,9 @@ def _head_forward(
     layer, own = head.original_module, None
     if not head.disable_adapters:
         own = OwnRows(head.new_rows, head.token_adapter.trainable_tokens_delta[head.active_adapters[0]])
-    return summed_cross_entropy(hidden, layer.weight, shift_labels, layer.bias, supervised, transform, own)
+    return summed_cross_entropy(
+        hidden, layer.weight, shift_labels, layer.bias, supervised, transform, own, answer_lengths
+    )
 
 
 def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:

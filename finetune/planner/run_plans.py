@@ -90,7 +90,7 @@ def request_of_run(run: Path, receipt: Mapping[str, Any]) -> PlanRequest:
         recipe = Recipe.model_validate(recipe.model_dump(mode="json") | {"training": training})
     request = read_request({"recipe": recipe.model_dump(mode="json"), **receipt["memory"]["worst_step"]})
     # A receipt may be anybody's, so no number in it may ask for more than its recipe could.
-    rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
+    rows, length = recipe.training.per_device_batch_size, recipe.data.row_tokens
     sizes = [request.micro_batches, request.nodes, request.ranks_of_node, *map(len, request.documents)]
     sizes += [tokens for row in request.documents for tokens in row]
     if any(type(size) is not int or not 0 < size <= 2**20 for size in sizes):
@@ -166,6 +166,9 @@ def request_for(request: PlanRequest, recipe: Recipe) -> PlanRequest:
     """The request for another recipe: the run's rows, batched and truncated as that recipe says."""
     rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
     documents = []
+    if recipe.data.unit != "documents":  # each answer has a length of its own, and the group keeps all of them
+        documents = [tuple(min(tokens, length) for tokens in row) for row in request.documents[:rows]]
+        return replace(request, recipe=recipe.model_dump(mode="json"), documents=tuple(documents))
     for row in request.documents[:rows]:  # documents with (7, 5) tokens, cut to 10 tokens, have (7, 3)
         starts = [sum(row[:index]) for index in range(len(row))]
         kept = [min(tokens, length - start) for tokens, start in zip(row, starts, strict=True) if start < length]
@@ -176,29 +179,13 @@ def request_for(request: PlanRequest, recipe: Recipe) -> PlanRequest:
     return replace(request, recipe=recipe.model_dump(mode="json"), documents=tuple(documents), width=width)
 
 
-@dataclass(frozen=True)
-class _RowLengths:
-    """Rows, by their documents' lengths alone."""
-
-    documents_of: tuple[tuple[int, ...], ...]
-
-    def documents(self, row: int) -> list[tuple[Any, Any]]:
-        import numpy as np
-
-        return [(np.full(length, 3), np.full(length, 3)) for length in self.documents_of[row]]
-
-
 def batches_of(request: PlanRequest) -> list[MicroBatch]:
     """The micro-batches in the run's worst step, with other tokens."""
-    from finetune.tokens.batches import micro_batches
+    from finetune.planner.trace.worst_batches import batches_with_lengths
 
-    rows = request.documents
-    options: dict[str, Any] = {"rank": 0, "world_size": 1, "per_device_batch_size": len(rows)}
-    options |= {"flat": request.flat, "width": request.width}
-    batches = []
-    for _ in range(request.micro_batches):  # tensors of their own: the first may still be there in the next one's step
-        batches += micro_batches(_RowLengths(rows), range(len(rows)), **options)
-    return batches
+    recipe = Recipe.model_validate(request.recipe)
+    count, width = request.micro_batches, request.width
+    return batches_with_lengths(recipe, request.documents, count, flat=request.flat, width=width)
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,8 @@ def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     """Settings that belong to another objective, and rows of another kind than the objective reads."""
     objective = recipe.training.objective
     for name in ("dpo", "kto"):
-        if name in recipe.model_fields_set and objective != name and getattr(recipe, name).model_fields_set:
+        section = getattr(recipe, name)
+        if objective != name and section != type(section)():  # a resolved recipe has the defaults of both
             yield CrossCheck(name, f"training.objective is {objective}", f"set it to {name}, or remove the section")
     layout = FORMAT_OF_OBJECTIVE.get(objective)
     for key, entries in (("train", recipe.data.train), ("eval", recipe.data.eval_sets)):

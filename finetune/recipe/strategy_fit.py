@@ -65,6 +65,11 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if training.pure_bf16 and strategy.offloaded:
         problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
         yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
+    section = recipe.preferences
+    if section is not None and section.needs_reference and section.reference not in ("start", "adapter_off"):
+        key = f"{training.objective}.reference"
+        problem, remedy = f"{section.reference}: the engine holds one model", "set start, or accelerate_config: fsdp2"
+        yield Unfit(key, problem, remedy, {"accelerate_config": "fsdp2"})
     if number_format == "no" and recipe.lora and recipe.model.dtype != "float32":
         problem, remedy = "no: the engine has one number format", "set bf16, or model.dtype: float32"
         yield Unfit(precision, problem, remedy, {"model.dtype": "float32"})
@@ -125,6 +130,10 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if recipe.model.attention not in ("auto", "varlen"):
         problem = f"{name} sends rows of one length between stages, flat ones"
         yield Unfit("model.attention", problem, "set model.attention: auto", {"model.attention": "auto"})
+    if recipe.preferences is not None:
+        problem = f"{recipe.training.objective}: the last stage of {name} has a loss for supervised tokens alone"
+        remedy = "take accelerate_config=fsdp2"
+        yield Unfit("training.objective", problem, remedy, {"accelerate_config": "fsdp2"})
     if recipe.model.new_tokens:
         problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})

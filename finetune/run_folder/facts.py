@@ -184,7 +184,7 @@ _NUMBERS = tuple(
 )
 _NEEDED = {
     "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
-    "eval": ("step", "loss", "perplexity"),
+    "eval": ("step", "loss"),
     "phase": ("peak_gib",),
     "score": ("step", "rows"),
 }

@@ -32,6 +32,9 @@ def state_problem(saved: Mapping[str, Any]) -> str | None:
     # Every figure in a step's record must be a number, so that the window can average it. These two may be absent.
     for record in state.window.records:
         for name, value in vars(record).items():
+            if name == "metrics":
+                valid = valid and all(_is_number(each) for each in value.values())
+                continue
             may_be_absent = name in ("grad_norm", "loss_scale") and value is None
             valid = valid and (may_be_absent or _is_number(value))
     return None if valid else "is not what a run saves"

@@ -100,12 +100,16 @@ def micro_batches(
     With rows 0 to 9, 2 ranks and 2 rows a device, rank 0 has [0, 2], [4, 6], [8] and rank 1 has [1, 3], [5, 7], [9].
     """
     result = []
-    rows_on_all_ranks = per_device_batch_size * world_size
-    for start in range(0, len(indices), rows_on_all_ranks):
-        own_indices = indices[start : start + rows_on_all_ranks][rank::world_size]
-        own_rows = [rows.documents(int(index)) for index in own_indices] or [[_unsupervised_document(1)]]
+    for places in dealt(len(indices), rank, world_size, per_device_batch_size):
+        own_rows = [rows.documents(int(indices[place])) for place in places] or [[_unsupervised_document(1)]]
         result.append(_flat_batch(own_rows, width) if flat else _padded_batch(own_rows))
     return result
+
+
+def dealt(rows: int, rank: int, world_size: int, per_device_batch_size: int) -> list[range]:
+    """The places of this rank's rows among so many, for each of its micro-batches; as many on every rank."""
+    share = per_device_batch_size * world_size
+    return [range(start + rank, min(start + share, rows), world_size) for start in range(0, rows, share)]
 
 
 def _flat_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int | None) -> MicroBatch:
@@ -199,5 +203,12 @@ def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
 
 
 def _with_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-    changed = {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    changed: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            changed[key] = change(value)
+        elif isinstance(value, dict):  # a batch inside of this one
+            changed[key] = _with_tensors(cast(MicroBatch, value), change)
+        else:
+            changed[key] = value
     return cast(MicroBatch, changed)

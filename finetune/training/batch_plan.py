@@ -38,6 +38,7 @@ class BatchPlan:
     )
     stage: int = 0  # this rank's
     width: int | None = None  # tokens of every micro-batch, where they are padded to one length
+    capacity: int | None = None  # tokens of preference rows that are computed as one row; None: each by itself
 
     def rows_of(self, step: int) -> np.ndarray:
         """The rows of step `step`, counted from 0; the same on every rank."""
@@ -68,9 +69,20 @@ class BatchPlan:
             return batches
         return [without_learning(batch) for batch in batches]
 
-    def batches_from(self, first_step: int, rows: Documents) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches for each step, from step `first_step` to the end of the run."""
-        return (self.micro_batches(rows, self.rows_of(step)) for step in range(first_step, self.total_steps))
+    def groups(self, rows: Rows, indices: np.ndarray) -> list[list[int]]:
+        """The places of these rows, in groups that are computed as one row: packed up to `capacity` tokens, or each by
+        itself."""
+        if self.capacity is None:
+            return [[place] for place in range(len(indices))]
+        from finetune.tokens.packing import pack
+
+        return pack(rows.lengths[indices], self.capacity)
+
+    def dealt(self, rows: int) -> list[range]:
+        """This rank's share of so many rows, for each of its micro-batches."""
+        from finetune.tokens.batches import dealt
+
+        return dealt(rows, self.rank, self.world_size, self.per_device_batch_size)
 
     def batches_of_all(self, rows: Rows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""
@@ -78,8 +90,14 @@ class BatchPlan:
         for first in range(0, len(rows), share):
             yield from self.micro_batches(rows, np.arange(first, min(first + share, len(rows))))
 
+    def micro_steps_of(self, rows: Rows, indices: np.ndarray) -> int:
+        """Forwards of one rank for these rows."""
+        if self.capacity is None:
+            return self.micro_steps(len(indices))
+        return self.micro_steps(len(self.groups(rows, indices)))
+
     def micro_steps(self, rows: int) -> int:
-        """Forwards of one rank for this many rows."""
+        """Forwards of one rank for this many rows, each computed by itself: the most."""
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
 
     def _padding(self, rows: Rows) -> dict[str, Any]:
@@ -143,4 +161,14 @@ def plan_batches(
         stages=stages,
         stage=rank % stages,
         width=width,
+        capacity=packed_tokens(recipe),
     )
+
+
+def packed_tokens(recipe: Recipe) -> int | None:
+    """The tokens of preference rows that one forward computes as one row; None if each is computed by itself.
+
+    Other rows are packed before a step.
+    """
+    packs = recipe.data.packing and recipe.data.unit != "documents"
+    return recipe.data.row_tokens if packs else None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -45,6 +46,7 @@ class QueuedStep:
 
     step: int  # finished steps before it
     rows: np.ndarray
+    units: int
     supervised_tokens: int
     learning_rate: float
     started_at: float
@@ -72,7 +74,8 @@ def train(run: Run, state: TrainState) -> bool:
             # Begin: queue the next step at its learning rate.
             step, started_at, waited_before = state.step + len(queued), time.perf_counter(), batches.seconds
             rows = plan.rows_of(step)
-            planned_count, micro_steps = objective.planned_count(run.train_rows, rows), plan.micro_steps(len(rows))
+            planned_count = objective.planned_count(run.train_rows, rows)
+            micro_steps = plan.micro_steps_of(run.train_rows, rows)
             learning_rate = run.learning_rate(step)
             set_learning_rate(parts.optimizer, learning_rate)
             try:
@@ -91,9 +94,8 @@ def train(run: Run, state: TrainState) -> bool:
                 pending.enqueue_copy()
             supervised_tokens = int(run.train_rows.supervised[rows].sum())
             waited, queued_at = batches.seconds - waited_before, time.perf_counter()
-            queued.append(
-                QueuedStep(step, rows, supervised_tokens, learning_rate, started_at, queued_at, waited, pending)
-            )
+            facts = (planned_count, supervised_tokens, learning_rate, started_at, queued_at, waited)
+            queued.append(QueuedStep(step, rows, *facts, pending))
 
             # Read and log finished steps: all of them before an evaluation, a save or a stop.
             evaluates, saves = needs_evaluation(run, step + 1), needs_save(run, step + 1)
@@ -123,6 +125,8 @@ def train(run: Run, state: TrainState) -> bool:
                         data_wait_seconds=oldest.data_wait_seconds,
                         loss_scale=result.loss_scale,
                         skipped_steps=state.skipped_steps,
+                        units=oldest.units,
+                        metrics=dict(result.metrics),
                     )
                 )
                 stop = stop or result.stop
@@ -223,7 +227,11 @@ def batches_on_device(run: Run, first_step: int, *, ahead: bool) -> Iterator[Tim
 
     `ahead`: a thread makes the next step's batches while this one is computed.
     """
-    steps = run.plan.batches_from(first_step, run.train_rows)
+    plan, objective = run.plan, run.parts.objective
+    steps = (
+        objective.batches(plan, run.train_rows, plan.rows_of(step), step * plan.global_batch_size)
+        for step in range(first_step, plan.total_steps)
+    )
     with made_ahead(steps) if ahead else nullcontext(steps) as made:
         batches = chain.from_iterable(made)
         yield TimedBatches(prefetch(batches, run.parts.accelerator.device, run.recipe.training.non_blocking))
@@ -259,7 +267,7 @@ def evaluate(
     show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """`loss`: the mean over all units (supervised tokens) of `rows`, exact for any number of ranks: one sum, one
-    division.
+    division. Beside it the objective's metrics.
 
     Args:
         sets: The same rows by data set, if there are several: `NAME_loss` is each one's mean.
@@ -269,22 +277,32 @@ def evaluate(
     Raises NotFinite, on every rank.
     """
     parts = sets or {"": rows}
-    batch_count, batch_number = sum(plan.micro_steps(len(part)) for part in parts.values()), 0
-    tally = torch.zeros(len(parts), 2, dtype=torch.float64, device=accelerator.device)  # loss sum, units
+    batch_count = sum(plan.micro_steps_of(part, np.arange(len(part))) for part in parts.values())
+    batch_number = 0
+    # Loss sum, units, then the objective's metrics.
+    width = 2 + len(objective.metric_names)
+    tally = torch.zeros(len(parts), width, dtype=torch.float64, device=accelerator.device)
     model.eval()
     with torch.no_grad(), weights.cast():
         for part, counted in zip(parts.values(), tally, strict=True):
-            for batch in prefetch(plan.batches_of_all(part), accelerator.device, non_blocking=True):
+            if objective.needs_whole_step:
+                batches = prefetch(objective.eval_batches(plan, part), accelerator.device, non_blocking=True)
+                objective.before_step(model, batches, partial(accelerator.reduce, reduction="sum"))
+            for batch in prefetch(objective.eval_batches(plan, part), accelerator.device, non_blocking=True):
                 batch_number += 1
                 show(f"held-out loss: micro-batch {batch_number} of {batch_count}")
                 loss = objective.loss(model, batch)
                 counted[0] += loss.total
                 counted[1] += loss.count
+                for position, metric in enumerate(loss.metrics, start=2):
+                    counted[position] += metric
     model.train()
-    sums = accelerator.reduce(tally, reduction="sum").tolist()
-    losses = {"loss": sum(loss for loss, _ in sums) / sum(units for _, units in sums)}
+    by_part = accelerator.reduce(tally, reduction="sum").tolist()
+    loss_sum, units, *metrics = (sum(column) for column in zip(*by_part, strict=True))
+    losses = {"loss": loss_sum / units}
+    losses |= objective.means(dict(zip(objective.metric_names, metrics, strict=True)), units)
     if sets:
-        losses |= {f"{name}_loss": loss / units for name, (loss, units) in zip(sets, sums, strict=True)}
+        losses |= {f"{name}_loss": sums[0] / sums[1] for name, sums in zip(sets, by_part, strict=True)}
     if not math.isfinite(losses["loss"]):
         remedy = "look at the held-out rows, lower training.learning_rate, or lengthen the warmup"
         raise NotFinite(f"the held-out loss is {losses['loss']}: not finite; earlier checkpoints are intact; {remedy}")
@@ -316,7 +334,8 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     run.write_metrics(line)
     run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
     if not run.recipe.best_by_score:
-        state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
+        metric = run.recipe.training.metric_for_best_model.removeprefix("eval_")
+        state.compare(losses[metric], higher_is_better=run.recipe.best_is_highest)
         _say_early_stop(run, state)
 
 
@@ -331,7 +350,9 @@ def _score_and_compare(run: Run, state: TrainState) -> None:
 
 def _say_early_stop(run: Run, state: TrainState) -> None:
     if _stopped_early(run, state):
-        what = "score" if run.recipe.best_by_score else "loss"
+        what = "loss"
+        if run.recipe.best_is_highest:
+            what = "score" if run.recipe.best_by_score else "reward"
         run.terminal.log(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
         if state.window.records:
             _log(run, state)

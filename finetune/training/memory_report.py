@@ -17,7 +17,7 @@ from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import device_of
 from finetune.training.plan_request import PlanRequest, ask_once, ask_planner
 from finetune.training.start import Start
-from finetune.training.worst_step import longest_rows, micro_steps_to_try
+from finetune.training.worst_step import longest_groups, micro_steps_to_try
 from finetune.wording import recomputation_in_words
 
 PLANNER_TIMEOUT = 60  # seconds that a run out of memory waits for the planner
@@ -26,11 +26,11 @@ PLANNER_TIMEOUT = 60  # seconds that a run out of memory waits for the planner
 def plan_request(start: Start) -> PlanRequest:
     """Rank 0's share of the worst step, on this rank's device."""
     launch, rows = start.launch, start.prepared.train
-    of_rank_0 = longest_rows(rows, start.plan)[:: start.plan.world_size]
+    of_rank_0 = longest_groups(rows, start.plan)[:: start.plan.world_size]
     device = device_of(launch)
     return PlanRequest(
         recipe=start.recipe.model_dump(mode="json"),
-        documents=tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0),
+        documents=tuple(tuple(len(ids) for row in group for ids, _ in rows.documents(row)) for group in of_rank_0),
         micro_batches=micro_steps_to_try(start.plan),
         flat=start.plan.flat,
         nodes=launch.nodes,

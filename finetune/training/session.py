@@ -4,6 +4,7 @@ process_group          the ranks meet; a signal to stop becomes a flag
   watchdog             heartbeats; a failure is recorded in run_state.json
     build              model, optimizer and receipt, as of the first step
     try_worst_step     fast paths compared, then the step that takes most memory
+    compare_with_reference   preferences: the reference's log-probabilities
     train              the loop (training/loop.py)
     finish             answers after, export, the last lines
 pages                  when no rank waits any more
@@ -58,6 +59,7 @@ from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
+from finetune.training.reference import find_reference, keep_second_model
 from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, shared_by_all, write_samples
@@ -115,8 +117,11 @@ def train_and_report(start: Start) -> int:
                     out_of_memory_explained(start, progress, phases),
                     saves_in_background(start.recipe, log) as saves,
                 ):
+                    keep_second_model(start, accelerator, output.terminal)
                     session = build(start, accelerator, output, progress, phases, saves)
                     try_worst_step(session)
+                    progress.phase = "reference"
+                    compare_with_reference(session)
                     if session.state.step == 0:
                         progress.phase = "looking before"
                         look_before(start, session.run, session.assembled, output, session.kernel)
@@ -358,6 +363,16 @@ def try_worst_step(session: Session) -> None:
     run.terminal.log(str(compiled))
     receipt.add("compiled", compiled.facts())
     receipt.add("memory", memory_facts(plan_request(start), session.measured, device))
+
+
+def compare_with_reference(session: Session) -> None:
+    """Give an objective on preferences the log-probabilities of its reference."""
+    start, run = session.start, session.run
+    deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.parts.accelerator.device)
+    with session.kernel.active(), deterministic:
+        facts = find_reference(run, start, session.assembled.unwrapped_model, session.state.step)
+    if facts is not None:
+        session.receipt.add("reference", facts)
 
 
 def _say_stopped(session: Session) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def optimizer_step(
         if objective.needs_whole_step:
             step_batches = list(step_batches)
             with torch.no_grad():
-                objective.before_step(parts.model, step_batches)
+                objective.before_step(parts.model, step_batches, partial(accelerator.reduce, reduction="sum"))
 
         if parts.pipeline is not None:
             step_batches = list(step_batches)

@@ -29,6 +29,7 @@ from finetune.model.optimizer import unwrap_optimizer
 from finetune.strategies.loss_scaling import loss_scale, lowest_scale
 
 if TYPE_CHECKING:
+    from finetune.training.objectives import Objective
     from finetune.training.step import StepParts
 
 
@@ -41,19 +42,20 @@ class StepResult:
     stop: bool  # some rank received a signal to stop
     loss_scale: float | None  # in this step, under fp16
     skipped: bool  # an fp16 gradient overflowed: no update, and the next step has half the loss scale
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the objective's, each a mean over units
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the objective's
 
 
 class PendingStep:
     """A step that the host has queued. The device may still be computing it."""
 
-    def __init__(self, facts: Tensor, planned_count: int, metric_names: Sequence[str] = ()) -> None:
+    def __init__(self, facts: Tensor, planned_count: int, objective: Objective | None = None) -> None:
         """
         Args:
             facts: float64 on the device: loss sum, count, stop flags, gradient norm, refusal flag, metrics.
             planned_count: The units that the step should have counted.
+            objective: Names its metrics and their means; None: there are none.
         """
-        self._facts, self._planned_count, self._metric_names = facts, planned_count, metric_names
+        self._facts, self._planned_count, self._objective = facts, planned_count, objective
         self._copied: Any = None  # a stream's event
         self._result: StepResult | None = None
 
@@ -88,7 +90,7 @@ class PendingStep:
             if refused:
                 raise NotFinite("an earlier step's loss or gradient norm")
             figures = (loss_sum, count, stops, grad_norm)
-            self._result = _result(figures, self._planned_count, dict(zip(self._metric_names, metrics, strict=True)))
+            self._result = _result(figures, self._planned_count, _means(self._objective, metrics, count))
         return self._result
 
 
@@ -103,7 +105,7 @@ def clip_and_update(parts: StepParts, tally: Tensor, planned_count: int) -> Pend
     """
     if updates_on_device(parts.accelerator, parts.optimizer):
         facts = _update_on_device(parts, tally)
-        return PendingStep(facts, planned_count, parts.objective.metric_names)
+        return PendingStep(facts, planned_count, parts.objective)
     return PendingStep.finished(_update_on_host(parts, tally, planned_count))
 
 
@@ -169,9 +171,9 @@ def _update_on_host(parts: StepParts, tally: Tensor, planned_count: int) -> Step
     facts = [tally[:3], unsharded(norm).double().reshape(1).to(tally), loss_scale(accelerator), tally[3:]]
     loss_sum, count, stops, grad_norm, scale, *metrics = torch.cat(facts).tolist()
     scales = None if accelerator.scaler is None else (scale, lowest_scale(accelerator))
-    named = dict(zip(parts.objective.metric_names, metrics, strict=True))
+    means = _means(parts.objective, metrics, count)
     try:
-        result = _result((loss_sum, count, stops, grad_norm), planned_count, named, scales)
+        result = _result((loss_sum, count, stops, grad_norm), planned_count, means, scales)
     except NotFinite:
         optimizer.zero_grad()
         raise
@@ -184,10 +186,17 @@ def _update_on_host(parts: StepParts, tally: Tensor, planned_count: int) -> Step
     return result
 
 
+def _means(objective: Objective | None, sums: Sequence[float], count: float) -> dict[str, float]:
+    """The objective's metrics, from their sums over all ranks."""
+    if objective is None or not sums:
+        return {}
+    return objective.means(dict(zip(objective.metric_names, sums, strict=True)), count)
+
+
 def _result(
     figures: tuple[float, float, float, float],
     planned_count: int,
-    metrics: Mapping[str, float],
+    means: Mapping[str, float],
     scales: tuple[float, float] | None = None,
 ) -> StepResult:
     """The result from loss sum, count, stop flags and gradient norm. Raises NotFinite where the run must end.
@@ -205,7 +214,6 @@ def _result(
         raise NotFinite(
             f"gradients overflow fp16 even at a loss scale of {scales[0]:g} (mixed_precision: bf16 has the range)"
         )
-    means = {name: total / planned_count for name, total in metrics.items()}
     return StepResult(loss, grad_norm, bool(stops), None if scales is None else scales[0], skipped, means)
 
 

@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
 from finetune.measure.units import GIB
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
-from finetune.tokens.batches import prefetch
+from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import Run
@@ -118,20 +119,42 @@ def _phases_shown(run: Run) -> Iterator[None]:
         run.parts.phases.entered = lambda phase: None
 
 
-def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
-    """The rows of the micro-batch with most tokens over all ranks, longest first."""
+def longest_groups(rows: Rows, plan: BatchPlan) -> list[list[int]]:
+    """The rows of the micro-batch with most tokens over all ranks, longest first; rows that are computed as one row are
+    a group."""
+    share = plan.per_device_batch_size * plan.world_size
     order = np.argsort(-np.asarray(rows.lengths), kind="stable")
-    return np.asarray(order[: plan.per_device_batch_size * plan.world_size])
+    if plan.capacity is None:
+        return [[int(row)] for row in order[:share]]
+    groups = [[int(order[place]) for place in places] for places in plan.groups(rows, order)]
+    return sorted(groups, key=lambda group: -int(rows.lengths[group].sum()))[:share]
 
 
-@dataclass(frozen=True)
-class AllTokensSupervised:
+def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
+    """The rows of `longest_groups`, one after another."""
+    return np.concatenate([np.asarray(group, dtype=np.int64) for group in longest_groups(rows, plan)])
+
+
+class AllTokensSupervised(Rows):
     """Rows with every token supervised, prompts too: the most logits that the head can compute for them."""
 
-    rows: Rows
-
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(ids, ids) for ids, _ in self.rows.documents(row)]
+        return [(ids, ids) for ids, _ in super().documents(row)]
+
+
+def worst_batches_of(run: Run, rows: Rows) -> tuple[list[MicroBatch], int]:
+    """This rank's micro-batch with most tokens, and its units over all ranks; every token is supervised."""
+    groups = longest_groups(rows, run.plan)
+    few = rows.subset([row for group in groups for row in group])
+    # A document's last token predicts nothing.
+    supervised = few.lengths - np.asarray([len(few.documents(row)) for row in range(len(few))])
+    values = {each.name: getattr(few, each.name) for each in fields(few)}
+    all_supervised = AllTokensSupervised(**(values | {"supervised": supervised}))
+    numbers = iter(range(len(few)))
+    numbered = [[next(numbers) for _ in group] for group in groups]
+    objective, indices = run.parts.objective, np.arange(len(few))
+    batches = objective.batches(run.plan, all_supervised, indices, groups=numbered)
+    return batches, objective.planned_count(all_supervised, indices)
 
 
 def micro_steps_to_try(plan: BatchPlan) -> int:
@@ -147,15 +170,17 @@ def _step(run: Run) -> int:
     """An optimizer step on the longest rows."""
     rows, plan = run.train_rows, run.plan
     longest, times = longest_rows(rows, plan), micro_steps_to_try(plan)
-    batches = [batch for _ in range(times) for batch in plan.micro_batches(AllTokensSupervised(rows), longest)]
-    tokens, documents = int(rows.lengths[longest].sum()), sum(len(rows.members(int(row))) for row in longest)
+    tokens, units = int(rows.lengths[longest].sum()), 0
+    batches: list[MicroBatch] = []
+    for _ in range(times):  # each with tensors of its own
+        made, count = worst_batches_of(run, rows)
+        batches, units = batches + made, units + count
     try:
         optimizer_step(
             run.parts,
             prefetch(batches, run.parts.accelerator.device, run.recipe.training.non_blocking),
             micro_steps=times,
-            # A document's last token predicts nothing.
-            planned_count=times * (tokens - documents),
+            planned_count=units,
             seed=plan.seed,
             stop=False,
         ).result()
@@ -169,16 +194,17 @@ def _step(run: Run) -> int:
 
 
 def _evaluate(run: Run, rows: Rows) -> None:
-    longest = longest_rows(rows, run.plan)
-    batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
-    model = run.parts.model
+    batches, _ = worst_batches_of(run, rows)
+    model, objective, accelerator = run.parts.model, run.parts.objective, run.parts.accelerator
     model.eval()
     try:
         with torch.no_grad(), run.parts.weights.cast():
             for batch in prefetch(batches, run.parts.accelerator.device, non_blocking=True):
-                run.parts.objective.loss(model, batch)
+                if objective.needs_whole_step:
+                    objective.before_step(model, [batch], partial(accelerator.reduce, reduction="sum"))
+                objective.loss(model, batch)
     except (RuntimeError, MemoryError) as error:
-        _name_what_ran(error, run, int(rows.lengths[longest].max()), "an evaluation")
+        _name_what_ran(error, run, int(rows.lengths.max()), "an evaluation")
         raise
     finally:
         model.train()

@@ -189,6 +189,10 @@ def host_pages() -> Iterator[None]:
 
 def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch as fake tensors; non-tensor entries unchanged."""
-    fakes = dict(batch)
-    fakes |= {key: mode.from_tensor(value) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    fakes: dict[str, Any] = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            fakes[key] = mode.from_tensor(value)
+        elif isinstance(value, dict):  # a batch inside of this one
+            fakes[key] = fake_batch(mode, cast(MicroBatch, value))
     return cast(MicroBatch, fakes)

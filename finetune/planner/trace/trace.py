@@ -84,7 +84,7 @@ class TraceEnvironment:
     recipe: Recipe
     strategy: Strategy
     batches: Sequence[MicroBatch]  # the rank's own
-    supervised: int  # tokens in a step
+    units: int  # of the objective in a step: supervised tokens, pairs or answers
     ranks: int
     rank: int
     node: int  # ranks on one machine
@@ -173,12 +173,12 @@ class TraceEnvironment:
             weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
             pipeline=parts.pipeline,
         )
-        # Every value that is read to the host is `supervised`, so the sum over all ranks is too.
+        # Every value that is read to the host is `units`, so the sum over all ranks is too.
         optimizer_step(
             step_parts,
             batches,
             micro_steps=len(self.batches),
-            planned_count=self.supervised,
+            planned_count=self.units,
             seed=recipe.training.seed,
             stop=False,
         )
@@ -215,7 +215,7 @@ def trace(
     if strategy.uses_engine:
         dtype = COMPUTE[recipe.training.mixed_precision] or torch.float32
     build = build_on_device = dataless_build(recipe, dtype=dtype)
-    supervised = sum(len(batch["supervised"]) for batch in batches)
+    units = sum(objective_of(recipe).count(batch) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     # Registered for a CPU's plan too. Autograd's engine reads the kinds of devices once, at a process's first backward,
     # and aborts at a tensor on a device that is registered later (torch 2.13).
@@ -226,7 +226,7 @@ def trace(
     stages = strategy.stage_count(ranks)
     if rank % stages != stages - 1:  # only a pipeline's last stage has a loss
         batches = [without_learning(batch) for batch in batches]
-    environment = TraceEnvironment(recipe, strategy, batches, supervised, ranks, rank, node or ranks, device)
+    environment = TraceEnvironment(recipe, strategy, batches, units, ranks, rank, node or ranks, device)
     with environment.accelerator() as accelerator, ExitStack() as stack:
         if strategy.uses_engine and strategy.shards_parameters:
             partition = stand_ins.partitioner(accelerator, adapters=recipe.lora is not None)
@@ -238,7 +238,7 @@ def trace(
             build = build_partitioned
         mesh = make_mesh(strategy, device) if strategy.shards_modules else None
         stack.enter_context(environment.without_devices())
-        fake_mode = stack.enter_context(no_data(float(supervised), masks=masks))
+        fake_mode = stack.enter_context(no_data(float(units), masks=masks))
         recorder = Recorder(device, fake_mode)
         halves = Halves(recorder.phases)
         functions = [tagging(recorder, gloo=not gpu)]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from finetune.architecture import attention
 from finetune.model.build import attention_name
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.tokens.batches import MicroBatch
+from finetune.tokens.batches import MicroBatch, micro_batches
+from finetune.training.objectives.answers import planned_answers
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
@@ -29,10 +33,13 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     count = math.ceil(recipe.training.global_batch_size / (rows * strategy.data_rank_count(ranks)))
     if not strategy.schedule:
         count = min(count, 3 if strategy.gathers_once else 2)
+    flat = attention_name(recipe) == attention.NAME
+    if recipe.data.unit != "documents":  # a pair's two answers, each as long as it may be
+        return batches_with_lengths(recipe, ((tokens,) * recipe.data.answers_a_row,) * rows, count, flat=flat)
     ids = torch.full((rows, tokens), 3)
     positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
-    if attention_name(recipe) == attention.NAME:
+    if flat:
         batch = {key: value.reshape(1, -1) for key, value in batch.items()}
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
@@ -40,6 +47,32 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
         positions[-1, tokens // 2 :] -= tokens // 2
     batch["supervised"] = torch.arange(ids.numel())
     return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class _RowLengths:
+    """Rows, by their documents' lengths alone."""
+
+    documents_of: Sequence[Sequence[int]]
+
+    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(np.full(length, 3), np.full(length, 3)) for length in self.documents_of[row]]
+
+
+def batches_with_lengths(
+    recipe: Recipe, rows: Sequence[Sequence[int]], count: int, *, flat: bool, width: int | None = None
+) -> list[MicroBatch]:
+    """`count` micro-batches of these rows, given by their documents' lengths; every token is supervised."""
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "per_device_batch_size": len(rows)}
+    options |= {"flat": flat, "width": width}
+
+    def made() -> MicroBatch:  # tensors of its own: an earlier one may still be there
+        return micro_batches(_RowLengths(rows), range(len(rows)), **options)[0]
+
+    if recipe.data.unit == "documents":
+        return [made() for _ in range(count)]
+    lengths = [length for row in rows for length in row]
+    return [planned_answers(recipe.data.unit, lengths, made) for _ in range(count)]
 
 
 def _copied(value: Any) -> Any:

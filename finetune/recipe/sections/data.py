@@ -135,6 +135,16 @@ class Data(Section):
         return units.get(self.train[0].format, "documents")
 
     @property
+    def answers_a_row(self) -> int:
+        """The documents of one row, of max_length tokens each: two in a pair."""
+        return 2 if self.unit == "pairs" else 1
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of one row that is not packed with others."""
+        return self.answers_a_row * self.max_length
+
+    @property
     def sets(self) -> list[DataSet]:
         """All data sets, training sets first."""
         return [*self.train, *self.eval_sets]

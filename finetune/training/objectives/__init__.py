@@ -9,9 +9,9 @@ May import: everything below training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import MicroBatch
 from finetune.tokens.mixture import Rows
+from finetune.training.batch_plan import BatchPlan
+
+Reduce = Callable[[Tensor], Tensor]  # a tensor's sum over all ranks
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class LossSum:
 
     total: Tensor  # float32 [], summed over `count` units; backward starts here
     count: int
-    metrics: tuple[Tensor, ...] = ()  # one for each name in `metric_names`: [], summed over units, on the device
+    metrics: tuple[Tensor, ...] = ()  # one for each name in `metric_names`: [], summed, on the device
 
 
 class Objective(Protocol):
@@ -39,7 +42,7 @@ class Objective(Protocol):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Metrics beside the loss, in the order of `LossSum.metrics`; each is reported as a mean over units."""
+        """Metrics beside the loss, in the order of `LossSum.metrics`."""
 
     @property
     def needs_whole_step(self) -> bool:
@@ -51,15 +54,43 @@ class Objective(Protocol):
     def count(self, batch: MicroBatch) -> int:
         """The units in this rank's micro-batch."""
 
-    def before_step(self, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+    def batches(
+        self,
+        plan: BatchPlan,
+        rows: Rows,
+        indices: np.ndarray,
+        first: int | None = None,
+        groups: list[list[int]] | None = None,
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of a step's rows.
+
+        Args:
+            first: The place of the first row in the run's stream of rows; None: the rows are not a step's.
+            groups: The rows that are computed as one row each; None: as the plan packs them.
+        """
+
+    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""
+
+    def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """A pass without gradients over the step's micro-batches, before the first backward."""
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """The summed loss. It enters `model` once, so that a strategy's hooks run once for each micro-batch."""
 
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """The metrics to report, from their sums over all ranks and the step's units."""
 
-def objective_of(recipe: Recipe) -> Any:
-    """The objective that a recipe trains for. There is one so far: supervised answers and texts."""
+
+def objective_of(recipe: Recipe) -> Objective:
+    """The objective that a recipe trains for."""
+    from finetune.training.objectives.preferences import Judged, Pairs
     from finetune.training.objectives.supervised import Supervised
 
-    return Supervised()
+    match recipe.training.objective:
+        case "supervised":
+            return Supervised()
+        case "dpo":
+            return Pairs(recipe.dpo)
+        case "kto":
+            return Judged(recipe.kto, recipe.data.max_length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -10,7 +10,8 @@ from torch import nn
 
 from finetune.tokens.batches import MicroBatch
 from finetune.tokens.mixture import Rows
-from finetune.training.objectives import LossSum
+from finetune.training.batch_plan import BatchPlan
+from finetune.training.objectives import LossSum, Reduce
 
 
 class Supervised:
@@ -28,9 +29,28 @@ class Supervised:
         """`supervised` lists the positions that have a label."""
         return len(batch["supervised"])
 
-    def before_step(self, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+    def batches(
+        self,
+        plan: BatchPlan,
+        rows: Rows,
+        indices: np.ndarray,
+        first: int | None = None,
+        groups: list[list[int]] | None = None,
+    ) -> list[MicroBatch]:
+        """The plan's own."""
+        return plan.micro_batches(rows, indices)
+
+    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
+        """The plan's own."""
+        return plan.batches_of_all(rows)
+
+    def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """Nothing: each token's loss depends on its own document."""
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """One forward."""
         return LossSum(model(**batch), self.count(batch))
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """There are none."""
+        return {}

@@ -1,0 +1,272 @@
+"""Preferences: DPO and its relatives on pairs of answers, KTO on judged answers.
+
+Both compare the model's log-probability of an answer with a reference's, which is known before the first step
+(training/reference.py). One forward computes both answers of a pair. Losses and names of metrics are TRL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from finetune.recipe.sections.preferences import USUAL_MARGIN, Dpo, Kto
+from finetune.tokens.batches import MicroBatch
+from finetune.tokens.mixture import Rows
+from finetune.training.batch_plan import BatchPlan
+from finetune.training.objectives import LossSum, Reduce
+from finetune.training.objectives.answers import (
+    AnswerBatch,
+    Document,
+    answer_batches,
+    mismatched_document,
+    model_inputs,
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference's log-probabilities, float32."""
+
+    answers: np.ndarray  # [the pool's documents, answers of each]
+    mismatched: np.ndarray | None = None  # KTO: [rows of the run], in the order in which the run takes them
+    held_out: np.ndarray | None = None  # KTO: [held-out rows]
+
+
+class Pairs:
+    """DPO, robust DPO, IPO, APO-zero and SimPO. Counts pairs."""
+
+    unit: Literal["pairs"] = "pairs"
+    needs_whole_step = False
+
+    def __init__(self, settings: Dpo) -> None:
+        self._settings = settings
+        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self.metric_names: tuple[str, ...] = (
+            *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+            *("logps_chosen", "logps_rejected", "logp_chosen_by_token", "logp_rejected_by_token"),
+            *(("kl_by_token",) if settings.needs_reference else ()),
+        )
+
+    def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
+        """A row is a pair."""
+        return len(indices)
+
+    def count(self, batch: MicroBatch) -> int:
+        """This rank's pairs."""
+        return cast(AnswerBatch, batch)["units"]
+
+    def batches(
+        self,
+        plan: BatchPlan,
+        rows: Rows,
+        indices: np.ndarray,
+        first: int | None = None,
+        groups: list[list[int]] | None = None,
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of a step's pairs; the documents of each pair are chosen, rejected."""
+        chosen_tokens = rows.pool.first_supervised
+        assert chosen_tokens is not None
+        units = rows.units(indices)
+
+        def documents_of(place: int) -> list[Document]:
+            return rows.documents(int(indices[place]))
+
+        result: list[MicroBatch] = []
+        for batch, places in answer_batches(plan, documents_of, groups or plan.groups(rows, indices)):
+            batch["reference"] = self._reference_of(units[places])
+            batch["units_a_token"] = len(indices) / int(chosen_tokens[units].sum())
+            result.append(batch)
+        return result
+
+    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of all held-out pairs."""
+        return iter(self.batches(plan, rows, np.arange(len(rows))))
+
+    def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
+        """Nothing: each pair's loss depends on its own two answers."""
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
+        """One forward for all pairs of the micro-batch."""
+        answers, settings = cast(AnswerBatch, batch), self._settings
+        lost = model(**model_inputs(batch)).view(-1, 2)  # [pairs, chosen and rejected]: minus the log-probability
+        tokens = answers["answer_tokens"].view(-1, 2)
+        log_probability = -lost
+        ratio = log_probability - answers["reference"].view(-1, 2)
+        by_token = log_probability / tokens
+        rewards = settings.beta * (ratio if settings.needs_reference else by_token)
+        margin = rewards[:, 0] - rewards[:, 1]
+        total = self._losses(rewards, margin, ratio / tokens).sum()
+        if settings.sft_weight:
+            total = total + settings.sft_weight * answers["units_a_token"] * lost[:, 0].sum()
+        with torch.no_grad():
+            metrics = [
+                *(rewards[:, 0], rewards[:, 1], margin, (margin > 0).float()),
+                *(log_probability[:, 0], log_probability[:, 1], by_token[:, 0], by_token[:, 1]),
+            ]
+            if settings.needs_reference:
+                metrics.append(-(ratio / tokens).mean(dim=1))
+            sums = tuple(metric.sum() for metric in metrics)
+        return LossSum(total, answers["units"], sums)
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Each metric's mean over pairs."""
+        return {name: total / count for name, total in sums.items()}
+
+    def _losses(self, rewards: Tensor, margin: Tensor, ratio_by_token: Tensor) -> Tensor:
+        """Each pair's loss, [pairs]."""
+        settings = self._settings
+        match settings.loss_type:
+            case "sigmoid":  # Rafailov et al., Direct Preference Optimization, 2023, eq. 7
+                return -logsigmoid(margin)
+            case "robust":  # Chowdhury et al., Provably Robust DPO, 2024, eq. 10
+                wrong = settings.label_smoothing
+                return (-(1 - wrong) * logsigmoid(margin) + wrong * logsigmoid(-margin)) / (1 - 2 * wrong)
+            case "ipo":  # Azar et al., A General Theoretical Paradigm, 2023, eq. 17, by the token as its authors say
+                return (ratio_by_token[:, 0] - ratio_by_token[:, 1] - 1 / (2 * settings.beta)) ** 2
+            case "apo_zero":  # D'Oosterlinck et al., Anchored Preference Optimization, 2024, eq. 7
+                return 1 - rewards[:, 0].sigmoid() + rewards[:, 1].sigmoid()
+            case "simpo":  # Meng et al., SimPO, 2024, eq. 6; its beta is in the rewards
+                gamma = USUAL_MARGIN if settings.simpo_gamma is None else settings.simpo_gamma
+                return -logsigmoid(margin - gamma)
+
+    def _reference_of(self, units: np.ndarray) -> Tensor:
+        if self.reference is None or not self._settings.needs_reference:
+            return torch.zeros(2 * len(units))
+        return torch.from_numpy(self.reference.answers[units].reshape(-1))
+
+
+class Judged:
+    """KTO. Counts judged answers. Its KL baseline is the mean over the step's mismatched answers on all ranks."""
+
+    unit: Literal["rows"] = "rows"
+    needs_whole_step = True
+    # The last two count; the means are over wanted and over unwanted answers.
+    metric_names: tuple[str, ...] = (
+        *("reward_chosen", "reward_rejected", "logps_chosen", "logps_rejected"),
+        *("reward_accuracy", "kl", "chosen", "rejected"),
+    )
+
+    def __init__(self, settings: Kto, max_length: int) -> None:
+        self._settings, self._max_length = settings, max_length
+        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self._kl: Tensor | None = None  # float32 []
+
+    def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
+        """A row is a judged answer."""
+        return len(indices)
+
+    def count(self, batch: MicroBatch) -> int:
+        """This rank's judged answers."""
+        return cast(AnswerBatch, batch)["units"]
+
+    def batches(
+        self,
+        plan: BatchPlan,
+        rows: Rows,
+        indices: np.ndarray,
+        first: int | None = None,
+        groups: list[list[int]] | None = None,
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of a step's answers, each with its prompts' mismatched ones: the answer of the next
+        row in the step, after the last row of the first one."""
+        groups = groups or plan.groups(rows, indices)
+        units = rows.units(indices)
+        assert rows.pool.desirable is not None
+
+        def documents_of(place: int) -> list[Document]:
+            return rows.documents(int(indices[place]))
+
+        result: list[MicroBatch] = []
+        mismatched = self.mismatched_batches(plan, rows, indices, groups)
+        for (batch, places), (other, _) in zip(answer_batches(plan, documents_of, groups), mismatched, strict=True):
+            batch["desirable"] = torch.from_numpy(rows.pool.desirable[units[places]])
+            known = self.reference
+            batch["reference"] = _tensor(None if known is None else known.answers[units[places], 0], len(places))
+            other["reference"] = _tensor(self._mismatched(first, places), len(places))
+            batch["mismatched"] = other
+            result.append(batch)
+        return result
+
+    def mismatched_batches(
+        self, plan: BatchPlan, rows: Rows, indices: np.ndarray, groups: list[list[int]] | None = None
+    ) -> list[tuple[AnswerBatch, list[int]]]:
+        """This rank's micro-batches of each row's prompt with the next row's answer, and their places in the step."""
+
+        def documents_of(place: int) -> list[Document]:
+            asked, answered = (rows.documents(int(indices[each % len(indices)]))[0] for each in (place, place + 1))
+            return [mismatched_document(asked, answered, self._max_length)]
+
+        return answer_batches(plan, documents_of, groups or plan.groups(rows, indices))
+
+    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of all held-out answers; the next row's answer is the mismatched one."""
+        return iter(self.batches(plan, rows, np.arange(len(rows))))
+
+    def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
+        """The KL baseline: the mean of log p - log p of the reference over the mismatched answers, at least 0."""
+        was_training = model.training
+        model.eval()
+        tally = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            answers = cast(AnswerBatch, batch)
+            other = cast(AnswerBatch, answers["mismatched"])
+            ratio = -model(**model_inputs(other)) - other["reference"]
+            tally = tally.to(ratio.device)
+            tally[0] += ratio.sum()
+            tally[1] += answers["units"]
+        model.train(was_training)
+        total, count = reduce(tally)
+        self._kl = (total / count).clamp(min=0).float()
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
+        """One forward for all answers of the micro-batch."""
+        answers, settings = cast(AnswerBatch, batch), self._settings
+        assert self._kl is not None, "before_step computes the baseline"
+        log_probability = -model(**model_inputs(batch))  # [answers]
+        wanted = answers["desirable"]
+        ratio = log_probability - answers["reference"]
+        # Ethayarajh et al., KTO, 2024, eq. 8: the value of a wanted answer, and of an unwanted one.
+        value = (settings.beta * torch.where(wanted, ratio - self._kl, self._kl - ratio)).sigmoid()
+        weight = torch.where(wanted, settings.desirable_weight, settings.undesirable_weight)
+        total = (weight * (1 - value)).sum()
+        with torch.no_grad():
+            rewards, chosen = settings.beta * ratio, wanted.float()
+            right = ((ratio > self._kl) == wanted).float()
+            sums = (
+                *((rewards * chosen).sum(), (rewards * (1 - chosen)).sum()),
+                *((log_probability * chosen).sum(), (log_probability * (1 - chosen)).sum()),
+                *(right.sum(), self._kl * answers["units"], chosen.sum(), (1 - chosen).sum()),
+            )
+        return LossSum(total, answers["units"], sums)
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """The means over wanted and over unwanted answers; without those of which the step has none."""
+        means = {name: sums[name] / count for name in ("reward_accuracy", "kl")}
+        for kind in ("chosen", "rejected"):
+            if sums[kind]:
+                means |= {f"{name}_{kind}": sums[f"{name}_{kind}"] / sums[kind] for name in ("reward", "logps")}
+        if sums["chosen"] and sums["rejected"]:
+            means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+        return means
+
+    def _mismatched(self, first: int | None, places: list[int]) -> np.ndarray | None:
+        """The reference's log-probabilities of mismatched answers, by their place in the step, or in the held-out rows
+        where `first` is None."""
+        if self.reference is None:
+            return None
+        known = self.reference.held_out if first is None else self.reference.mismatched
+        assert known is not None
+        return np.asarray(known[[(first or 0) + place for place in places]])
+
+
+def _tensor(values: np.ndarray | None, length: int) -> Tensor:
+    """The values, or zeros where none are known yet."""
+    if values is None:
+        return torch.zeros(length)
+    return torch.from_numpy(values)

@@ -1,0 +1,316 @@
+"""The reference's log-probabilities of every answer, known before the first step.
+
+`start` is the very model that the run starts from, computed by the run itself: in its number format, under its
+strategy, with its micro-batches. No second model is held, and a resumed run reads the values back from its folder. Such
+values are kept in the cache folder too, under a key of everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune.errors import FinetuneError
+from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.launch.cpu_memory import give_back_freed_memory
+from finetune.measure.cuda_peaks import give_back_cached_memory
+from finetune.measure.metrics import Terminal
+from finetune.model.packaged import folder_of
+from finetune.recipe.sections.preferences import Dpo, Kto
+from finetune.strategies.assemble import assemble
+from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.tokens.cache import content_key
+from finetune.tokens.mixture import Rows
+from finetune.training.batch_plan import BatchPlan
+from finetune.training.cast_weights import CastWeights, cast_weights
+from finetune.training.objectives import objective_of
+from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
+from finetune.training.objectives.preferences import Judged, Pairs, Reference
+from finetune.training.run import Run, check_vocabulary
+from finetune.training.start import Start
+
+FILE = "reference.json"  # in the run folder
+VERSION = 1
+# A kept reference is compared with a live one on the first micro-batch: other weights under the same name differ more.
+SAME = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
+ARRAYS = ("answers", "mismatched", "held_out")
+
+
+def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int) -> dict[str, Any] | None:
+    """Give the objective its reference, on every rank; None if it needs none. Returns the receipt's facts.
+
+    Args:
+        unwrapped: The model without the strategy's wrapper, as it is before the first step.
+
+    Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
+    """
+    section, objective = start.recipe.preferences, run.parts.objective
+    if section is None or not section.needs_reference:
+        return None
+    assert isinstance(objective, Pairs | Judged)
+    key = reference_key(start, section)
+    log = run.terminal.log
+    own_file, kept_file = start.run_dir / FILE, cache_folder() / "references" / f"{key}.json"
+    forwards = Forwards.of(run)
+    shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
+    reference: Reference | None
+    if first_step > 0:
+        reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
+        if reference is None:
+            raise FinetuneError(
+                f"{own_file}: the reference of this run's start is not there, or it is another run's or a shorter "
+                "run's; restore the file, or start again with training.resume=never"
+            )
+        objective.reference = reference
+        return {"kind": section.reference, "key": key, "from": "the run folder"}
+    computing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if section.reference == "adapter_off":
+        computing = cast(Any, unwrapped).disable_adapter
+    reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
+    source = "the cache"
+    if names_second_model(section):  # keep_second_model has kept it
+        assert reference is not None
+    with computing():
+        if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
+            log("reference: the kept one is not this model's; it is computed again")
+            reference = None
+        if reference is None:
+            source = "computed"
+            reference = _computed(forwards, objective, shapes)
+    objective.reference = reference
+    if start.writes and start.launch.is_main:
+        content = _as_json(key, reference)
+        write_sealed(own_file, content)
+        if source == "computed":
+            kept_file.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(kept_file, content)
+    answers = int(np.prod(shapes["answers"])) + sum(int(np.prod(shape)) for shape in list(shapes.values())[1:])
+    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})")
+    return {"kind": section.reference, "key": key, "from": source}
+
+
+def names_second_model(section: Dpo | Kto) -> bool:
+    """Whether the reference is a model of its own, neither the start nor the base without adapters."""
+    return section.needs_reference and section.reference not in ("start", "adapter_off")
+
+
+def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal) -> None:
+    """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
+    are there. Called before the run's own model is built, so that one of the two is in memory at a time.
+    """
+    section, recipe, plan = start.recipe.preferences, start.recipe, start.plan
+    if section is None or not names_second_model(section):
+        return
+    key = reference_key(start, section)
+    file = cache_folder() / "references" / f"{key}.json"
+    objective = objective_of(recipe)
+    assert isinstance(objective, Pairs | Judged)
+    rows = start.prepared
+    shapes = _shapes(rows.train, rows.eval, plan, objective)
+    if _read_by_all(accelerator, file, key, shapes) is not None:
+        return
+    # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
+    lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
+    model = recipe.model.model_copy(update={"name_or_path": section.reference, "revision": "main", "adapter": None})
+    other = recipe.model_copy(update={"model": model, "lora": lora})
+    terminal.log(f"reference: computing the log-probabilities of {section.reference}")
+    assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
+    check_vocabulary(rows, assembled.unwrapped_model)
+    forwards = Forwards(
+        accelerator,
+        assembled.model,
+        cast_weights(other, start.strategy, assembled.unwrapped_model),
+        plan,
+        rows.train,
+        rows.eval,
+        terminal,
+    )
+    reference = _computed(forwards, objective, shapes)
+    del assembled, forwards
+    accelerator.free_memory()
+    give_back_freed_memory()
+    give_back_cached_memory(accelerator.device)
+    if start.launch.is_main:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(file, _as_json(key, reference))
+    accelerator.wait_for_everyone()
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """What computes log-probabilities: a model under a strategy, and the rows."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    weights: CastWeights
+    plan: BatchPlan
+    train: Rows
+    held_out: Rows | None
+    terminal: Terminal
+
+    @classmethod
+    def of(cls, run: Run) -> Forwards:
+        """Of a run that was built."""
+        parts = run.parts
+        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, run.eval_rows, run.terminal)
+
+
+def reference_key(start: Start, section: Dpo | Kto) -> str:
+    """The content address of a reference: everything that its values depend on, but not the strategy or the ranks."""
+    recipe, plan = start.recipe, start.plan
+    names = {"start": recipe.model.name_or_path, "adapter_off": recipe.model.name_or_path}
+    name = names.get(section.reference, section.reference)
+    revision = recipe.model.revision if name == recipe.model.name_or_path else "main"
+    parts = {
+        "version": VERSION,
+        "kind": section.reference,
+        "model": recipe.model.model_dump(mode="json"),
+        "files": _files_of(name, revision),
+        "adapter": None if start.adapter is None else start.adapter.sha256,
+        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
+        "formats": [recipe.training.mixed_precision, recipe.training.pure_bf16],
+        "data": start.prepared.fingerprint,
+        "seed": recipe.training.seed,  # of adapters that do not start at zero
+    }
+    if isinstance(section, Kto):  # which answers are put beside which prompts
+        parts["stream"] = [plan.rows, plan.total_rows, plan.global_batch_size, recipe.data.max_length]
+    return content_key(parts)
+
+
+def _files_of(name: str, revision: str) -> list[Any]:
+    """A model's files by name, size and time; the Hub's revision where its folder is not known yet."""
+    folder = folder_of(name, revision)
+    if folder is None:
+        return [name, revision]
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".json", ".gguf"))
+    stats = [(file.name, file.stat()) for file in files]
+    return [name, *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
+
+
+def _shapes(
+    train: Rows, held_out: Rows | None, plan: BatchPlan, objective: Pairs | Judged
+) -> dict[str, tuple[int, ...]]:
+    """The arrays of the run's reference."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "answers": (len(train.pool.lengths), 2 if isinstance(objective, Pairs) else 1)
+    }
+    if isinstance(objective, Judged):
+        shapes |= {"mismatched": (plan.total_rows,), "held_out": (0 if held_out is None else len(held_out),)}
+    return shapes
+
+
+def _computed(forwards: Forwards, objective: Pairs | Judged, shapes: dict[str, tuple[int, ...]]) -> Reference:
+    """The log-probabilities under the present model, in evaluation mode. Every rank calls it."""
+    values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    rows = _all_units(forwards)
+    groups = forwards.plan.groups(rows, np.arange(len(rows)))
+    units = rows.units(np.arange(len(rows)))
+    batches = answer_batches(forwards.plan, rows.documents, groups)
+    for found, places in _log_probabilities(forwards, batches, "answers"):
+        values["answers"][units[places]] = found.reshape(len(places), shapes["answers"][1])
+    if isinstance(objective, Judged):
+        for name, own_rows, steps in _streams(forwards):
+            for first, indices in steps:
+                others = objective.mismatched_batches(forwards.plan, own_rows, indices)
+                for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
+                    values[name][[first + place for place in places]] = found
+    return Reference(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
+
+
+def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
+    """The steps whose mismatched answers are compared: the run's, and the held-out rows as one."""
+    plan = forwards.plan
+    steps = ((step * plan.global_batch_size, plan.rows_of(step)) for step in range(plan.total_steps))
+    yield "mismatched", forwards.train, steps
+    if forwards.held_out is not None:
+        yield "held_out", forwards.held_out, iter([(0, np.arange(len(forwards.held_out)))])
+
+
+def _log_probabilities(
+    forwards: Forwards, batches: list[tuple[AnswerBatch, list[int]]], what: str
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Each micro-batch's answers' log-probabilities on this rank, float32, with their places."""
+    model, device = forwards.model, forwards.accelerator.device
+    model.eval()
+    try:
+        with torch.no_grad(), forwards.weights.cast():
+            on_device = prefetch(cast(list[MicroBatch], [batch for batch, _ in batches]), device, True)
+            for number, (batch, (_, places)) in enumerate(zip(on_device, batches, strict=True), 1):
+                forwards.terminal.progress(f"reference: {what}, micro-batch {number} of {len(batches)}")
+                yield (-model(**model_inputs(batch))).float().cpu().numpy(), places
+    finally:
+        model.train()
+
+
+def _all_units(forwards: Forwards) -> Rows:
+    """Every document that is trained on or held out, once, each a row."""
+    sets = [rows for rows in (forwards.train, forwards.held_out) if rows is not None]
+    units = np.unique(np.concatenate([rows.units(np.arange(len(rows))) for rows in sets]))
+    return forwards.train.pool.rows(units, None)
+
+
+def _agrees(forwards: Forwards, reference: Reference) -> bool:
+    """Whether a kept reference is what the present model computes for the first micro-batch of every rank."""
+    rows = _all_units(forwards)
+    share = forwards.plan.per_device_batch_size * forwards.plan.world_size
+    indices = np.arange(min(len(rows), share))
+    units = rows.units(indices)
+    differs = 0
+    batches = answer_batches(forwards.plan, rows.documents, [[int(index)] for index in indices])
+    for found, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
+        kept = reference.answers[units[places]].reshape(-1)
+        differs += int((np.abs(found - kept) > SAME * np.maximum(np.abs(found), 1.0)).sum())
+    return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]
+
+
+def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
+    """The sum over all ranks, of which one has each value and the others zeros."""
+    tensor: Tensor = accelerator.reduce(torch.from_numpy(values).to(accelerator.device), reduction="sum")
+    result: np.ndarray = tensor.cpu().numpy()
+    return result
+
+
+def _read_by_all(
+    accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
+) -> Reference | None:
+    """Rank 0's kept reference on every rank; None if it has none."""
+    found = _read(file, key, shapes) if accelerator.is_main_process else None
+    if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
+        return None
+    values = {}
+    for name, shape in shapes.items():
+        own = np.zeros(shape, np.float32) if found is None else getattr(found, name)
+        values[name] = _summed(accelerator, own)
+    return Reference(**values)
+
+
+def _as_json(key: str, reference: Reference) -> dict[str, Any]:
+    content: dict[str, Any] = {"key": key}
+    for name in ARRAYS:
+        if (array := getattr(reference, name)) is not None:
+            content[name] = base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
+    return content
+
+
+def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> Reference | None:
+    """A kept reference; None if there is none, or if it is not what was written for this key (None: for any)."""
+    content = read_sealed(file)
+    if not isinstance(content, dict) or key not in (None, content.get("key")):
+        return None
+    values = {}
+    for name, shape in shapes.items():
+        array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")
+        if array.size != int(np.prod(shape)):
+            return None
+        values[name] = array.reshape(shape).copy()
+    return Reference(**values)
