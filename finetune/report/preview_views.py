@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from finetune.output_stream import without_controls
+from finetune.output_stream import UNBROKEN, without_controls
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
@@ -46,11 +46,12 @@ def print_preview(preview: Preview, console: Console) -> None:
 
 
 def _print_answers(row: ShownRow, console: Console) -> None:
-    """A pair's answers, the chosen one on the left; one below the other on a narrow terminal."""
+    """A pair's answers, the chosen one on the left; one below the other on a narrow terminal, and where no line is
+    broken."""
     marks = not console.color_system
     titles = [f"{answer.name}: {answer.learned:,} supervised" for answer in row.answers]
     texts = [_row_text(answer.pieces, marks=marks) for answer in row.answers]
-    if console.width < SIDE_BY_SIDE:
+    if not SIDE_BY_SIDE <= console.width < UNBROKEN:
         for title, text in zip(titles, texts, strict=True):
             console.print(Text(title, style="bold dim"))
             console.print(text, soft_wrap=False)

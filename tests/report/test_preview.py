@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
-from finetune.report.preview_views import as_page, facts_lines
+from finetune.report.preview_views import as_page, facts_lines, print_preview
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
 from tests.support.models.tiny import SPECIAL_TOKENS, save_tiny
@@ -248,9 +250,7 @@ def write_preferences(folder: Path, model: Path, rows: list[dict[str, Any]], obj
     return folder / "recipe.yaml"
 
 
-def test_a_pair_is_one_prompt_and_two_answers(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_is_one_prompt_and_two_answers(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_preferences(
         tmp_path,
         model,
@@ -276,10 +276,12 @@ def test_a_pair_is_one_prompt_and_two_answers(
 
     printed = {}
     for width in (120, 60):
-        monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["preview", str(recipe), "-n", "1"]) == 0
-        printed[width] = capsys.readouterr().out
-    assert re.search(r"chosen: \d+ supervised +rejected: \d+ supervised\n", printed[120])
+        console = Console(width=width, file=StringIO())
+        print_preview(view, console)
+        printed[width] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert main(["preview", str(recipe), "-n", "1"]) == 0
+    assert re.search(r"⟦one 東京<\|im_end\|>⟧\n+rejected:", capsys.readouterr().out)
+    assert re.search(r"chosen: \d+ supervised +rejected: \d+ supervised *\n", printed[120])
     assert re.search(r"⟦one 東京.*⟧ *⟦two<\|im_end\|>⟧", printed[120])
     assert re.search(r"chosen: \d+ supervised\n⟦one 東京<\|im_end\|>⟧\n+rejected: \d+ supervised\n⟦two", printed[60])
     page = as_page(view, "recipe.yaml")
