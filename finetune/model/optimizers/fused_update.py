@@ -172,7 +172,7 @@ class UpdateKernel:
         if stopped and self.stopped is None:
             self.stopped = "another rank cannot, for its own reason"
             self.optimizer.update_range = None
-        if stopped and self.required and device.type == "cuda":
+        if stopped and self.required:
             raise EnvironmentMismatch(
                 f"training.compile: true: the optimizer's update: {self.stopped}; set training.compile: auto, or false"
             )
@@ -206,12 +206,12 @@ def choose_update(
     """
     if not isinstance(optimizer, RoundedAdamW):
         return None
-    chosen = UpdateKernel(optimizer, required=recipe.training.compile is True)
-    if recipe.training.compile is False:
-        chosen.stopped = "training.compile: false"
-        return chosen
+    chosen = UpdateKernel(optimizer, required=recipe.training.compile is True and device.type == "cuda")
     if device.type != "cuda":
         chosen.stopped = "on a CPU"
+    elif recipe.training.compile is False:
+        chosen.stopped = "training.compile: false"
+    if chosen.stopped is not None:
         return chosen
     began, update = time.perf_counter(), FusedUpdate(compiled_update(backend))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
