@@ -55,7 +55,10 @@ ELSEWHERE = {
     "python -m lectures": "lectures/test_pages.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
-    **{f"finetune eval runs/{skill}": "finished_run/test_evaluate.py" for skill in ("dates", "sql", "tools", "devil")},
+    **{
+        f"finetune eval runs/{skill}": "finished_run/test_evaluate.py"
+        for skill in ("dates", "sql", "tools", "devil", "my", "faq_de")
+    },
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
     "finetune import": "importers/test_convert.py",
     "finetune doctor": "preflight/test_doctor.py",
