@@ -95,11 +95,11 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
     heading = (
         f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
     )
-    verdicts = [verdict(name, each, figures["rows"]) for name, each in figures["metrics"].items()]
+    verdicts = [score_verdict(name, each, figures["rows"]) for name, each in figures["metrics"].items()]
     return "\n".join([*figures["notes"], f"{heading}:", scores_table(figures["metrics"]), *verdicts])
 
 
-def verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
+def score_verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
     """A metric's result as a sentence: `Better: exact 1 -> 93 of 100 (difference 88 to 98).`"""
     if rows < FEW_ROWS:
         return f"{counted(rows, 'row')} cannot show whether {name} changed; answer {FEW_ROWS} or more."

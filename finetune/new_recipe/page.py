@@ -13,12 +13,12 @@ from finetune.recipe.sections.data import Truncation
 from finetune.wording import counted
 
 MOST_LINES = 25
-STRATEGIES = {
+STRATEGY_WORDS = {
     "single": "one process",
     "ddp": "one process per GPU, each with all weights",
     "fsdp2": "one process per GPU, each with a share of the weights",
 }
-TRUNCATIONS: dict[Truncation, str] = {
+TRUNCATION_WORDS: dict[Truncation, str] = {
     "right": "cut the end of a longer row; the run says how many",
     "split": "a longer text becomes several rows; no token is lost",
 }
@@ -75,7 +75,7 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         nodes = f", nodes: {budget.nodes}" * (budget.nodes > 1)
         needs = f"  # {choice.memory}" * bool(choice.memory)
         lines += [f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}{nodes}}}{needs}"]
-    lines += [f"accelerate_config: {choice.strategy}  # {STRATEGIES[choice.strategy]}"]
+    lines += [f"accelerate_config: {choice.strategy}  # {STRATEGY_WORDS[choice.strategy]}"]
     dtype = "auto" if choice.gpus is None else "bfloat16"
     lines += [f"model: {{name_or_path: {_quoted(choice.model)}, dtype: {dtype}}}  # its weights stay as they are"]
     if choice.method == "qlora":
@@ -89,7 +89,7 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
     lines += [
         f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
-        f"  truncation: {settings.truncation}  # {TRUNCATIONS[settings.truncation]}",
+        f"  truncation: {settings.truncation}  # {TRUNCATION_WORDS[settings.truncation]}",
         "training:",
         f"  global_batch_size: {settings.global_batch_size}  # rows in a step; short texts share a row",
     ]

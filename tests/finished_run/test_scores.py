@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.finished_run.scores import compared, scores_in_words, verdict
+from finetune.finished_run.scores import compared, score_verdict, scores_in_words
 
 RIGHT, WRONG = 1.0, 0.0
 
@@ -21,7 +21,7 @@ RIGHT, WRONG = 1.0, 0.0
     ],
 )
 def test_the_verdict(base: list[float], tuned: list[float], expected: str) -> None:
-    assert verdict("exact", compared(base, tuned), len(base)) == expected
+    assert score_verdict("exact", compared(base, tuned), len(base)) == expected
 
 
 def test_the_table_ends_with_a_verdict_on_each_metric() -> None:
