@@ -17,7 +17,7 @@ from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
 BASE_AND_TUNED = ("base", "tuned")
-FEW_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
+LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
 
 
 def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
@@ -101,8 +101,8 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
 
 def score_verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
     """A metric's result as a sentence: `Better: exact 1 -> 93 of 100 (difference 88 to 98).`"""
-    if rows < FEW_ROWS:
-        return f"{counted(rows, 'row')} cannot show whether {name} changed; answer {FEW_ROWS} or more."
+    if rows < LEAST_SCORED_ROWS:
+        return f"{counted(rows, 'row')} cannot show whether {name} changed; answer {LEAST_SCORED_ROWS} or more."
     difference = figures["difference"]
     if difference["low"] <= 0 <= difference["high"]:
         return f"No difference in {name} that {rows:,} rows can show."
