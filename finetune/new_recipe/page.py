@@ -36,6 +36,7 @@ class Counts:
     mean_bytes: float
     longest_bytes: int
     is_whole: bool  # whether every row was read
+    with_tools: int = 0  # rows with tools or calls
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens

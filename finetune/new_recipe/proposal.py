@@ -132,9 +132,14 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     file = options.output or Path(f"{_stem(target)}.yaml")
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own page must be a right recipe
-    return Proposal(
-        entry, reading, counts, choice, settings, examples, tuple(_found(source, sample, reading, counts)), file, text
-    )
+    lines = _found(source, sample, reading, counts)
+    if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
+        lines.append(
+            "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
+            "--model Qwen/Qwen3-0.6B, or name a template that does: data.chat_template (example, in a checkout: "
+            "data/skills/tools.jinja)"
+        )
+    return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
 
 
 def _stem(target: str) -> str:
@@ -218,7 +223,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
     reader = RowReader(source)
     examples: list[Chat | Passage] = []
     problems: list[str] = []
-    good, nbytes, longest = 0, 0, 0
+    good, nbytes, longest, with_tools = 0, 0, 0, 0
     limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(limited.rows(source)):
         if row.read is None:
@@ -227,6 +232,9 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
             good += 1
             size = len(text_of(row.read).encode(errors="replace"))
             nbytes, longest = nbytes + size, max(longest, size)
+            with_tools += isinstance(row.read, Chat) and bool(
+                row.read.tools or any(message.get("tool_calls") for message in row.read.messages)
+            )
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
@@ -245,6 +253,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Chat | Passa
         mean_bytes=nbytes / good,
         longest_bytes=longest,
         is_whole=limited.is_whole,
+        with_tools=with_tools,
     )
     return counts, tuple(examples)
 
