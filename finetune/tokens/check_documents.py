@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.check import Mistakes
+from finetune.data.formats import Passage
 from finetune.data.row_reader import ReadRow, RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
@@ -109,10 +110,10 @@ def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes,
     last_row = None
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         documents = encoder.texts.tokenise([script for _, script in chunk])
-        for (row, _), document in zip(chunk, documents, strict=True):
+        for (row, script), document in zip(chunk, documents, strict=True):
             if isinstance(document, RowError):
                 mistakes.add(str(document), row.place)
-            elif fit(document, row, data, mistakes, counts):
+            elif fit(document, row, data, mistakes, counts, is_text=script.is_text):
                 progress.kept += row is not last_row  # with train_on: each_turn, a row has several documents
                 last_row = row
 
@@ -124,7 +125,9 @@ def _rows_to_encode(reader: RowReader, data: Data, progress: _Progress) -> Itera
         if row.read is None:
             continue
         nbytes = len(text_of(row.read).encode(errors="replace"))
-        may_be_long = data.truncation == "error" and nbytes > LEAST_BYTES_A_TOKEN * data.max_length
+        is_text = isinstance(row.read, Passage) and not row.read.prompt
+        refuses_long = data.truncation == "error" or (data.truncation == "split" and not is_text)
+        may_be_long = refuses_long and nbytes > LEAST_BYTES_A_TOKEN * data.max_length
         if (progress.encoded < FIRST_ROWS or may_be_long) and progress.nbytes < MOST_ENCODED_BYTES:
             progress.encoded += 1
             progress.nbytes += nbytes

@@ -394,4 +394,6 @@ def finish(session: Session) -> None:
         mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
         log(describe_exported(exported, state))
         log(only_by_peft(start.recipe, start.run_dir))
-        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', str(start.run_dir)])}")
+        run = str(start.run_dir)
+        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
+        log(f"serve it: {shlex.join(['finetune', 'export', run, '--for', 'ollama'])}")
