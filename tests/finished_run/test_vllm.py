@@ -292,7 +292,7 @@ save_file({name: scaling * (b.float() @ a.float()) for name, a, b, scaling in pa
 
 
 def test_vllms_loader_packs_each_expert(tmp_path: Path) -> None:
-    """vLLM computes mixtures on GPUs only (Triton). Its loader reads a converted adapter as peft's change of weights."""
+    """vLLM computes mixtures on GPUs only (Triton). Its loader reads the converted one as peft's change of weights."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     base = save_tiny(tmp_path / "base", "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     lora = {"r": 4, "use_rslora": True, "target_modules": ["q_proj"], "target_parameters": experts}
