@@ -44,6 +44,7 @@ class RowCounts:
     longest: int  # tokens that the longest row may have
     estimated_by: str = ""  # empty where they were counted
     too_long: tuple[int, int, int] | None = None  # documents beyond max_length, all documents, the longest
+    beyond: float = 0.0  # share of all tokens that lie beyond max_length in their document
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     trained = _epoch_lengths(recipe, lengths)
     if data.truncation == "drop":
         trained = trained[trained <= data.row_tokens]
+    if data.truncation == "split":  # whole pieces, and the rest
+        whole, rest = trained // data.max_length, trained % data.max_length
+        trained = np.concatenate([np.full(int(whole.sum()), data.max_length), rest[rest > 0]])
     trained = np.clip(trained, 1, data.row_tokens)
     if not len(trained):
         return None
@@ -85,11 +89,13 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     if not file:
         estimated_by = f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
     too_long = (longer, len(all_lengths), int(all_lengths.max())) if longer else None
-    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long)
+    beyond = float(np.maximum(all_lengths - data.row_tokens, 0).sum() / all_lengths.sum())
+    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond)
 
 
 def _read_texts(source: Source, data: Data) -> _Texts:
-    """The sizes of a data set's documents; a preference pair counts as one. Rows with a mistake are passed over, because other commands report them."""
+    """The sizes of a data set's documents; a preference pair counts as one. Rows with a mistake are passed over, since
+    other commands report them."""
     texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:
