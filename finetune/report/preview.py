@@ -245,6 +245,9 @@ def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[
             odd[text] = doubled_begin(store, begin)
         if data.train_on != "all":  # with `all`, the line break after the last turn is supervised and ends no turn
             truncated, silent = unfinished(store, store.facts["stops"], data.max_length)
+            if store.facts["texts_split"]:  # the end of such a text is in a later piece
+                continued = np.flatnonzero(store.rows[:-1] == store.rows[1:])
+                truncated, silent = np.setdiff1d(truncated, continued), np.setdiff1d(silent, continued)
             odd["an answer truncated at data.max_length teaches no end; raise it, or set truncation: drop"] = truncated
             text = "an answer's end of turn is not supervised, so the model would not stop; look at the template"
             odd[text] = silent

@@ -136,7 +136,7 @@ def test_answers_truncated_at_the_row_are_found(tmp_path: Path, model: Path) -> 
     texts = {finding.severity: finding for finding in view.findings}
     assert "answer truncated at data.max_length" in texts["warning"].text
     assert texts["warning"].places[0].endswith("rows.jsonl:2")
-    assert texts["note"].text == "1 document truncated at data.max_length"
+    assert texts["note"].text.startswith("1 document truncated at data.max_length: 75 % of the tokens are cut;")
 
 
 def test_refused_rows_are_errors_and_the_good_ones_are_shown(
