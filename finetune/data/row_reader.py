@@ -269,8 +269,6 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
             "writes the tokens"
         )
     answers = facts.get("answers") or {}  # an older cache has none
-    if count := answers.get("equal"):
-        yield f"{name}: pairs of two equal answers: {count:,}; they are left out"
     if sum(answers.get(kind, 0) > 0 for kind in ("wanted", "unwanted")) == 1:
         kind, other = ("wanted", "unwanted") if answers["wanted"] else ("unwanted", "wanted")
         yield f"{name}: all answers are {kind}; kto learns from the difference, so add some that are {other}"

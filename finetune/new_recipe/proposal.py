@@ -18,7 +18,7 @@ import yaml
 
 from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Content
+from finetune.data.formats import Chat, Content, documents_in
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
@@ -30,7 +30,9 @@ from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.sections.data import Truncation
 from finetune.tokens.estimate import estimated_rows, text_of
+from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
@@ -125,13 +127,19 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
-    settings, counts = _settings(entry, counts, choice, length)
+    truncation: Truncation = "split" if reading.format == "text" else "right"
+    settings, counts = _settings(entry, counts, choice, length, truncation)
     file = options.output or Path(f"{_stem(target)}.yaml")
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own page must be a right recipe
-    return Proposal(
-        entry, reading, counts, choice, settings, examples, tuple(_found(source, sample, reading, counts)), file, text
-    )
+    lines = _found(source, sample, reading, counts)
+    if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
+        lines.append(
+            "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
+            "--model Qwen/Qwen3-0.6B, or name a template that does: data.chat_template (example, in a checkout: "
+            "data/skills/tools.jinja)"
+        )
+    return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
 
 
 def _stem(target: str) -> str:
@@ -215,7 +223,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
     reader = RowReader(source)
     examples: list[Content] = []
     problems: list[str] = []
-    good, nbytes, longest = 0, 0, 0
+    good, nbytes, longest, with_tools = 0, 0, 0, 0
     limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(limited.rows(source)):
         if row.read is None:
@@ -224,6 +232,10 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
             good += 1
             size = len(text_of(row.read).encode(errors="replace"))
             nbytes, longest = nbytes + size, max(longest, size)
+            chats = [document for document in documents_in(row.read) if isinstance(document, Chat)]
+            with_tools += any(
+                chat.tools or any(message.get("tool_calls") for message in chat.messages) for chat in chats
+            )
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
@@ -242,6 +254,7 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
         mean_bytes=nbytes / good,
         longest_bytes=longest,
         is_whole=limited.is_whole,
+        with_tools=with_tools,
     )
     return counts, tuple(examples)
 
@@ -264,7 +277,9 @@ def _length_and_choice(longest_bytes: int, gpus: Gpus | None, model: str | None)
     return usual, choice
 
 
-def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tuple[Settings, Counts]:
+def _settings(
+    entry: DataSet, counts: Counts, choice: Choice, length: int, truncation: Truncation
+) -> tuple[Settings, Counts]:
     """Batch, epochs, rate and held-out share for this many rows, and the counts with tokens."""
     held_out = _held_out(counts.rows)
     probe = Recipe.model_validate(
@@ -274,7 +289,7 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
                 "train": [entry.model_dump(exclude_defaults=True)],
                 "eval": {"fraction": held_out} if held_out else None,
                 "max_length": length,
-                "truncation": "right",
+                "truncation": truncation,
             },
             "training": {},
         }
@@ -289,7 +304,8 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
         too_long, longest = 0, round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
         packed = math.ceil(tokens / length)
-    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long)
+    beyond = measured.beyond if measured is not None else 0.0
+    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long, beyond=beyond)
 
     epochs = 3
     if counts.rows >= 2000:
@@ -299,13 +315,13 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         most = CPU_TOKENS // length if choice.model in (EMBEDDED, ONLINE_SMOLLM) else None
         steps = epochs * packed
         max_steps = most if most is not None and steps > most else None
-        return Settings(length, held_out, batch, 1, epochs, 2e-3, max_steps, max_steps or steps), counts
+        return Settings(length, truncation, held_out, batch, 1, epochs, 2e-3, max_steps, max_steps or steps), counts
     at_once = choice.rows * choice.ranks
     # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
     micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
     batch = at_once * micro_batches
     steps = max(1, math.ceil(epochs * packed / batch))
-    return Settings(length, held_out, batch, choice.rows, epochs, 2e-4, None, steps), counts
+    return Settings(length, truncation, held_out, batch, choice.rows, epochs, 2e-4, None, steps), counts
 
 
 def _held_out(rows: int) -> float:
@@ -348,7 +364,11 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
     if counts.refused:
         lines.append(f"wrong rows: {counts.refused:,}; training will refuse them: {counts.problems[0]}")
     if counts.rows <= SMALLEST_SPLIT:
-        lines.append(f"{counts.rows} rows teach a model little, and none are held out; a hundred are a beginning")
+        few = f"{counted(counts.rows, 'row')}: too few to hold some out and measure by them"
+        lines.append(f"{few}; a hundred are a beginning" if reading.format != "text" else few)
     if counts.too_long:
-        lines.append(f"longer than max_length: {counts.too_long:,} rows; they are cut, and counted")
+        fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
+        if reading.format == "text":
+            fate = "they are split into pieces, and no token is lost"
+        lines.append(f"longer than max_length: {counted(counts.too_long, 'row')}; {fate}")
     return lines

@@ -3,8 +3,8 @@
 A new case is one YAML file. Keys: `file`, its name (the ending decides the kind), and its content: `text`, `bytes`
 (with Python's escapes), or `table` (columns, for Parquet); after a text come `repeat: {text, times}`, `then`,
 `repeat_then` and `end`. `entry` and `data` add settings to the recipe, and `objective` is its training's. `family`:
-tokenised with that of chat_families.py, for mistakes that only a template or a length shows. Expected: the line (`at`) and words of the
-message (`says`).
+tokenised with that of chat_families.py, for mistakes that only a template or a length shows. Expected: the line (`at`)
+and words of the message (`says`).
 """
 
 from __future__ import annotations

@@ -313,6 +313,25 @@ def test_tool_calls_are_shown(
     assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("gpus", "told"), [("cpu", True), ("24GB", False)])
+def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool, tmp_path: Path) -> None:
+    """The line names a template, with which the rows are accepted. Qwen3's own template writes tools."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    turns = [{"role": "user", "content": "Rain in Ulm?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    plain = {"messages": [turns[0], {"role": "assistant", "content": "No."}]}
+    rows = [plain, *[{"tools": [tool], "messages": turns}] * 12]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    found = propose(str(tmp_path / "rows.jsonl"), gpus=gpus)
+    lines = [line for line in found.lines if line.startswith("rows with tools: ")]
+    assert len(lines) == told
+    if told:
+        (file := tmp_path / "my.yaml").write_text(found.text, "utf-8")
+        template = next(word.strip("()") for word in lines[0].split() if "tools.jinja" in word)
+        assert main(["check", str(file), "--data"]) == 2
+        assert main(["check", str(file), "--data", f"data.chat_template={ROOT / template}"]) == 0
+
+
 def test_a_system_column_is_the_system_turn(tmp_path: Path) -> None:
     rows = [{"system": "You are kind.", **pair} for pair in pairs("question", "answer")]
     (tmp_path / "a.jsonl").write_bytes(lines(lambda n: rows[n]))

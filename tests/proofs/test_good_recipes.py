@@ -30,11 +30,11 @@ from tests.support.models.model_shapes import shape_of
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 47
+COUNT = 49
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm[23]|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
-    r"(?:_(?P<task>apo|chat|code|dpo|korean|kto|math|reasoning|sql|text|tools))?(?:_(?P<strategy>1f1b|[a-z]+\d?(?:_[a-z]+)*?))?"
+    r"(?:_(?P<task>apo|chat|code|dpo|gsm8k|korean|kto|math|reasoning|sql|text|tools|tulu))?(?:_(?P<strategy>1f1b|[a-z]+\d?(?:_[a-z]+)*?))?"
     r"_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
 )
 # Named after what they show: method and strategy.
@@ -53,9 +53,17 @@ PLAIN = {
 # GPUs, GB of one, nodes: the budgets that there is a recipe for.
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
 BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (2, 80, 1), (8, 80, 1), (2, 24, 2), (8, 80, 2)}
-LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
+LLAMAS = {
+    "Llama-3.2-1B",
+    "Llama-3.2-3B",
+    "Llama-3.2-1B-Instruct",
+    "Llama-3.2-3B-Instruct",
+    "Llama-3.1-8B-Instruct",
+    "Llama-3.3-70B-Instruct",
+}
 FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "smollm3", "gemma3", "phi4", "gpt", "quickstart"}
 NO_SIZE = ("microsoft/phi-4",)  # in the model's name
+PUBLISHED = {"llama3_3b_lora_gsm8k_1x24gb", "llama3_1b_lora_tulu_1x24gb"}  # whose batch is that of a published result
 SPARE = 0.1  # of a GPU's memory, for fragmentation and what the arithmetic leaves out
 
 
@@ -203,6 +211,8 @@ class TestRecipe:
 
     def test_a_step_is_of_about_32_thousand_tokens(self, file: Path) -> None:
         """More only where one micro-batch on every GPU is more: else some thousand rows are a handful of steps."""
+        if file.stem in PUBLISHED:
+            return
         recipe = recipe_of(file)
         training, ranks = recipe.training, max(1, recipe.budget.gpus * recipe.budget.nodes)
         if training.objective != "supervised":  # published runs take 16 to 128 pairs, whatever their length

@@ -123,6 +123,12 @@ def gsm8k(draw: Draw) -> Row:
     return {"question": text(draw, 15, 30), "answer": steps}
 
 
+def metamath(draw: Draw) -> Row:
+    first, second = draw.randint(2, 30), draw.randint(2, 30)
+    row = {"type": "GSM_Rephrased", "query": text(draw, 15, 30), "original_question": text(draw, 15, 30)}
+    return row | {"response": f"{text(draw, 40, 80)}\n#### {first + second}\nThe answer is: {first + second}"}
+
+
 def sql_context(draw: Draw) -> Row:
     table, column = draw.choice(WORDS), draw.choice(WORDS)
     query = f"SELECT {column} FROM {table} WHERE {draw.choice(WORDS)} = '{text(draw, 1, 2)}'"
@@ -237,6 +243,7 @@ DATA_SETS = {
     "open-thoughts/OpenThoughts-114k": DataSetPage(113_957, "Apache-2.0", {DEFAULT: open_thoughts}),
     "open-r1/OpenR1-Math-220k": DataSetPage(93_733, "Apache-2.0", {DEFAULT: open_r1}),
     "openai/gsm8k": DataSetPage(7_473, "MIT", {"main": gsm8k}, ("train", "test")),
+    "meta-math/MetaMathQA": DataSetPage(395_000, "MIT", {DEFAULT: metamath}),
     "b-mc2/sql-create-context": DataSetPage(78_577, "CC-BY-4.0", {DEFAULT: sql_context}),
     "beomi/KoAlpaca-v1.1a": DataSetPage(21_155, "see its page", {DEFAULT: ko_alpaca}),
     "CohereLabs/aya_dataset": DataSetPage(202_362, "Apache-2.0", {DEFAULT: aya}, ("train", "test")),

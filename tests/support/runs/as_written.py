@@ -137,14 +137,15 @@ def serve_data_of(recipe: Recipe, hub: Hub, steps: int) -> None:
 
 
 def rows_for(recipe: Recipe, entry: DataSet, steps: int) -> int:
-    """So many that their tokens are those of the steps over the recipe's epochs."""
+    """So many that their tokens are those of the steps over the recipe's epochs; without packing, themselves. A row of
+    preferences is a pair, or an answer."""
+    training = recipe.training
+    if not recipe.data.packing or recipe.preferences is not None:
+        return ceil(steps * training.global_batch_size / training.num_train_epochs)
     tokenizer, page = train_tokenizer(BUILT_IN), DATA_SETS[entry.path]
     rows = rows_of(entry.path, entry.name or DEFAULT, page.splits[0], SAMPLED)
     texts = [json.dumps(row.get("messages", row), ensure_ascii=False) for row in rows]
     each = sum(len(tokenizer.encode(text)) for text in texts) / SAMPLED
-    training = recipe.training
-    if recipe.preferences is not None:  # a row is a pair, or an answer
-        return steps * training.global_batch_size
     return ceil(steps * training.global_batch_size * recipe.data.max_length / training.num_train_epochs / each)
 
 
