@@ -129,7 +129,7 @@ def preference_figures(name: str) -> dict[str, Any]:
 
 def draw_preference(name: str, run: dict[str, Any]) -> None:
     """docs/pictures/skill_NAME.png: margin, accuracy and KL by step, of training and of held-out pairs."""
-    figure = new_figure(figsize=(9, 2.6), layout="constrained")
+    figure = new_figure(figsize=(9, 2.6))
     shown = {"reward_margin": "margin", "reward_accuracy": "accuracy", "kl_by_token": "KL by token, from the start"}
     for place, (key, title) in enumerate(shown.items(), 1):
         axes = figure.add_subplot(1, len(shown), place)
