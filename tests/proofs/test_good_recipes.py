@@ -52,7 +52,14 @@ PLAIN = {
 # GPUs, GB of one, nodes: the budgets that there is a recipe for.
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
 BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (8, 80, 1), (2, 24, 2), (8, 80, 2)}
-LLAMAS = {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
+LLAMAS = {
+    "Llama-3.2-1B",
+    "Llama-3.2-3B",
+    "Llama-3.2-1B-Instruct",
+    "Llama-3.2-3B-Instruct",
+    "Llama-3.1-8B-Instruct",
+    "Llama-3.3-70B-Instruct",
+}
 FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "gemma3", "phi4", "gpt", "quickstart"}
 NO_SIZE = ("microsoft/phi-4",)  # in the model's name
 PUBLISHED = {"llama3_3b_lora_gsm8k_1x24gb", "llama3_1b_lora_tulu_1x24gb"}  # whose batch is that of a published result
