@@ -211,11 +211,11 @@ def test_six_steps(case: str, lora: bool, base: Path, adapter: Path, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["sigmoid", "kto"])
 def test_over_four_bits(case: str, base: Path, adapter: Path, tmp_path: Path) -> None:
-    """A 4-bit base under adapters: both dequantise the same numbers, so only the order of sums differs."""
+    """A 4-bit base under adapters. TRL casts these to bfloat16, ours stay in float32: eight bits agree."""
     kind, settings, of_trl = CASES[case]
     lines = ours(tmp_path, base, kind, settings, adapter, quantized=True)
     steps, _ = theirs(tmp_path, base, kind, of_trl, adapter, quantized=True)
     for line, step in zip(lines, steps, strict=True):
-        assert line["loss"] == pytest.approx(step["loss"], rel=1e-4)
-        assert line["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
-        assert line["logps_chosen"] == pytest.approx(step["logps/chosen"], rel=1e-4)
+        assert line["loss"] == pytest.approx(step["loss"], rel=4e-3)
+        assert line["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-2)
+        assert line["logps_chosen"] == pytest.approx(step["logps/chosen"], rel=1e-3)
