@@ -140,10 +140,16 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(check_rows(recipe.data).values()) == proposal.counts.rows
 
 
+PAIR = ("chosen", "rejected")
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
-    "preferences": (
-        "a.jsonl", lambda: lines(lambda n: {"prompt": "a", "chosen": "b", "rejected": "c"}), "need preference tuning"
+    "equal answers": (
+        "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
+        "chosen equals rejected in each of 40 pairs",
+    ),
+    "transcripts": (
+        "a.jsonl", lambda: lines(lambda n: {f"{name}": f"\n\nHuman: {n}\n\nAssistant: {name}" for name in PAIR}),
+        "is a transcript of Human: and Assistant:, not one answer",
     ),
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
