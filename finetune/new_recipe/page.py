@@ -112,7 +112,10 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         ]
     else:
         lines += [f"  num_train_epochs: {settings.epochs}  # times that every row is seen"]
-    lines += [f"  learning_rate: {settings.learning_rate:g}"]
+    rate = f"{settings.learning_rate:g}"
+    if "." not in rate:  # YAML 1.1 reads 1e-05 as a text, and 1.0e-05 as a number
+        rate = f"{settings.learning_rate:.1e}"
+    lines += [f"  learning_rate: {rate}"]
     if settings.held_out and settings.epochs > 1:
         lines += ["  load_best_model_at_end: true  # the weights that did best on held-out rows"]
     if settings.objective != "supervised":

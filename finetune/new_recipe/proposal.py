@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from finetune.data.check import Mistakes
 from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect
 from finetune.data.formats import Chat, Content, documents_in
@@ -28,6 +29,7 @@ from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
+from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
@@ -238,11 +240,13 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
     reader = RowReader(source)
     examples: list[Content] = []
     problems: list[str] = []
+    mistakes = Mistakes()
     good, nbytes, longest, with_tools = 0, 0, 0, 0
     limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(limited.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
+            mistakes.add(str(row.problem), row.place)
         else:
             good += 1
             sizes = [len(text_of(document).encode(errors="replace")) for document in documents_in(row.read)]
@@ -254,8 +258,11 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
-        raise DataError(problems[:3])
-    dropped = reader.facts()["dropped"]
+        mistakes.raise_if_any()
+    facts = reader.facts()
+    if facts["answers"]["pairs"] and facts["answers"]["pairs"] == facts["answers"]["equal"]:
+        raise DataError(problems[-1:])  # nothing to prefer, in any row
+    dropped = facts["dropped"]
     empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
     rows = good
     if not limited.is_whole and sample.total:
@@ -383,7 +390,8 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     if reading.columns:
-        unused = [name for name in names if name not in reading.columns.values()]
+        by_name = {*ROW_COLUMNS[reading.format], *OPTIONAL_COLUMNS[reading.format]} - {*reading.columns}
+        unused = [name for name in names if name not in {*reading.columns.values(), *by_name}]
         lines.append(f"read as {in_yaml(reading.columns)}" + (f"; not used: {in_quotes(unused)}" if unused else ""))
     else:
         lines.append(f"read as {reading.format}")

@@ -137,7 +137,7 @@ SAID = [{"role": "assistant", "content": "So."}]
             "preference", {"instruction": "frage", "chosen": "antwort_win", "rejected": "antwort_lose"},
         ),
         (
-            rows(system=lambda n: "Be brief.", question=question, accepted=answer, rejected=statement, score_rejected=str),
+            rows(system=lambda n: "Be brief.", question=question, accepted=answer, rejected=statement, score=str),
             "preference", {"instruction": "question", "chosen": "accepted"},
         ),
         (
