@@ -23,6 +23,7 @@ from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 FEWEST_BARS, MOST_BARS = 8, 24
+NO_MARGIN = 1e-3  # between rewards of a model and of itself, which other batches may round otherwise
 SLOW_DATA = 0.05  # of a step; a smaller share is the first to be left out of a narrow terminal
 
 
@@ -114,7 +115,9 @@ def evaluation_in_words(line: Mapping[str, Any]) -> str:
     if "perplexity" in line:
         return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
     rewards = f"reward accuracy {line['reward_accuracy']:.0%}"
-    if "reward_margin" in line:
+    if line["step"] == 0 and abs(line.get("reward_margin", 0.0)) < NO_MARGIN:
+        rewards = "rewards 0 as long as the model is its reference"
+    elif "reward_margin" in line:
         rewards += f", margin {line['reward_margin']:.3g}"
     return f"held-out loss {line['loss']:.4f}, {rewards}{sets}"
 

@@ -71,15 +71,15 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     around = _tokens_around(file) if file else AROUND
     lengths = [_token_counts(texts, file, around) for texts in texts_of_sets]
     all_lengths = np.concatenate(lengths)
-    longer = int((all_lengths > data.max_length).sum())
+    longer = int((all_lengths > data.row_tokens).sum())
     trained = _epoch_lengths(recipe, lengths)
     if data.truncation == "drop":
-        trained = trained[trained <= data.max_length]
-    trained = np.clip(trained, 1, data.max_length)
+        trained = trained[trained <= data.row_tokens]
+    trained = np.clip(trained, 1, data.row_tokens)
     if not len(trained):
         return None
     rows, longest = len(trained), int(trained.max())
-    if data.packing:
+    if data.packing and data.unit == "documents":
         rows, longest = len(pack(trained, data.max_length)), data.max_length
     estimated_by = "the model's tokenizer"
     if not file:
