@@ -15,6 +15,7 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
 from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.wording import metric_in_words
 
 # Title, key of a training line, factor.
 CURVES = (
@@ -24,6 +25,20 @@ CURVES = (
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
 )
+# Of runs on preferences: title, key of training lines and evaluations, factor.
+PREFERENCE_CURVES = (
+    ("Reward accuracy, %", "reward_accuracy", 100.0),
+    ("Reward margin, chosen less rejected", "reward_margin", 1.0),
+    ("KL to the reference, by token", "kl_by_token", 1.0),
+    ("KL baseline", "kl", 1.0),
+)
+# Title, and the key of each kind of answer. Only KTO has no figures by token.
+CHOSEN_AND_REJECTED = (
+    ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"}),
+    ("Log-probability by token", {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"}),
+    ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"}),
+)
+ANSWER_COLOURS = (2, 3)  # green and red of pictures.COLOURS
 FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed
 SMOOTHED_SHARE = 12  # a smoothed point is the mean of a twelfth of the run's lines
 
@@ -81,26 +96,71 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Training losses as faint curves, their smoothed curves before them, and held-out losses as dots."""
+    return measured_chart(runs, "Loss", "loss", leads=True)
+
+
+def measured_chart(
+    runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0, *, leads: bool = False
+) -> Chart:
+    """A value that training lines and evaluations have: faint curves, smoothed ones before them, and dots."""
     series = []
     for index, run in enumerate(runs):
         training_name, held_out_name = run.name, f"{run.name}, held out"
         if len(runs) == 1:
             training_name, held_out_name = "training", "held out"
-        lines = [line for line in run.facts.trained() if line.get("loss") is not None]
-        points, holes = _points(lines, "loss"), run.facts.holes()
-        smooth = len(points) >= FEWEST_SMOOTHED
-        series.append(Series(training_name, points, colour=index, faint=smooth, holes=holes))
-        if smooth:
-            # An odd window has a middle: 60 lines give 5, 240 lines give 21.
-            window = max(5, len(lines) // SMOOTHED_SHARE) | 1
-            mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
-            steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
-            name = f"{training_name}, mean of {round(steps_between * window)} steps"
-            series.append(Series(name, mean, colour=index, holes=holes))
-        if held_out := _points(run.facts.evals(), "loss"):
+        points, holes = _points(run.facts.trained(), key, factor), run.facts.holes()
+        mean = _smoothed_curve(run, key, factor)
+        series.append(Series(training_name, points, colour=index, faint=mean is not None, holes=holes))
+        if mean is not None:
+            series.append(Series(f"{training_name}, {mean.name}", mean.points, colour=index, holes=holes))
+        if held_out := _points(run.facts.evals(), key, factor):
             # Several runs have one colour each. A single run has a second one for its held-out rows.
             series.append(Series(held_out_name, held_out, True, 1 if len(runs) == 1 else index))
-    return Chart("Loss", series, holes=_shown_holes(runs), leads=True)
+    return Chart(title, series, holes=_shown_holes(runs), leads=leads)
+
+
+def _smoothed_curve(run: ReportedRun, key: str, factor: float) -> Series | None:
+    """The mean of neighbouring training lines by their supervised tokens, named after their number of steps; None for
+    a run that is too short."""
+    lines = [line for line in run.facts.trained() if line.get(key) is not None]
+    if len(lines) < FEWEST_SMOOTHED:
+        return None
+    # An odd window has a middle: 60 lines give 5, 240 lines give 21.
+    points, window = _points(lines, key, factor), max(5, len(lines) // SMOOTHED_SHARE) | 1
+    mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
+    steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
+    return Series(f"mean of {round(steps_between * window)} steps", mean)
+
+
+def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """The charts of runs on preferences; each is empty where no run has its values."""
+    charts = [measured_chart(runs, *each) for each in PREFERENCE_CURVES]
+    for title, keys in CHOSEN_AND_REJECTED:
+        if len(runs) == 1:
+            charts.append(chosen_and_rejected(runs[0], title, keys))
+        else:
+            charts += [measured_chart(runs, f"{title}, {answer}", key) for answer, key in keys.items()]
+    return charts
+
+
+def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -> Chart:
+    """A value of wanted and of unwanted answers: smoothed curves of the training lines, and dots of held-out rows."""
+    series = []
+    for colour, (answer, key) in zip(ANSWER_COLOURS, keys.items(), strict=True):
+        mean = _smoothed_curve(run, key, 1.0)
+        name, points = answer, _points(run.facts.trained(), key)
+        if mean is not None:
+            name, points = f"{answer}, {mean.name}", list(mean.points)
+        series.append(Series(name, points, colour=colour, holes=run.facts.holes()))
+        series.append(Series(f"{answer}, held out", _points(run.facts.evals(), key), True, colour))
+    return Chart(title, series, holes=_shown_holes([run]))
+
+
+def rewards_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """The rewards of chosen and rejected answers of one run, or the reward margin of several; empty without any."""
+    if len(runs) == 1:
+        return chosen_and_rejected(runs[0], *CHOSEN_AND_REJECTED[0])
+    return measured_chart(runs, *PREFERENCE_CURVES[1])
 
 
 def score_chart(runs: Sequence[ReportedRun]) -> Chart:
@@ -149,7 +209,7 @@ def peaks_of(runs: Sequence[ReportedRun]) -> str:
 
 def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     """All charts over the optimizer steps that have something to show."""
-    charts = [loss_chart(runs)]
+    charts = [loss_chart(runs), *reward_charts(runs)]
     if len(runs) == 1:
         # With several data.eval sets, an evaluation holds NAME_loss for each.
         evals = runs[0].facts.evals()
@@ -223,7 +283,9 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "strategy": f"{strategy} on {ranks} x {device}",
         "trained": "",
         "steps": "0",
-        **dict.fromkeys(("loss", "held out", "exported", "s per 20 steps", "tokens/s", "peak GiB"), ""),
+        **dict.fromkeys(
+            ("loss", "held out", "accuracy", "margin", "exported", "s per 20 steps", "tokens/s", "peak GiB"), ""
+        ),
     }
     parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
     if "trained" in parameters:
@@ -232,8 +294,14 @@ def summary(run: ReportedRun) -> dict[str, str]:
         row["held out"] = f"{evals[0]['loss']:.4f}"
         if len(evals) > 1:
             row["held out"] += f" to {evals[-1]['loss']:.4f}"
+        # Of held-out rewards the last ones: before training they are 0, because the model is its own reference.
+        if evals[-1].get("reward_accuracy") is not None:
+            row["accuracy"] = f"{evals[-1]['reward_accuracy']:.1%}"
+        if evals[-1].get("reward_margin") is not None:
+            row["margin"] = f"{evals[-1]['reward_margin']:.3g}"
     if export.get("best"):
-        row["exported"] = f"step {export['step']}, the best: {export['loss']:.4f}"
+        best = metric_in_words(str(export.get("metric", "eval_loss")), export["loss"]).removeprefix("held-out ")
+        row["exported"] = f"step {export['step']}, the best: {best.removeprefix('loss ')}"
     if trained:
         row["steps"] = str(trained[-1]["step"])
         row["loss"] = f"{trained[-1]['loss']:.4f}"
