@@ -19,11 +19,11 @@ import torch
 from finetune.measure.phases import peak_bytes
 from finetune.measure.units import GIB
 from finetune.output_stream import lasting, wrapped
+from finetune.recipe.sections.preferences import is_own_reference
 from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 FEWEST_BARS, MOST_BARS = 8, 24
-NO_MARGIN = 1e-3  # between rewards of a model and of itself, which other batches may round otherwise
 SLOW_DATA = 0.05  # of a step; a smaller share is the first to be left out of a narrow terminal
 
 
@@ -115,7 +115,7 @@ def evaluation_in_words(line: Mapping[str, Any]) -> str:
     if "perplexity" in line:
         return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
     rewards = f"reward accuracy {line['reward_accuracy']:.0%}"
-    if line["step"] == 0 and abs(line.get("reward_margin", 0.0)) < NO_MARGIN:
+    if is_own_reference(line):
         rewards = "rewards 0 as long as the model is its reference"
     elif "reward_margin" in line:
         rewards += f", margin {line['reward_margin']:.3g}"

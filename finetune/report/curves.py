@@ -12,6 +12,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.sections.preferences import is_own_reference
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
 from finetune.untrusted.library_words import in_one_line, words_of
@@ -32,7 +33,7 @@ PREFERENCE_CURVES = (
     ("KL to the reference, by token", "kl_by_token", 1.0),
     ("KL baseline", "kl", 1.0),
 )
-# Title, and the key of each kind of answer. Only KTO has no figures by token.
+# Title, and the key of each kind of answer.
 CHOSEN_AND_REJECTED = (
     ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"}),
     ("Log-probability by token", {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"}),
@@ -102,34 +103,46 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
 def measured_chart(
     runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0, *, leads: bool = False
 ) -> Chart:
-    """A value that training lines and evaluations have: faint curves, smoothed ones before them, and dots."""
+    """A value that training lines and evaluations have: faint curves, smoothed ones before them, and dots.
+
+    Smaller charts of several runs have no room for the faint curves.
+    """
     series = []
     for index, run in enumerate(runs):
         training_name, held_out_name = run.name, f"{run.name}, held out"
         if len(runs) == 1:
             training_name, held_out_name = "training", "held out"
         points, holes = _points(run.facts.trained(), key, factor), run.facts.holes()
-        mean = _smoothed_curve(run, key, factor)
-        series.append(Series(training_name, points, colour=index, faint=mean is not None, holes=holes))
-        if mean is not None:
-            series.append(Series(f"{training_name}, {mean.name}", mean.points, colour=index, holes=holes))
-        if held_out := _points(run.facts.evals(), key, factor):
+        smooth, steps = _smoothed(run, key, factor)
+        if leads or len(runs) == 1 or not smooth:
+            series.append(Series(training_name, points, colour=index, faint=bool(smooth), holes=holes))
+        if smooth:
+            series.append(Series(f"{training_name}, mean of {steps} steps", smooth, colour=index, holes=holes))
+        if held_out := _held_out(run, key, factor):
             # Several runs have one colour each. A single run has a second one for its held-out rows.
             series.append(Series(held_out_name, held_out, True, 1 if len(runs) == 1 else index))
     return Chart(title, series, holes=_shown_holes(runs), leads=leads)
 
 
-def _smoothed_curve(run: ReportedRun, key: str, factor: float) -> Series | None:
-    """The mean of neighbouring training lines by their supervised tokens, named after their number of steps; None for
-    a run that is too short."""
+def _held_out(run: ReportedRun, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+    """The evaluations' values. A model that is its own reference has no accuracy yet: all margins are 0."""
+    lines = run.facts.evals()
+    if key == "reward_accuracy":
+        lines = [line for line in lines if not is_own_reference(line)]
+    return _points(lines, key, factor)
+
+
+def _smoothed(run: ReportedRun, key: str, factor: float = 1.0) -> tuple[list[tuple[float, float]], int]:
+    """The means of neighbouring training lines by their supervised tokens, and the steps in each; nothing for a run
+    that is too short."""
     lines = [line for line in run.facts.trained() if line.get(key) is not None]
     if len(lines) < FEWEST_SMOOTHED:
-        return None
+        return [], 1
     # An odd window has a middle: 60 lines give 5, 240 lines give 21.
     points, window = _points(lines, key, factor), max(5, len(lines) // SMOOTHED_SHARE) | 1
     mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
     steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
-    return Series(f"mean of {round(steps_between * window)} steps", mean)
+    return mean, round(steps_between * window)
 
 
 def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
@@ -145,19 +158,19 @@ def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -> Chart:
     """A value of wanted and of unwanted answers: smoothed curves of the training lines, and dots of held-out rows."""
-    series = []
+    curves, dots, shown = [], [], title
     for colour, (answer, key) in zip(ANSWER_COLOURS, keys.items(), strict=True):
-        mean = _smoothed_curve(run, key, 1.0)
-        name, points = answer, _points(run.facts.trained(), key)
-        if mean is not None:
-            name, points = f"{answer}, {mean.name}", list(mean.points)
-        series.append(Series(name, points, colour=colour, holes=run.facts.holes()))
-        series.append(Series(f"{answer}, held out", _points(run.facts.evals(), key), True, colour))
-    return Chart(title, series, holes=_shown_holes([run]))
+        smooth, steps = _smoothed(run, key)
+        if smooth:
+            shown = f"{title}, means of {steps} steps"
+        points = smooth or _points(run.facts.trained(), key)
+        curves.append(Series(answer, points, colour=colour, holes=run.facts.holes()))
+        dots.append(Series(f"{answer}, held out", _held_out(run, key), True, colour))
+    return Chart(shown, [*curves, *dots], holes=_shown_holes([run]))
 
 
 def rewards_chart(runs: Sequence[ReportedRun]) -> Chart:
-    """The rewards of chosen and rejected answers of one run, or the reward margin of several; empty without any."""
+    """The rewards of chosen and rejected answers of one run, or the reward margins of several; empty without any."""
     if len(runs) == 1:
         return chosen_and_rejected(runs[0], *CHOSEN_AND_REJECTED[0])
     return measured_chart(runs, *PREFERENCE_CURVES[1])
@@ -284,7 +297,17 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "trained": "",
         "steps": "0",
         **dict.fromkeys(
-            ("loss", "held out", "accuracy", "margin", "exported", "s per 20 steps", "tokens/s", "peak GiB"), ""
+            (
+                "loss",
+                "held out",
+                "reward accuracy",
+                "reward margin",
+                "exported",
+                "s per 20 steps",
+                "tokens/s",
+                "peak GiB",
+            ),
+            "",
         ),
     }
     parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
@@ -294,11 +317,11 @@ def summary(run: ReportedRun) -> dict[str, str]:
         row["held out"] = f"{evals[0]['loss']:.4f}"
         if len(evals) > 1:
             row["held out"] += f" to {evals[-1]['loss']:.4f}"
-        # Of held-out rewards the last ones: before training they are 0, because the model is its own reference.
+        # Only the last: before training all rewards are 0, because the model is its own reference.
         if evals[-1].get("reward_accuracy") is not None:
-            row["accuracy"] = f"{evals[-1]['reward_accuracy']:.1%}"
+            row["reward accuracy"] = f"{evals[-1]['reward_accuracy']:.1%}"
         if evals[-1].get("reward_margin") is not None:
-            row["margin"] = f"{evals[-1]['reward_margin']:.3g}"
+            row["reward margin"] = f"{evals[-1]['reward_margin']:.3g}"
     if export.get("best"):
         best = metric_in_words(str(export.get("metric", "eval_loss")), export["loss"]).removeprefix("held-out ")
         row["exported"] = f"step {export['step']}, the best: {best.removeprefix('loss ')}"

@@ -151,7 +151,9 @@ def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Ro
     metric = training.metric_for_best_model
     if recipe.best_by_score and (held_out or recipe.eval.generate.file):
         return
-    measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets)} if held_out else set()
+    measured: set[str] = set()
+    if held_out:
+        measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets), *recipe.reward_names}
     if metric not in measured:
         remedy = "name other rows"
         if measured:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from finetune.recipe.sections.base import Local, Section
 
 PairLoss = Literal["sigmoid", "robust", "ipo", "apo_zero", "simpo"]
+NO_MARGIN = 1e-3  # between the rewards of one model, which other batches may round otherwise
 USUAL_MARGIN = 0.5  # simpo_gamma, as in TRL
 REFERENCE = (
     "Whose log-probabilities rewards are counted from. start: the model that this run starts from. adapter_off: the "
@@ -73,3 +75,8 @@ def objective_in_words(section: Dpo | Kto) -> str:
             if (section.desirable_weight, section.undesirable_weight) != (1, 1):
                 words += f", weights {section.desirable_weight:g} (wanted), {section.undesirable_weight:g} (unwanted)"
     return f"{words}, against {REFERENCES.get(section.reference, section.reference)}"
+
+
+def is_own_reference(line: Mapping[str, Any]) -> bool:
+    """Whether an evaluation before the first step found no reward, because the model is still its own reference."""
+    return line["step"] == 0 and abs(line.get("reward_margin") or 0.0) < NO_MARGIN

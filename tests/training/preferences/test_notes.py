@@ -47,7 +47,8 @@ def test_the_first_line_counts_in_the_objectives_unit(base: Path, tmp_path: Path
     )
     assert f"6 steps are few: 24 {noun}s x 1 epoch, 4 {noun}s a step; for 20 or more set" in few
     estimated = estimated_rows(recipe)
-    assert estimated is not None and estimated.rows == 24, "preference rows are not packed before a step"
+    assert estimated is not None
+    assert estimated.rows == 24, "preference rows are not packed before a step"
     assert 0.7 < estimated.longest / longest < 1.4
     assert notes_before_launch(recipe)["steps"] == 6
     assert counted_rows(recipe, prepared).longest == longest
