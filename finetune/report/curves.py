@@ -33,12 +33,13 @@ PREFERENCE_CURVES = (
     ("KL to the reference, by token", "kl_by_token", 1.0),
     ("KL baseline", "kl", 1.0),
 )
-# Title, and the key of each kind of answer.
-CHOSEN_AND_REJECTED = (
-    ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"}),
-    ("Log-probability by token", {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"}),
-    ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"}),
+# Title, and the key of each kind of answer. KTO has no figures by token.
+REWARDS = ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"})
+LOGP_BY_TOKEN = (
+    "Log-probability by token",
+    {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"},
 )
+LOGPS = ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"})
 ANSWER_COLOURS = (2, 3)  # green and red of pictures.COLOURS
 FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed
 SMOOTHED_SHARE = 12  # a smoothed point is the mean of a twelfth of the run's lines
@@ -148,7 +149,8 @@ def _smoothed(run: ReportedRun, key: str, factor: float = 1.0) -> tuple[list[tup
 def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """The charts of runs on preferences; each is empty where no run has its values."""
     charts = [measured_chart(runs, *each) for each in PREFERENCE_CURVES]
-    for title, keys in CHOSEN_AND_REJECTED:
+    by_token = any("logp_chosen_by_token" in line for run in runs for line in run.facts.trained())
+    for title, keys in (REWARDS, LOGP_BY_TOKEN if by_token else LOGPS):
         if len(runs) == 1:
             charts.append(chosen_and_rejected(runs[0], title, keys))
         else:
@@ -172,7 +174,7 @@ def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -
 def rewards_chart(runs: Sequence[ReportedRun]) -> Chart:
     """The rewards of chosen and rejected answers of one run, or the reward margins of several; empty without any."""
     if len(runs) == 1:
-        return chosen_and_rejected(runs[0], *CHOSEN_AND_REJECTED[0])
+        return chosen_and_rejected(runs[0], *REWARDS)
     return measured_chart(runs, *PREFERENCE_CURVES[1])
 
 
@@ -296,19 +298,8 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "strategy": f"{strategy} on {ranks} x {device}",
         "trained": "",
         "steps": "0",
-        **dict.fromkeys(
-            (
-                "loss",
-                "held out",
-                "reward accuracy",
-                "reward margin",
-                "exported",
-                "s per 20 steps",
-                "tokens/s",
-                "peak GiB",
-            ),
-            "",
-        ),
+        **dict.fromkeys(("loss", "held out", "reward accuracy", "reward margin", "exported"), ""),
+        **dict.fromkeys(("s per 20 steps", "tokens/s", "peak GiB"), ""),
     }
     parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
     if "trained" in parameters:

@@ -79,4 +79,4 @@ def objective_in_words(section: Dpo | Kto) -> str:
 
 def is_own_reference(line: Mapping[str, Any]) -> bool:
     """Whether an evaluation before the first step found no reward, because the model is still its own reference."""
-    return line["step"] == 0 and abs(line.get("reward_margin") or 0.0) < NO_MARGIN
+    return bool(line["step"] == 0) and abs(line.get("reward_margin") or 0.0) < NO_MARGIN
