@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -210,4 +210,10 @@ def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split:
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
-    return [encoder.prompt_of(*pool.document(index)) for index in documents[: section.count].tolist()]
+    prompts = []
+    for index in documents[: section.count].tolist():
+        prompt = encoder.prompt_of(*pool.document(index))
+        if pool.desirable is not None and not pool.desirable[index]:  # no answer to compare with
+            prompt = replace(prompt, reference=None)
+        prompts.append(prompt)
+    return prompts
