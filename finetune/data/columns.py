@@ -292,7 +292,7 @@ def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | None:
-    """`columns` that read a row as a pair of answers, texts as chats; empty if none are needed, None if it is no pair.
+    """`columns` that read a row as a pair of answers, texts as chats. Empty: none are needed. None: it is no pair.
 
     Answers that are not texts or messages are none: score_chosen and score_rejected are numbers.
     """
@@ -301,8 +301,11 @@ def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     if pair is None:
         return None
     columns = {ours: theirs for ours, theirs in zip(("chosen", "rejected"), pair, strict=True) if ours != theirs}
-    if not isinstance(row[pair[0]], str):
-        return columns
+    answer = row[pair[0]]
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    begins = isinstance(first, dict) and (first.get("role") or first.get("from")) not in ("assistant", "gpt")
+    if begins or ({"prompt", "conversations"} & {*names} and not isinstance(answer, str)):
+        return columns  # dialogues that hold the question, or turns after those of a column that is read by its name
     others = {name.lower(): name for name in texts if isinstance(row[name], str) and name not in pair}
     question, system = _first(QUESTIONS, others), _first(SYSTEMS, others)
     before = {}

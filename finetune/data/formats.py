@@ -183,10 +183,15 @@ def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
     )
 
 
+def label_of(value: Any) -> bool | None:
+    """Whether a label says that an answer is wanted; None if it says neither."""
+    return _LABELS.get(str(value).strip().lower())
+
+
 def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     """An answer with its label. Of a whole dialogue, the answer is what follows the last user's turn."""
     label = view["label"]
-    wanted = _LABELS.get(str(label).strip().lower())
+    wanted = label_of(label)
     if wanted is None:
         shown = printable(str(label)[:40])
         raise BadRow(

@@ -10,6 +10,7 @@ from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice
 from finetune.recipe.gpus import budget_of
 from finetune.recipe.schema import DataSet
 from finetune.recipe.sections.data import Truncation
+from finetune.recipe.sections.training import Objective
 from finetune.wording import counted
 
 MOST_LINES = 25
@@ -56,6 +57,7 @@ class Settings:
     learning_rate: float
     max_steps: int | None
     steps: int  # about
+    objective: Objective = "supervised"
 
 
 def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settings, file: Path) -> str:
@@ -64,8 +66,9 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if choice.model in (EMBEDDED, ONLINE_SMOLLM):
         name = "SmolLM2-135M"
     method = "LoRA" if choice.method == "lora" else "QLoRA, LoRA over a 4-bit base,"
+    noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
     lines = [
-        f"# {name} learns {counts.rows:,} rows of {entry.short_name} by {method} on {choice.place}.",
+        f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
         f"#   finetune preview {file}     shows the rows; green: the model learns to write it",
         f"#   finetune train {file}       about {counted(settings.steps, 'step')}",
     ]
@@ -92,20 +95,31 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
         f"  truncation: {settings.truncation}  # {TRUNCATION_WORDS[settings.truncation]}",
         "training:",
-        f"  global_batch_size: {settings.global_batch_size}  # rows in a step; short texts share a row",
     ]
+    if settings.objective == "supervised":
+        lines += [f"  global_batch_size: {settings.global_batch_size}  # rows in a step; short texts share a row"]
+    else:
+        why = {"dpo": "prefers the chosen answer to the rejected one", "kto": "wants answers whose label is true"}
+        lines += [f"  objective: {settings.objective}  # {why[settings.objective]}"]
+        lines += [f"  global_batch_size: {settings.global_batch_size}  # {noun} in a step"]
     if settings.per_device_batch_size > 1:
         lines += [f"  per_device_batch_size: {settings.per_device_batch_size}"]
+    epochs = counted(settings.epochs, "epoch")
     if settings.max_steps:
         lines += [
-            f"  max_steps: {settings.max_steps}  # about five minutes on two cores; without it: three epochs",
+            f"  max_steps: {settings.max_steps}  # about five minutes on two cores; without it: {epochs}",
             f"  num_train_epochs: {settings.epochs}",
         ]
     else:
         lines += [f"  num_train_epochs: {settings.epochs}  # times that every row is seen"]
-    lines += [f"  learning_rate: {settings.learning_rate:g}"]
+    rate = f"{settings.learning_rate:g}"
+    if "." not in rate:  # YAML 1.1 reads 1e-05 as a text, and 1.0e-05 as a number
+        rate = f"{settings.learning_rate:.1e}"
+    lines += [f"  learning_rate: {rate}"]
     if settings.held_out and settings.epochs > 1:
         lines += ["  load_best_model_at_end: true  # the weights that did best on held-out rows"]
+    if settings.objective != "supervised":
+        lines += [f"{settings.objective}: {{beta: 0.1}}  # smaller: the model may move further from its start"]
     assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
     return "\n".join(lines) + "\n"
 
