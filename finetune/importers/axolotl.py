@@ -95,6 +95,9 @@ def convert(foreign: ForeignConfig) -> None:
     _training(foreign)
     if objective != "supervised":
         _preferences(foreign, str(rl), objective)
+    else:
+        for beginning in ("rl_beta", "dpo_", "kto_", "simpo_", "cpo_", "precompute_ref"):
+            foreign.leave_unused(beginning, "belongs to training with rl")
     _precision(foreign)
 
 

@@ -67,6 +67,9 @@ def convert(foreign: ForeignConfig) -> None:
     hf_trainer.carry_training(foreign, learning_rate=learning_rate, recompute=recomputes)
     if objective != "supervised":
         _preferences(foreign, objective)
+    else:
+        for beginning in ("pref_", "dpo_", "kto_", "simpo_", "ref_model", "ld_alpha"):
+            foreign.leave_unused(beginning, "belongs to another stage")
     if hf_trainer.carry_precision(foreign, "no") == "fp16":
         foreign.write("model.dtype", "float16", "fp16")
         if "quantization.load_in_4bit" in foreign.carried:

@@ -243,10 +243,11 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
 
 
 # Key -> the training that the key asks for. No tool's supervised fine-tuning uses these keys.
-_PREFERENCES, _REWARDS = "its own kind of preference training", "training by rewards"
+_PREFERENCES, _LOSS = "its own kind of preference training", "another preference loss"
+_REWARDS = "training by rewards"
 _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
     "axolotl": {
-        "rl": "preference training or training by rewards",
+        "rl": "training by rewards or by odds ratios",
         "reward_model": "a reward model's training",
         "process_reward_model": "a reward model's training",
         "qat": "training for quantised weights",
@@ -287,14 +288,23 @@ def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | N
         return "loss._component_", _PREFERENCES
     if tool == "llamafactory" and stage not in _NO_TRAINING:
         return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
+    if tool == "llamafactory" and stage == "dpo" and values.get("pref_loss") in ("hinge", "orpo"):
+        return "pref_loss", _LOSS
     if not isinstance(loss_types, list):
         loss_types = [loss_types]
-    if tool == "trl" and any(isinstance(name, str) and name in _REWARD_LOSSES for name in loss_types):
-        return "loss_type", _REWARDS
+    names = {name for name in loss_types if isinstance(name, str)} if tool == "trl" else set()
+    for known, training in ((_REWARD_LOSSES, _REWARDS), (_OTHER_LOSSES, _LOSS)):
+        if names & known:
+            return "loss_type", training
     return None
 
 
-_REWARD_LOSSES = frozenset("grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split())  # TRL's names
+# TRL's names for losses that are not offered.
+_REWARD_LOSSES = frozenset("grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split())
+_OTHER_LOSSES = frozenset(
+    "hinge exo_pair nca_pair bco_pair sppo_hard aot aot_pair aot_unpaired discopop apo_down sigmoid_norm "
+    "apo_zero_unpaired alphapo".split()
+)
 
 
 def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, Any]) -> None:
@@ -308,8 +318,8 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
         value = value[part]
     raise RecipeError(
         [
-            f"{file}: {key}: is {shown(value)}; this kit trains language models on answers and on preferences (dpo, "
-            f"kto), and this file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+            f"{file}: {key}: is {shown(value)}; this kit trains on answers and on preferences (dpo, kto), and this file "
+            f"asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
         ]
     )
 
