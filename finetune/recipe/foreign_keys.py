@@ -318,8 +318,8 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
         value = value[part]
     raise RecipeError(
         [
-            f"{file}: {key}: is {shown(value)}; this kit trains on answers and on preferences (dpo, kto), and this file "
-            f"asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+            f"{file}: {key}: is {shown(value)}; this kit trains on answers and on preferences (dpo, kto), and this "
+            f"file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
         ]
     )
 
