@@ -73,7 +73,7 @@ def report(
     def work() -> dict[str, Any]:
         from finetune.planner import plan_of_run
         from finetune.report.curves import read_runs, summary
-        from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
+        from finetune.report.run_page import PAGE_NAME, write_pictures, write_report
 
         folder = runs[0]
         if output is not None or len(runs) > 1:
@@ -89,8 +89,7 @@ def report(
         reported = read_runs(runs, plan_of)
         folder.mkdir(parents=True, exist_ok=True)
         write_report(reported, folder / PAGE_NAME)
-        write_pictures(reported, folder)
-        files = [str(folder / name) for name in (PAGE_NAME, *PICTURES)]
+        files = [str(folder / name) for name in (PAGE_NAME, *write_pictures(reported, folder))]
         for run in reported:
             if missing := run.facts.missing():
                 typer.echo(f"{run.folder}: {missing}; the report shows where", err=True)

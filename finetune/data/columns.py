@@ -124,8 +124,8 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         format = _format_with_columns(view, formats)
         if format is None:
             continue
-        answer = view.get({"preference": "chosen", "kto": "completion"}.get(format, "prompt"))
-        are_texts = isinstance(view.get("prompt"), str) and isinstance(answer, str)
+        answer = {"prompt_completion": "completion", "kto": "completion", "preference": "chosen"}.get(format, "")
+        are_texts = isinstance(view.get("prompt"), str) and isinstance(view.get(answer), str)
         if entry.chat_template_kwargs and (format == "text" or are_texts):
             raise BadRow("chat_template_kwargs: these rows are texts, which no chat template renders; remove them")
         return replace(layout, format=format)

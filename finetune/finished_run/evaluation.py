@@ -24,6 +24,7 @@ from finetune.finished_run.scores import (
     refuse_unknown_thresholds,
     scores_in_words,
 )
+from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.probe.padding import may_share_a_batch
@@ -39,6 +40,8 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, held_out_set, scores_on_all
 from finetune.wording import counted
+
+WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ def measure(
     """`held_out`, `scores` and `general` of the base and the tuned model, and the scored rows with both answers.
 
     The loss is the trainer's own evaluation: the mean over every supervised held-out token. Each model is loaded once.
-    Raises FinetuneError if no rows are held out and no other rows are named.
+    A loss of preferences compares with the run's own start, so it would say nothing about the base: the run's own
+    figures are repeated. Raises FinetuneError if no rows are held out and no other rows are named.
     """
     recipe, prepared = run.recipe, None
+    measures_loss = recipe.preferences is None
     if recipe.data.eval is not None:
         prepared = prepare(recipe, load_tokenizer(recipe))
     elif request.file is None and recipe.eval.generate.file is None and not request.general:
@@ -96,19 +101,27 @@ def measure(
     losses: dict[str, float] = {}
     answers: dict[str, list[str]] = {}
     general_answers: dict[str, list[str]] = {}
-    for name, model in models_of(run, device, with_loss=True):
+    has_work = measures_loss or asked is not None or asked_general is not None
+    for name, model in models_of(run, device, with_loss=measures_loss) if has_work else ():
 
         def show_model(text: str, name: str = name) -> None:
             show(f"{name} model: {text}")
 
         with fitting(device):
-            if prepared is not None and prepared.eval is not None:
+            if measures_loss and prepared is not None and prepared.eval is not None:
                 losses[name] = _held_out_loss(run, device, prepared, name, model, show_model)
             if asked is not None:
                 answers[name] = generated_answers(model, tokenizer, asked, how, show_model)
             if asked_general is not None:
                 general_answers[name] = generated_answers(model, tokenizer, asked_general, how, show_model)
     result: dict[str, Any] = {}
+    if not measures_loss and prepared is not None:
+        recorded = read_run(run.folder, recipe).exported_eval()
+        wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
+        say(f"{WHY_NO_LOSS}{wrote}")
+        if recorded:
+            rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
+            result["held_out"] = {"recorded": recorded["loss"], **rewards}
     if losses and prepared is not None and prepared.eval is not None:
         exported = read_run(run.folder, recipe).exported_eval()
         result["held_out"] = {

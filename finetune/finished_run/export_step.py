@@ -5,7 +5,7 @@
         recipe.yaml  receipt.json  environment.json
         metrics.jsonl  samples.jsonl   up to that step
         export.json          the run, the step, and the checkpoint's hash
-        report.html  loss.png  memory.png
+        report.html  loss.png  memory.png  rewards.png (preferences)
 
 So chat, eval, merge and push read it like any finished run. One process on a CPU exports a step from any strategy and
 any number of ranks, because a checkpoint's pieces are ranges of unsharded tensors. From the base the export reads only

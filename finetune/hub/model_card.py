@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.hub.base_model import BaseFacts
 from finetune.recipe.adapter_config import names_a_folder
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet
+from finetune.recipe.sections.preferences import LOSSES, Dpo, Kto, is_own_reference, objective_in_words
 from finetune.recipe.yaml_text import shorten
 from finetune.run_folder.facts import RunFacts, score_rows
 
@@ -23,6 +26,81 @@ PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "fp
 LEARNED_FROM = {"assistant": "the assistant's turns", "completion": "the last answer", "all": "all tokens",
                 "each_turn": "every answer of the assistant, as an example of its own"}  # fmt: skip
 TASK = "text-generation"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The publication of an objective."""
+
+    key: str
+    title: str
+    authors: str
+    year: int
+    arxiv: str
+
+    @property
+    def bibtex(self) -> str:
+        """The entry for a list of references. Two braces keep the title's capitals."""
+        lines = [
+            f"@misc{{{self.key},",
+            f"  title = {{{{{self.title}}}}},",
+            f"  author = {{{self.authors}}},",
+            f"  year = {self.year},",
+            f"  eprint = {{{self.arxiv}}},",
+            "  archivePrefix = {arXiv},",
+            "}",
+        ]
+        return "\n".join(lines)
+
+
+PAPERS = {
+    "sigmoid": Paper(
+        "rafailov2023direct",
+        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "Rafael Rafailov and Archit Sharma and Eric Mitchell and Christopher D. Manning and Stefano Ermon and "
+        "Chelsea Finn",
+        2023,
+        "2305.18290",
+    ),
+    "robust": Paper(
+        "chowdhury2024provably",
+        "Provably Robust DPO: Aligning Language Models with Noisy Feedback",
+        "Sayak Ray Chowdhury and Anush Kini and Nagarajan Natarajan",
+        2024,
+        "2403.00409",
+    ),
+    "ipo": Paper(
+        "azar2023general",
+        "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+        "Mohammad Gheshlaghi Azar and Mark Rowland and Bilal Piot and Daniel Guo and Daniele Calandriello and "
+        "Michal Valko and Rémi Munos",
+        2023,
+        "2310.12036",
+    ),
+    "apo_zero": Paper(
+        "doosterlinck2024anchored",
+        "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
+        "Karel D'Oosterlinck and Winnie Xu and Chris Develder and Thomas Demeester and Amanpreet Singh and "
+        "Christopher Potts and Douwe Kiela and Shikib Mehri",
+        2024,
+        "2408.06266",
+    ),
+    "simpo": Paper(
+        "meng2024simpo",
+        "SimPO: Simple Preference Optimization with a Reference-Free Reward",
+        "Yu Meng and Mengzhou Xia and Danqi Chen",
+        2024,
+        "2405.14734",
+    ),
+    "kto": Paper(
+        "ethayarajh2024kto",
+        "KTO: Model Alignment as Prospect Theoretic Optimization",
+        "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
+        2024,
+        "2402.01306",
+    ),
+}
+OBJECTIVE_TAGS = {"supervised": "sft", "dpo": "dpo", "kto": "kto"}
 CARD_TEMPLATE = "model_card.md.jinja"
 
 
@@ -84,6 +162,11 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
         data_sets=data_lines,
         samples=samples[:CARD_SAMPLES],
         evaluations=_evaluations(run),
+        evaluation_head=_evaluation_head(run),
+        evaluated_rows=_evaluated_rows(run),
+        objective=_objective(run),
+        paper=_paper(run),
+        rewards=_rewards_in_words(run),
         scores=score_rows(run),
         versions=_versions(run),
     )
@@ -106,7 +189,7 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
     # A model-index holds these results. `.eval_results/` is for the Hub's own benchmarks, and these rows are none.
     results, exported = [], run.exported_eval() or {}
     evaluated = (recipe.data.eval_sets or recipe.data.train)[0]
-    for metric in ("loss", "perplexity"):
+    for metric in ("loss", "perplexity", "reward_accuracy"):
         if exported.get(metric) is not None:
             result = EvalResult(
                 task_type=TASK,
@@ -114,7 +197,7 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
                 dataset_name=f"held-out rows of {_data_name(evaluated)}",
                 dataset_split=evaluated.split,
                 metric_type=metric,
-                metric_name=f"held-out {metric}",
+                metric_name=f"held-out {metric.replace('_', ' ')}",
                 metric_value=round(float(exported[metric]), 6),
             )
             results.append(result)
@@ -130,7 +213,7 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         pipeline_tag=TASK,
         # dict.fromkeys drops repeated names and keeps the recipe's order.
         datasets=list(dict.fromkeys(entry.path for entry in recipe.data.sets if _is_on_hub(entry))) or None,
-        tags=["finetune", "sft", *methods, "transformers"],
+        tags=["finetune", OBJECTIVE_TAGS[recipe.training.objective], *methods, "transformers"],
         model_name=repo_id.split("/")[1],
         eval_results=results or None,
     )
@@ -162,10 +245,16 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
         yield "optimizer steps", trained_lines[-1]["step"]
     if (export := receipt.get("export", {})).get("best"):
         yield "weights of step", f"{export['step']}, the best evaluation by {export['metric']}"
-    yield "rows per step", training.global_batch_size
-    yield "tokens per row, at most", recipe.data.max_length
+    if section := recipe.preferences:
+        yield "objective", objective_in_words(section)
+        yield "loss type", section.loss_type if isinstance(section, Dpo) else None
+        if reference := receipt.get("reference"):
+            yield "reference", f"{reference.get('kind')}, log-probabilities with the hash {reference.get('key')}"
+    yield f"{recipe.data.row_noun}s per step", training.global_batch_size
+    yield "tokens per row, at most" if section is None else "tokens per answer, at most", recipe.data.max_length
     yield "packing", "whole documents, which do not see each other" if recipe.data.packing else "none"
-    yield "learned from", LEARNED_FROM[recipe.data.train_on]
+    if section is None:
+        yield "learned from", LEARNED_FROM[recipe.data.train_on]
     if variables := recipe.data.chat_template_kwargs:
         yield "chat template, variables", ", ".join(f"{key}: {json.dumps(value)}" for key, value in variables.items())
     if recipe.model.new_tokens:
@@ -226,8 +315,60 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _evaluations(run: RunFacts) -> list[tuple[str, int, str, str]]:
-    """(when, step, loss, perplexity) for each row of the card's table.
+def _objective(run: RunFacts) -> str | None:
+    """The method on preferences, for a sentence; None for supervised training."""
+    match run.recipe.preferences:
+        case Dpo() as section:
+            return f"{LOSSES[section.loss_type]} on pairs of answers"
+        case Kto():
+            return "KTO on judged answers"
+        case None:
+            return None
+
+
+def _paper(run: RunFacts) -> Paper | None:
+    """The objective's publication; None for supervised training."""
+    match run.recipe.preferences:
+        case Dpo() as section:
+            return PAPERS[section.loss_type]
+        case Kto():
+            return PAPERS["kto"]
+        case None:
+            return None
+
+
+def _rewards_in_words(run: RunFacts) -> str:
+    """How to read the rewards of preferences."""
+    gained = "A reward is beta times the log-probability that an answer has gained against the reference."
+    match run.recipe.preferences:
+        case Dpo() as section:
+            if not section.needs_reference:
+                gained = "A reward is beta times an answer's log-probability by token."
+            return f"{gained} Accuracy is the share of pairs whose chosen answer has the higher reward."
+        case Kto():
+            return f"{gained} Accuracy is the share of answers whose reward is on the right side of the KL baseline."
+        case None:
+            return ""
+
+
+def _evaluated_rows(run: RunFacts) -> str:
+    """What the held-out figures are a mean over."""
+    data, recipe = run.receipt.get("data", {}), run.recipe
+    count = f"{data['eval_documents']:,}" if data.get("eval_documents") else "the"
+    if recipe.preferences is None:
+        return f"{count} held-out documents, over the tokens that would be learned"
+    return f"{count} held-out {recipe.data.row_noun}s"
+
+
+def _evaluation_head(run: RunFacts) -> list[str]:
+    """The columns of `_evaluations`."""
+    if run.recipe.preferences is None:
+        return ["when", "step", "loss", "perplexity"]
+    return ["when", "step", "loss", "reward accuracy", "reward margin"]
+
+
+def _evaluations(run: RunFacts) -> list[tuple[object, ...]]:
+    """(when, step, loss, perplexity), or rewards for perplexity, for each row of the card's table.
 
     The rows are: before training, the lowest loss, the exported weights, and after training.
     """
@@ -243,7 +384,17 @@ def _evaluations(run: RunFacts) -> list[tuple[str, int, str, str]]:
     if exported is not last:
         rows.append(("these weights, the best evaluation", exported))
     rows.append(("these weights" if run.exported and exported is last else "after training", last))
-    return [(when, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for when, line in rows]
+    return [(when, line["step"], f"{line['loss']:.4f}", *_figures_beside_loss(line)) for when, line in rows]
+
+
+def _figures_beside_loss(line: Mapping[str, Any]) -> list[str]:
+    """An evaluation's perplexity, or its rewards; a dash where the model is still its own reference."""
+    if "reward_accuracy" not in line:
+        return [f"{line['perplexity']:.2f}"]
+    if is_own_reference(line):
+        return ["-", "-"]
+    accuracy, margin = line["reward_accuracy"], line.get("reward_margin")
+    return ["-" if accuracy is None else f"{accuracy:.1%}", "-" if margin is None else f"{margin:.3g}"]
 
 
 def _versions(run: RunFacts) -> list[tuple[str, object]]:

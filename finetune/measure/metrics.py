@@ -19,6 +19,7 @@ import torch
 from finetune.measure.phases import peak_bytes
 from finetune.measure.units import GIB
 from finetune.output_stream import lasting, wrapped
+from finetune.recipe.sections.preferences import is_own_reference
 from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -114,7 +115,9 @@ def evaluation_in_words(line: Mapping[str, Any]) -> str:
     if "perplexity" in line:
         return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
     rewards = f"reward accuracy {line['reward_accuracy']:.0%}"
-    if "reward_margin" in line:
+    if is_own_reference(line):
+        rewards = "rewards 0 as long as the model is its reference"
+    elif "reward_margin" in line:
         rewards += f", margin {line['reward_margin']:.3g}"
     return f"held-out loss {line['loss']:.4f}, {rewards}{sets}"
 

@@ -91,17 +91,22 @@ def for_shards(name: Optimizer) -> Optimizer:
 # (Biderman et al., LoRA Learns Less and Forgets Less, 2024). Beyond the limits a method learns nothing, or it diverges.
 # Adapters on a quantised base use the same rates as on any other base (Dettmers et al., QLoRA, 2023: 1e-4 to 2e-4).
 RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA": (1e-5, 2e-4, 2e-3)}
+# The same for preferences, whose rates are a tenth or less: TRL's DPOConfig and KTOConfig take 1e-6 by default, the
+# alignment-handbook's recipes 5e-7 for all weights and 5e-6 for adapters of 7B. Adapters of models below 1B bear 5e-4.
+PREFERENCE_RATES = {"full training": (5e-8, 1e-6, 1e-5), "LoRA": (5e-7, 5e-6, 5e-4), "QLoRA": (5e-7, 5e-6, 5e-4)}
 
 
 def far_rate(recipe: Recipe) -> Iterator[str]:
-    """A line for a learning rate far outside the method's usual range."""
+    """A line for a learning rate far outside the usual range of the method and the objective."""
     method = "full training"
     if recipe.lora is not None:
         method = "LoRA" if recipe.quantization is None else "QLoRA"
-    rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
+    rate, (least, usual, most), words = recipe.training.learning_rate, RATES[method], method
+    if recipe.preferences is not None:
+        (least, usual, most), words = PREFERENCE_RATES[method], f"{recipe.training.objective.upper()} by {method}"
     if not least <= rate <= most:
         side = "below" if rate < least else "above"
-        problem = f"{decimal(rate)} is far {side} what {method} takes, {decimal(least)} to {decimal(most)}"
+        problem = f"{decimal(rate)} is far {side} what {words} takes, {decimal(least)} to {decimal(most)}"
         yield f"training.learning_rate: {problem}; set training.learning_rate={decimal(usual)}"
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.sections.preferences import is_own_reference
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
 from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.wording import metric_in_words
 
 # Title, key of a training line, factor.
 CURVES = (
@@ -24,6 +26,21 @@ CURVES = (
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
 )
+# Of runs on preferences: title, key of training lines and evaluations, factor.
+PREFERENCE_CURVES = (
+    ("Reward accuracy, %", "reward_accuracy", 100.0),
+    ("Reward margin, chosen less rejected", "reward_margin", 1.0),
+    ("KL to the reference, by token", "kl_by_token", 1.0),
+    ("KL baseline", "kl", 1.0),
+)
+# Title, and the key of each kind of answer. KTO has no figures by token.
+REWARDS = ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"})
+LOGP_BY_TOKEN = (
+    "Log-probability by token",
+    {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"},
+)
+LOGPS = ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"})
+ANSWER_COLOURS = (2, 3)  # green and red of pictures.COLOURS
 FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed
 SMOOTHED_SHARE = 12  # a smoothed point is the mean of a twelfth of the run's lines
 
@@ -81,26 +98,84 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Training losses as faint curves, their smoothed curves before them, and held-out losses as dots."""
+    return measured_chart(runs, "Loss", "loss", leads=True)
+
+
+def measured_chart(
+    runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0, *, leads: bool = False
+) -> Chart:
+    """A value that training lines and evaluations have: faint curves, smoothed ones before them, and dots.
+
+    Smaller charts of several runs have no room for the faint curves.
+    """
     series = []
     for index, run in enumerate(runs):
         training_name, held_out_name = run.name, f"{run.name}, held out"
         if len(runs) == 1:
             training_name, held_out_name = "training", "held out"
-        lines = [line for line in run.facts.trained() if line.get("loss") is not None]
-        points, holes = _points(lines, "loss"), run.facts.holes()
-        smooth = len(points) >= FEWEST_SMOOTHED
-        series.append(Series(training_name, points, colour=index, faint=smooth, holes=holes))
+        points, holes = _points(run.facts.trained(), key, factor), run.facts.holes()
+        smooth, steps = _smoothed(run, key, factor)
+        if leads or len(runs) == 1 or not smooth:
+            series.append(Series(training_name, points, colour=index, faint=bool(smooth), holes=holes))
         if smooth:
-            # An odd window has a middle: 60 lines give 5, 240 lines give 21.
-            window = max(5, len(lines) // SMOOTHED_SHARE) | 1
-            mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
-            steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
-            name = f"{training_name}, mean of {round(steps_between * window)} steps"
-            series.append(Series(name, mean, colour=index, holes=holes))
-        if held_out := _points(run.facts.evals(), "loss"):
+            series.append(Series(f"{training_name}, mean of {steps} steps", smooth, colour=index, holes=holes))
+        if held_out := _held_out(run, key, factor):
             # Several runs have one colour each. A single run has a second one for its held-out rows.
             series.append(Series(held_out_name, held_out, True, 1 if len(runs) == 1 else index))
-    return Chart("Loss", series, holes=_shown_holes(runs), leads=True)
+    return Chart(title, series, holes=_shown_holes(runs), leads=leads)
+
+
+def _held_out(run: ReportedRun, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+    """The evaluations' values. A model that is its own reference has no accuracy yet: all margins are 0."""
+    lines = run.facts.evals()
+    if key == "reward_accuracy":
+        lines = [line for line in lines if not is_own_reference(line)]
+    return _points(lines, key, factor)
+
+
+def _smoothed(run: ReportedRun, key: str, factor: float = 1.0) -> tuple[list[tuple[float, float]], int]:
+    """The means of neighbouring training lines by their supervised tokens, and the steps in each; nothing for a run
+    that is too short."""
+    lines = [line for line in run.facts.trained() if line.get(key) is not None]
+    if len(lines) < FEWEST_SMOOTHED:
+        return [], 1
+    # An odd window has a middle: 60 lines give 5, 240 lines give 21.
+    points, window = _points(lines, key, factor), max(5, len(lines) // SMOOTHED_SHARE) | 1
+    mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
+    steps_between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
+    return mean, round(steps_between * window)
+
+
+def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """The charts of runs on preferences; each is empty where no run has its values."""
+    charts = [measured_chart(runs, *each) for each in PREFERENCE_CURVES]
+    by_token = any("logp_chosen_by_token" in line for run in runs for line in run.facts.trained())
+    for title, keys in (REWARDS, LOGP_BY_TOKEN if by_token else LOGPS):
+        if len(runs) == 1:
+            charts.append(chosen_and_rejected(runs[0], title, keys))
+        else:
+            charts += [measured_chart(runs, f"{title}, {answer}", key) for answer, key in keys.items()]
+    return charts
+
+
+def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -> Chart:
+    """A value of wanted and of unwanted answers: smoothed curves of the training lines, and dots of held-out rows."""
+    curves, dots, shown = [], [], title
+    for colour, (answer, key) in zip(ANSWER_COLOURS, keys.items(), strict=True):
+        smooth, steps = _smoothed(run, key)
+        if smooth:
+            shown = f"{title}, means of {steps} steps"
+        points = smooth or _points(run.facts.trained(), key)
+        curves.append(Series(answer, points, colour=colour, holes=run.facts.holes()))
+        dots.append(Series(f"{answer}, held out", _held_out(run, key), True, colour))
+    return Chart(shown, [*curves, *dots], holes=_shown_holes([run]))
+
+
+def rewards_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """The rewards of chosen and rejected answers of one run, or the reward margins of several; empty without any."""
+    if len(runs) == 1:
+        return chosen_and_rejected(runs[0], *REWARDS)
+    return measured_chart(runs, *PREFERENCE_CURVES[1])
 
 
 def score_chart(runs: Sequence[ReportedRun]) -> Chart:
@@ -149,7 +224,7 @@ def peaks_of(runs: Sequence[ReportedRun]) -> str:
 
 def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     """All charts over the optimizer steps that have something to show."""
-    charts = [loss_chart(runs)]
+    charts = [loss_chart(runs), *reward_charts(runs)]
     if len(runs) == 1:
         # With several data.eval sets, an evaluation holds NAME_loss for each.
         evals = runs[0].facts.evals()
@@ -223,7 +298,8 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "strategy": f"{strategy} on {ranks} x {device}",
         "trained": "",
         "steps": "0",
-        **dict.fromkeys(("loss", "held out", "exported", "s per 20 steps", "tokens/s", "peak GiB"), ""),
+        **dict.fromkeys(("loss", "held out", "reward accuracy", "reward margin", "exported"), ""),
+        **dict.fromkeys(("s per 20 steps", "tokens/s", "peak GiB"), ""),
     }
     parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
     if "trained" in parameters:
@@ -232,8 +308,14 @@ def summary(run: ReportedRun) -> dict[str, str]:
         row["held out"] = f"{evals[0]['loss']:.4f}"
         if len(evals) > 1:
             row["held out"] += f" to {evals[-1]['loss']:.4f}"
+        # Only the last: before training all rewards are 0, because the model is its own reference.
+        if evals[-1].get("reward_accuracy") is not None:
+            row["reward accuracy"] = f"{evals[-1]['reward_accuracy']:.1%}"
+        if evals[-1].get("reward_margin") is not None:
+            row["reward margin"] = f"{evals[-1]['reward_margin']:.3g}"
     if export.get("best"):
-        row["exported"] = f"step {export['step']}, the best: {export['loss']:.4f}"
+        best = metric_in_words(str(export.get("metric", "eval_loss")), export["loss"]).removeprefix("held-out ")
+        row["exported"] = f"step {export['step']}, the best: {best.removeprefix('loss ')}"
     if trained:
         row["steps"] = str(trained[-1]["step"])
         row["loss"] = f"{trained[-1]['loss']:.4f}"

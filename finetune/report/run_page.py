@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from finetune.files import write_text
 from finetune.measure.units import GIB
 from finetune.recipe.resolved import leaves
+from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.preferences import objective_in_words
 from finetune.recipe.yaml_text import dotted
 from finetune.report.curves import (
     ReportedRun,
@@ -21,6 +23,7 @@ from finetune.report.curves import (
     peaks_of,
     phase_chart,
     read_runs,
+    rewards_chart,
     summary,
 )
 from finetune.report.html import render_page
@@ -33,7 +36,7 @@ PAGE_WINS = 4  # answers shown that got better, and as many that got worse
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<bos>")
 _ROLE = re.compile(r"^(?:user|human|system|model|assistant)\n+")
 PAGE_NAME = "report.html"
-PICTURES = {"loss.png": loss_chart, "memory.png": memory_chart}
+PICTURES = {"loss.png": loss_chart, "rewards.png": rewards_chart, "memory.png": memory_chart}
 
 
 def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
@@ -41,10 +44,15 @@ def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
     write_text(file, report(runs))
 
 
-def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> None:
-    """Write loss.png and memory.png."""
-    for name, chart in PICTURES.items():
-        save_png(chart(runs), folder / name)
+def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[str]:
+    """Write loss.png, memory.png and, of runs on preferences, rewards.png. Returns the written names."""
+    written = []
+    for name, chart_of in PICTURES.items():
+        chart = chart_of(runs)
+        if chart.shown or name != "rewards.png":
+            save_png(chart, folder / name)
+            written.append(name)
+    return written
 
 
 def report(runs: Sequence[ReportedRun]) -> str:
@@ -148,7 +156,8 @@ def _told(run: ReportedRun) -> list[str]:
     names = ", ".join(dict.fromkeys(entry.short_name for entry in recipe.data.train))
     told = []
     if data.get("documents"):
-        shown = f"{data['documents']:,} examples of {names}, {data.get('tokens', 0):,} tokens"
+        noun = "example" if recipe.preferences is None else recipe.data.row_noun
+        shown = f"{counted(data['documents'], noun)} of {names}, {data.get('tokens', 0):,} tokens"
         if data.get("supervised_tokens"):
             shown += f", of which {data['supervised_tokens']:,} are supervised (the answers)"
         told.append(f"Data: {shown}.")
@@ -157,18 +166,35 @@ def _told(run: ReportedRun) -> list[str]:
         told.append(
             f"Trained: {parameters['trained']:,} of {whole:,} parameters ({parameters['trained'] / whole:.1%})."
         )
+    if recipe.preferences is not None:
+        told.append(f"Objective: {objective_in_words(recipe.preferences)}.")
     if trained:
         seconds = sum(line["step_seconds"] for line in trained)
         where = "one CPU" if receipt.get("device") == "cpu" else f"{receipt.get('world_size', 1)} GPU"
         told.append(f"Time: {counted(trained[-1]['step'], 'step')} in {duration(seconds)} on {where}.")
     if len(evals) > 1:
-        best = (receipt.get("export") or {}).get("loss") or evals[-1]["loss"]
-        before = evals[0]["loss"]
-        change = f"{1 - best / before:.0%} lower" if best <= before else "it got worse"
-        told.append(f"Result on held-out examples: loss {before:.3f} before, {best:.3f} after ({change}).")
+        exported = run.facts.exported_eval() or evals[-1]
+        before, after = evals[0]["loss"], exported["loss"]
+        change = f"{1 - after / before:.0%} lower" if after <= before else "it got worse"
+        held_out = "examples" if recipe.preferences is None else f"{recipe.data.row_noun}s"
+        told.append(f"Result on held-out {held_out}: loss {before:.3f} before, {after:.3f} after ({change}).")
+        told += _rewards_told(recipe, exported, data.get("eval_documents"))
     for name, base, tuned, change in score_rows(run.facts):
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     return told
+
+
+def _rewards_told(recipe: Recipe, exported: Mapping[str, Any], rows: int | None) -> Iterator[str]:
+    """A sentence about the exported weights' rewards on held-out rows, if the run has them."""
+    accuracy, margin = exported.get("reward_accuracy"), exported.get("reward_margin")
+    if accuracy is None:
+        return
+    of_rows = f"held-out {recipe.data.row_noun}s" if rows is None else counted(rows, f"held-out {recipe.data.row_noun}")
+    says = "the chosen answer gained more than the rejected one"
+    if recipe.data.unit == "judged":
+        says = "a wanted answer gained, or an unwanted one lost, against the baseline"
+    line = f"Reward accuracy: in {accuracy:.0%} of {of_rows} {says}"
+    yield f"{line}." if margin is None else f"{line}; the mean reward margin is {margin:.3g}."
 
 
 def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:

@@ -1,4 +1,4 @@
-"""Choose the exported weights: the last step's, or those with the lowest held-out loss.
+"""Choose the exported weights: the last step's, or those of the best evaluation.
 
 Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint (recipe/cross_checks.py).
 """
@@ -17,16 +17,17 @@ from finetune.run_folder.save_restore import load_weights
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import all_ranks
+from finetune.wording import metric_in_words
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The step whose weights are exported, and their held-out loss."""
+    """The step whose weights are exported, and their held-out loss, score or reward."""
 
     step: int
     best: bool  # the best evaluation's step; else the last one
     metric: str
-    loss: float | None  # by `metric`; None if no rows are held out
+    loss: float | None  # the value of `metric`; None if no rows are held out
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,10 +84,10 @@ def describe_exported(exported: Exported, state: TrainState) -> str:
     """A line for the terminal: the exported step, and its loss if known."""
     if exported.loss is None:
         return f"exported: the weights of step {exported.step}, the last"
-    metric = "held-out loss" if exported.metric == "eval_loss" else exported.metric
-    text = f"exported: the weights of step {exported.step}, {metric} {exported.loss:.4f}"
+    text = f"exported: the weights of step {exported.step}, {metric_in_words(exported.metric, exported.loss)}"
     if not exported.best or state.last_eval_loss is None:
         return f"{text}, the last"
     if exported.step == state.step:
         return f"{text}, the last and the best"
-    return f"{text}, the best evaluation; of step {state.step}, the last, it is {state.last_eval_loss:.4f}"
+    last = metric_in_words(exported.metric, state.last_eval_loss).rpartition(" ")[2]
+    return f"{text}, the best evaluation; of step {state.step}, the last, it is {last}"

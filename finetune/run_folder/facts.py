@@ -182,6 +182,7 @@ _NUMBERS = tuple(
     "step epoch loss grad_norm learning_rate supervised_tokens tokens step_seconds tokens_per_second "
     "data_wait_fraction peak_memory_gib peak_gib allocated_gib seconds perplexity".split()
 )
+_NUMBERS_BEGIN = ("score_", "reward_", "logp", "kl")  # scores, and the figures of preferences
 _NEEDED = {
     "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
     "eval": ("step", "loss"),
@@ -200,7 +201,7 @@ def is_as_written(line: Mapping[str, Any]) -> bool:
     for key, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if (
-            (key in _NUMBERS or key.endswith("_loss") or key.startswith("score_"))
+            (key in _NUMBERS or key.endswith("_loss") or key.startswith(_NUMBERS_BEGIN))
             and value is not None
             and not is_number
         ):
@@ -239,7 +240,7 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         torn += torn_lines(metrics_file)
     sample_keys = ("when", "prompt", "answer")
     samples = [line for line in lines("samples.jsonl") if all(isinstance(line.get(key), str) for key in sample_keys)]
-    pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
+    pictures = [name for name in ("loss.png", "rewards.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(
         recipe,
         document("receipt.json"),

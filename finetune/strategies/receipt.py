@@ -236,7 +236,7 @@ def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> Non
 
 def describe(receipt: dict[str, Any]) -> str:
     """The run in a few lines, before its first step: what is trained, on what, in which batches."""
-    parameters, batch, data, dtypes = (receipt[key] for key in ("parameters", "batch", "data", "dtypes"))
+    parameters, dtypes = receipt["parameters"], receipt["dtypes"]
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
     name, whole = receipt["architecture"], receipt.get("text_part_of")
     name += f", the text part of {whole}" if whole else ""
@@ -246,11 +246,23 @@ def describe(receipt: dict[str, Any]) -> str:
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
         f"{describe_reach(receipt)}{_computed_by_peft(receipt)}"
         f"{pipeline}"
-        f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "
-        f"{counted(data['supervised_tokens'], 'token')} learned\n"
-        f"batch: {counted(batch['world_size'], 'rank')} x {counted(batch['micro_steps'], 'micro-step')} x "
-        f"{counted(batch['per_device_batch_size'], 'row')}"
+        f"{describe_batch(receipt)}"
     )
+
+
+def describe_batch(receipt: dict[str, Any]) -> str:
+    """Two lines: the documents, and a step's micro-steps. Pairs that are packed need fewer than one for each pair."""
+    batch, data = receipt["batch"], receipt["data"]
+    unit, learned = batch.get("unit", "row"), counted(data["supervised_tokens"], "token")
+    documents = f"{counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, {learned} learned"
+    if unit != "row":
+        documents = f"{counted(data['documents'], unit)}, {learned} in answers"
+    micro_steps = counted(batch["micro_steps"], "micro-step")
+    together = counted(batch["per_device_batch_size"], unit)
+    if "row_tokens" in batch:
+        micro_steps = f"at most {micro_steps}"
+        together = f"{counted(batch['per_device_batch_size'], 'row')} of {unit}s, up to {batch['row_tokens']:,} tokens"
+    return f"data: {documents}\nbatch: {counted(batch['world_size'], 'rank')} x {micro_steps} x {together}"
 
 
 def describe_stages(receipt: dict[str, Any]) -> str:

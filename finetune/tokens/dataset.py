@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,7 +164,9 @@ def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Ro
     metric = training.metric_for_best_model
     if recipe.best_by_score and (held_out or recipe.eval.generate.file):
         return
-    measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets)} if held_out else set()
+    measured: set[str] = set()
+    if held_out:
+        measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets), *recipe.reward_names}
     if metric not in measured:
         remedy = "name other rows"
         if measured:
@@ -222,4 +224,10 @@ def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split:
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
-    return [encoder.prompt_of(*pool.document(index)) for index in documents[: section.count].tolist()]
+    prompts = []
+    for index in documents[: section.count].tolist():
+        prompt = encoder.prompt_of(*pool.document(index))
+        if pool.desirable is not None and not pool.desirable[index]:  # no answer to compare with
+            prompt = replace(prompt, reference=None)
+        prompts.append(prompt)
+    return prompts

@@ -80,7 +80,9 @@ def notes_before_launch(
 
 def counted_rows(recipe: Recipe, prepared: Prepared) -> RowCounts:
     """The rows of prepared data."""
-    longest = recipe.data.max_length if recipe.data.packing else int(prepared.train.lengths.max())
+    longest = int(prepared.train.lengths.max())
+    if recipe.data.packing and recipe.data.unit == "documents":
+        longest = recipe.data.max_length
     return RowCounts(len(prepared.train), int(prepared.facts["tokens"]), longest)
 
 
@@ -92,8 +94,8 @@ def data_line(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> str:
     tokens = _three_figures(counts.tokens) if about else counts.tokens
     idle = f"; {_idle(plan)} of {counted(plan.world_size, 'rank')} idle" if _idle(plan) else ""
     return (
-        f"data:{about} {_rows(plan.rows)} of up to {counts.longest:,} tokens ({tokens:,} tokens{once}); "
-        f"{_steps(plan.total_steps)} of {_rows(min(plan.global_batch_size, plan.total_rows))}, about "
+        f"data:{about} {_rows(plan, plan.rows)} of up to {counts.longest:,} tokens ({tokens:,} tokens{once}); "
+        f"{_steps(plan.total_steps)} of {_rows(plan, min(plan.global_batch_size, plan.total_rows))}, about "
         f"{_tokens_a_step(counts, plan):,} tokens each, {warming:,} of them warming up{idle}"
     )
 
@@ -114,8 +116,8 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     if plan.total_steps >= FEW:
         return
     few = f"{_steps(plan.total_steps)} {'is' if plan.total_steps == 1 else 'are'} few"
-    epochs = f"{_rows(plan.rows)} x {training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
-    why, then = f"{few}: {epochs}, {_rows(plan.global_batch_size)} a step", "set"
+    epochs = f"{_rows(plan, plan.rows)} x {training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
+    why, then = f"{few}: {epochs}, {_rows(plan, plan.global_batch_size)} a step", "set"
     if training.max_steps is not None:
         total_rows = rows_of_run(training.model_copy(update={"max_steps": None}), plan.rows)
         plan = replace(plan, total_rows=total_rows, total_steps=math.ceil(total_rows / plan.global_batch_size))
@@ -131,7 +133,7 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
         batch = min(plan.global_batch_size, plan.world_size)
         settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
         settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
-        place, remedy = "num_train_epochs", f"add rows, or {then} {' '.join(settings)}"
+        place, remedy = "num_train_epochs", f"add {plan.noun}s, or {then} {' '.join(settings)}"
     if training.max_steps is not None:
         place = "max_steps"
     yield f"training.{place}: {why}; for {FEW} or more {remedy}"
@@ -149,10 +151,10 @@ def idle_ranks(plan: BatchPlan) -> Iterator[str]:
     """A line for more ranks than rows of a step."""
     ranks, rows = plan.world_size, plan.global_batch_size
     if rows < ranks:
-        idle = f"{_rows(rows)} a step leave {ranks - rows} of {ranks} ranks without one"
+        idle = f"{_rows(plan, rows)} a step leave {ranks - rows} of {ranks} ranks without one"
         yield f"training.global_batch_size: {idle}; set training.global_batch_size={ranks}, or take fewer ranks"
     elif plan.total_rows < ranks:
-        idle = f"{_rows(plan.total_rows)} in all leave {ranks - plan.total_rows} of {ranks} ranks without one"
+        idle = f"{_rows(plan, plan.total_rows)} in all leave {ranks - plan.total_rows} of {ranks} ranks without one"
         yield f"data.train: {idle}; set training.num_train_epochs={-(-ranks // plan.rows)}, or take fewer ranks"
 
 
@@ -161,7 +163,7 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
     rows, ranks, batch = plan.per_device_batch_size, plan.world_size, plan.global_batch_size
     if rows > 1 and rows * ranks > batch:
         on = f" on each of {ranks} ranks are {rows * ranks}" if ranks > 1 else ""
-        larger = f"{_rows(rows)} at a time{on}, a step has {batch}"
+        larger = f"{_rows(plan, rows)} at a time{on}, a step has {batch}"
         yield f"training.per_device_batch_size: {larger}; set training.per_device_batch_size={max(1, batch // ranks)}"
 
 
@@ -170,9 +172,10 @@ def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
     if counts.too_long is None or recipe.data.truncation != "error":
         return
     longer, every, longest = counts.too_long
-    are = f"about {longer:,} of {counted(every, 'document')} {'is' if longer == 1 else 'are'}"
+    noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
+    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'}"
     yield (
-        f"data.max_length: {are} longer than {recipe.data.max_length:,} tokens by the estimate, the longest about "
+        f"data.max_length: {are} longer than {recipe.data.row_tokens:,} tokens by the estimate, the longest about "
         f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
     )
 
@@ -181,18 +184,25 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
     """A line for documents, or rows, longer than the model's positions. Positions count within a document."""
     data, pool = recipe.data, prepared.pool
     used = np.union1d(prepared.split.train, prepared.split.held_out)
-    at = int(used[np.argmax(pool.lengths[used])])
-    longest = int(pool.lengths[at])
+    lengths = pool.lengths
+    if data.unit == "pairs":  # a pair's tokens are those of two documents
+        first = np.concatenate([store.first for store in pool.stores if store.first is not None])
+        lengths = np.maximum(first, lengths - first)
+    at = int(used[np.argmax(lengths[used])])
+    longest = int(lengths[at])
     if positions is None or max(longest, data.max_length) <= positions:
         return
     set_it, model_has = f"set data.max_length={positions}", counted(positions, "position")
     if longest > positions:
-        count = int((pool.lengths[used] > positions).sum())
-        longer = f"{count:,} document{'s are' if count > 1 else ' is'} longer than the model's {model_has}"
+        count = int((lengths[used] > positions).sum())
+        noun = "document" if data.unit == "documents" else data.row_noun
+        longer = f"{counted(count, noun)} {'are' if count > 1 else 'is'} longer than the model's {model_has}"
         handled = " data.truncation=right" if data.truncation == "error" else ""
         yield f"data.max_length: {longer}, the longest {longest:,} tokens ({pool.place(at)}); {set_it}{handled}"
         return
     packed = "positions begin anew in each document of a row" if data.packing else "a row is one document"
+    if data.unit == "pairs":
+        packed = "positions begin anew in each answer"
     yield (
         f"data.max_length: {data.max_length:,} is beyond the model's {model_has}; {packed} and the longest "
         f"has {longest:,} tokens, so none is beyond them; to have longer ones refused {set_it}"
@@ -233,8 +243,9 @@ def _rows_a_step(plan: BatchPlan, most: int) -> str:
     return f"{settings} training.per_device_batch_size={rows}"
 
 
-def _rows(count: int) -> str:
-    return counted(count, "row")
+def _rows(plan: BatchPlan, count: int) -> str:
+    """3 rows, 3 pairs or 3 judged answers."""
+    return counted(count, plan.noun)
 
 
 def _steps(count: int) -> str:

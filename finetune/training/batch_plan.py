@@ -39,6 +39,7 @@ class BatchPlan:
     stage: int = 0  # this rank's
     width: int | None = None  # tokens of every micro-batch, where they are padded to one length
     capacity: int | None = None  # tokens of preference rows that are computed as one row; None: each by itself
+    noun: str = "row"  # a row in messages
 
     def rows_of(self, step: int) -> np.ndarray:
         """The rows of step `step`, counted from 0; the same on every rank."""
@@ -119,6 +120,9 @@ class BatchPlan:
             "micro_steps": micro_steps,
             "total_rows": self.total_rows,
             "total_steps": self.total_steps,
+            "unit": self.noun,
+            # Micro-steps are the most where pairs share a row: a step has as many as its answers' lengths need.
+            **({} if self.capacity is None else {"row_tokens": self.capacity}),
             **self._padding(rows),
         }
 
@@ -162,6 +166,7 @@ def plan_batches(
         stage=rank % stages,
         width=width,
         capacity=packed_tokens(recipe),
+        noun=recipe.data.row_noun,
     )
 
 

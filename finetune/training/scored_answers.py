@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.formats import Judged
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
+from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
@@ -98,11 +100,17 @@ def _held_out_rows(
     recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, reads_rows: bool
 ) -> tuple[list[ScoredRow], list[str]]:
     pool, longest = prepared.pool, recipe.data.max_length
-    documents = prepared.split.held_out.tolist()
-    # A document that was cut at max_length has lost the end of its answer.
-    cut = [index for index in documents if recipe.data.truncation == "right" and pool.lengths[index] >= longest]
-    whole = [index for index in documents if index not in {*cut}]
-    notes = [f"{counted(len(cut), 'held-out row')} left out, cut at data.max_length"] if cut else []
+    documents, notes = prepared.split.held_out, []
+    if pool.desirable is not None:
+        unwanted = int((~pool.desirable[documents]).sum())
+        documents = documents[pool.desirable[documents]]
+        notes += [f"{counted(unwanted, 'held-out answer')} left out as references: unwanted ones"] if unwanted else []
+    whole = documents.tolist()
+    if recipe.data.truncation == "right":
+        # A document that was cut at max_length has lost the end of its answer. A pair's reference is the chosen one.
+        whole = [index for index in whole if len(pool.document(index)[0]) < longest]
+        cut = len(documents) - len(whole)
+        notes += [f"{counted(cut, 'held-out row')} left out, cut at data.max_length"] if cut else []
     rows: list[ScoredRow] = []
     for index in whole:
         if len(rows) == most:
@@ -132,9 +140,13 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
 
 
 def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
-    """The rows of a data file, read as `entry` is. Raises DataError with every mistake."""
+    """The rows of a data file, read as `entry` is; under preferences also plain questions and answers. Raises DataError
+    with every mistake."""
     changed = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
-    reader = RowReader(resolve(entry.model_copy(update=changed)))
+    asked = entry.model_copy(update=changed)
+    if asked.format in FORMAT_OF_OBJECTIVE.values() and not _has_preferences(asked):
+        asked = asked.model_copy(update={"format": "auto"})
+    reader = RowReader(resolve(asked))
     rows: list[ScoredRow] = []
     mistakes: list[str] = []
     for found in reader.rows():
@@ -143,8 +155,11 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
         if found.read is None:
             mistakes.append(f"{found.place}: {found.problem}")
             continue
+        examples = [each for each in encoder.examples(found.read) if not isinstance(each, Judged) or each.desirable]
+        if not examples:
+            continue
         try:
-            document = encoder.document(encoder.examples(found.read)[-1])
+            document = encoder.document(examples[-1])
         except RowError as error:
             mistakes.append(f"{found.place}: {error}")
             continue
@@ -157,6 +172,14 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
     if mistakes:
         raise DataError(first_lines(mistakes, 5))
     return rows, []
+
+
+def _has_preferences(entry: DataSet) -> bool:
+    """Whether a file's first row has the columns of a pair, or of a judged answer."""
+    first = next(iter(resolve(entry).rows()), None)
+    columns = {} if first is None else first.values or {}
+    layouts = (ROW_COLUMNS[layout] for layout in FORMAT_OF_OBJECTIVE.values())
+    return any(all(entry.columns.get(name, name) in columns for name in layout) for layout in layouts)
 
 
 def has_prompt(labels: np.ndarray) -> bool:

@@ -29,7 +29,7 @@ from finetune.recipe.yaml_text import dotted
 PROJECT = "finetune"
 IDENTITIES = "trackers.json"  # in the run's folder: the trackers' names of the run, by which a resumed one continues
 NO_METRICS = ("kind", "step")
-REPORT = ("report.html", "loss.png", "memory.png")
+REPORT = ("report.html", "loss.png", "rewards.png", "memory.png")
 Log = Callable[[str], None]
 
 

@@ -62,6 +62,10 @@ DATA_SETS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]],
     "HuggingFaceH4/ultrachat_200k": (
         {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS}, {}, TURNS, ["columns not used: 'prompt', 'prompt_id'"]
     ),
+    "HuggingFaceH4/ultrachat_200k with variables": (  # its prompt is a text, its rows are chats
+        {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS}, {"chat_template_kwargs": {"enable_thinking": False}},
+        TURNS, ["columns not used: 'prompt', 'prompt_id'"],
+    ),
     "allenai/tulu-3-sft-mixture": (
         {"id": "1", "messages": TURNS, "source": "x"}, {}, TURNS, ["columns not used: 'id', 'source'"]
     ),

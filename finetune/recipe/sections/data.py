@@ -137,6 +137,11 @@ class Data(Section):
         return units.get(self.train[0].format, "documents")
 
     @property
+    def row_noun(self) -> str:
+        """A row in messages: the unit of global_batch_size."""
+        return {"pairs": "pair", "judged": "judged answer"}.get(self.unit, "row")
+
+    @property
     def answers_a_row(self) -> int:
         """The documents of one row, of max_length tokens each: two in a pair."""
         return 2 if self.unit == "pairs" else 1

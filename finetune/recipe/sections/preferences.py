@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from finetune.recipe.sections.base import Local, Section
 
 PairLoss = Literal["sigmoid", "robust", "ipo", "apo_zero", "simpo"]
+NO_MARGIN = 1e-3  # between the rewards of one model, which other batches may round otherwise
 USUAL_MARGIN = 0.5  # simpo_gamma, as in TRL
 REFERENCE = (
     "Whose log-probabilities rewards are counted from. start: the model that this run starts from. adapter_off: the "
@@ -50,3 +52,31 @@ class Kto(Section):
     def needs_reference(self) -> bool:
         """Whether the loss compares with a reference's log-probabilities: always."""
         return True
+
+
+LOSSES = {"sigmoid": "DPO", "robust": "robust DPO", "ipo": "IPO", "apo_zero": "APO-zero", "simpo": "SimPO"}
+REFERENCES = {"start": "the model that the run started from", "adapter_off": "the base without adapters"}
+
+
+def objective_in_words(section: Dpo | Kto) -> str:
+    """The objective and its settings: DPO on pairs of answers, beta 0.1, against the base without adapters."""
+    match section:
+        case Dpo():
+            words = f"{LOSSES[section.loss_type]} on pairs of answers, beta {section.beta:g}"
+            if section.label_smoothing:
+                words += f", label smoothing {section.label_smoothing:g}"
+            if section.sft_weight:
+                words += f", supervised loss of the chosen answers with weight {section.sft_weight:g}"
+            if section.loss_type == "simpo":
+                gamma = USUAL_MARGIN if section.simpo_gamma is None else section.simpo_gamma
+                return f"{words}, gamma {gamma:g}, without a reference"
+        case Kto():
+            words = f"KTO on judged answers, beta {section.beta:g}"
+            if (section.desirable_weight, section.undesirable_weight) != (1, 1):
+                words += f", weights {section.desirable_weight:g} (wanted), {section.undesirable_weight:g} (unwanted)"
+    return f"{words}, against {REFERENCES.get(section.reference, section.reference)}"
+
+
+def is_own_reference(line: Mapping[str, Any]) -> bool:
+    """Whether an evaluation before the first step found no reward, because the model is still its own reference."""
+    return bool(line["step"] == 0) and abs(line.get("reward_margin") or 0.0) < NO_MARGIN

@@ -1,0 +1,100 @@
+"""The lines before a run on preferences: pairs and judged answers, not rows, and rates of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.optimizers import PREFERENCE_RATES, far_rate
+from finetune.recipe.schema import Recipe
+from finetune.strategies.receipt import describe_batch
+from finetune.tokens.dataset import prepare
+from finetune.tokens.estimate import estimated_rows
+from finetune.training.batch_notes import batch_notes, beyond_positions, counted_rows, notes_before_launch
+from finetune.training.batch_plan import BatchPlan, plan_batches
+from tests.support.runs.preferences import preference_recipe, write_base
+from tests.support.runs.recipes import SETTING
+
+NOUNS = {"dpo": "pair", "kto": "judged answer"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def recipe_of(folder: Path, base: Path, kind: str, *words: str) -> Recipe:
+    return load_recipe(preference_recipe(folder / "run", base, kind), list(words)).recipe
+
+
+def plan_of(recipe: Recipe, rows: int) -> BatchPlan:
+    return plan_batches(recipe, rows, world_size=1, rank=0, flat=True)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_the_first_line_counts_in_the_objectives_unit(base: Path, tmp_path: Path, kind: str, packing: str) -> None:
+    recipe, noun = recipe_of(tmp_path, base, kind, f"data.packing={packing}"), NOUNS[kind]
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    told, few, _rate = batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train)))
+    longest, tokens = prepared.train.lengths.max(), int(prepared.train.lengths.sum())
+    assert told == (
+        f"data: 24 {noun}s of up to {longest} tokens ({tokens:,} tokens); 6 steps of 4 {noun}s, about "
+        f"{round(tokens / 6)} tokens each, 0 of them warming up"
+    )
+    assert f"6 steps are few: 24 {noun}s x 1 epoch, 4 {noun}s a step; for 20 or more set" in few
+    estimated = estimated_rows(recipe)
+    assert estimated is not None
+    assert estimated.rows == 24, "preference rows are not packed before a step"
+    assert 0.7 < estimated.longest / longest < 1.4
+    assert notes_before_launch(recipe)["steps"] == 6
+    assert counted_rows(recipe, prepared).longest == longest
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "last"),
+    [
+        ("dpo", "true", "batch: 1 rank x at most 4 micro-steps x 1 row of pairs, up to 256 tokens"),
+        ("dpo", "false", "batch: 1 rank x 4 micro-steps x 1 pair"),
+        ("kto", "true", "batch: 1 rank x at most 4 micro-steps x 1 row of judged answers, up to 128 tokens"),
+        ("kto", "false", "batch: 1 rank x 4 micro-steps x 1 judged answer"),
+    ],
+)
+def test_the_receipts_lines(base: Path, tmp_path: Path, kind: str, packing: str, last: str) -> None:
+    recipe = recipe_of(tmp_path, base, kind, f"data.packing={packing}")
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    plan = plan_of(recipe, len(prepared.train))
+    assert plan.micro_steps_of(prepared.train, plan.rows_of(0)) <= 4
+    data, batch = describe_batch({"batch": plan.facts(prepared.train), "data": prepared.facts}).splitlines()
+    assert data == f"data: 24 {NOUNS[kind]}s, {prepared.facts['supervised_tokens']:,} tokens in answers"
+    assert batch == last
+
+
+def test_positions_are_those_of_one_answer(base: Path, tmp_path: Path) -> None:
+    """A pair's tokens are two documents', each with positions of its own."""
+    recipe = recipe_of(tmp_path, base, "dpo", "data.max_length=64")
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    documents = [ids for row in range(len(prepared.train)) for ids, _ in prepared.train.documents(row)]
+    longest = max(map(len, documents))
+    assert longest < prepared.train.lengths.max()
+    assert list(beyond_positions(recipe, prepared, 64)) == []
+    (line,) = beyond_positions(recipe, prepared, longest - 1)
+    assert line.startswith(f"data.max_length: 1 pair is longer than the model's {longest - 1} positions, the longest")
+    (line,) = beyond_positions(recipe, prepared, longest)
+    assert "positions begin anew in each answer and the longest has" in line
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["full training", "LoRA"])
+def test_rates_of_preferences(base: Path, tmp_path: Path, kind: str, method: str) -> None:
+    least, usual, most = PREFERENCE_RATES[method]
+    for rate, fits in ((least, True), (usual, True), (most, True), (2 * most, False), (least / 2, False)):
+        words = [f"training.learning_rate={rate:.9f}", *(["lora={}"] if method == "LoRA" else [])]
+        notes = list(far_rate(recipe_of(tmp_path, base, kind, *words)))
+        assert bool(notes) != fits
+        for note in notes:
+            assert f"what {kind.upper()} by {method} takes" in note
+            assert list(far_rate(recipe_of(tmp_path, base, kind, *words, *SETTING.findall(note)))) == []
