@@ -99,6 +99,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
         "steps": 2,
         "rows": list(rows),
         "losses": loss_agreement(rows),
+        "ranked_by": "loss",
         "notes": ["a note"],
     }
 
