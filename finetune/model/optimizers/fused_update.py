@@ -37,7 +37,7 @@ FEWEST_ROWS = 2
 # Chunks of ROUNDED_CHUNK elements in one launch, at most. 2^27 elements take a GPU half a millisecond, several times
 # what a launch costs the host.
 CHUNKS = 16
-ALIGNED = 16  # bytes
+VECTOR_BYTES = 16
 # By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
 # some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
 OPTIONS = {
@@ -115,7 +115,7 @@ class FusedUpdate:
             keys = torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
             parts = [tensor[begin:end] for tensor in (*tensors, gradient)]
             rows = 0
-            if all(part.storage_offset() * part.itemsize % ALIGNED == 0 for part in parts):
+            if all(part.storage_offset() * part.itemsize % VECTOR_BYTES == 0 for part in parts):
                 rows = (end - begin) // ROW
             if rows >= FEWEST_ROWS:
                 self._rows([part[: rows * ROW] for part in parts], keys, first, factors)
