@@ -257,7 +257,7 @@ def allocated_bytes(device: torch.device) -> int:
     """All bytes that were allocated so far on a GPU, given back or not; 0 elsewhere."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
 def _updated(update: FusedUpdate | None, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], int]:
