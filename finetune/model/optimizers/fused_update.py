@@ -30,7 +30,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
-from finetune.wording import in_one_line
+from finetune.wording import error_in_one_line
 
 ROW = 16  # elements
 FEWEST_ROWS = 2
@@ -40,7 +40,7 @@ CHUNKS = 16
 VECTOR_BYTES = 16
 # By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
 # some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
-OPTIONS = {
+IN_ONE_KERNEL = {
     "realize_opcount_threshold": 1 << 20,
     "realize_reads_threshold": 1 << 20,
     "assert_indirect_indexing": False,  # keys are indexed by a shifted position, which cannot be outside
@@ -142,7 +142,7 @@ class FusedUpdate:
 
 def compiled_update(backend: Any = "inductor") -> Compute:
     """`update_rows` compiled, one graph for any number of rows."""
-    options: Any = OPTIONS if backend == "inductor" else None
+    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
     compiled = torch.compile(update_rows, backend=backend, fullgraph=True, options=options)
 
     def compute(*tensors: Tensor) -> None:
@@ -222,7 +222,7 @@ def choose_update(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-        chosen.stopped = in_one_line(error)
+        chosen.stopped = error_in_one_line(error)
         return chosen
     chosen.seconds = time.perf_counter() - began
     optimizer.update_range = update
