@@ -24,6 +24,7 @@ Scheduler = Literal[
 ]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Objective = Literal["supervised", "dpo", "kto"]
 Recomputation = bool | int | Literal["auto", "selective"]
 # The choices for `activation_checkpointing: auto`, from the least recomputation to the most. The second and the third
 # need about the same memory. Compiled layers do not support the second.
@@ -34,7 +35,14 @@ RECOMPUTATIONS_IF_COMPILED: tuple[Recomputation, ...] = (False, 2, True)
 class Training(Section):
     """The training itself: the same for every strategy and number of GPUs."""
 
-    global_batch_size: Count = Field(16, description="Rows per optimizer step over all ranks; accumulation is derived.")
+    objective: Objective = Field(
+        "supervised",
+        description="supervised: answers and texts. dpo: pairs of a chosen and a rejected answer (section dpo). kto: "
+        "answers that are wanted or not (section kto).",
+    )
+    global_batch_size: Count = Field(
+        16, description="Rows per optimizer step over all ranks; accumulation is derived. dpo: pairs."
+    )
     per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
     num_train_epochs: float = Field(1.0, gt=0, le=1e6, description="Passes over the rows; max_steps wins.")
     max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
@@ -66,8 +74,8 @@ class Training(Section):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. "
-        "auto: on a GPU, if it can compile.",
+        description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. auto: on "
+        "a GPU, if it can compile.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: int = Field(42, ge=0, le=2**63 - 1, description="Seed of row order, adapter initialisation and dropout.")
@@ -83,7 +91,7 @@ class Training(Section):
     metric_for_best_model: str = Field(
         "eval_loss",
         description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME; eval_METRIC: a score of "
-        "eval.generate.metrics.",
+        "eval.generate.metrics, or under dpo and kto eval_reward_accuracy or eval_reward_margin.",
     )
 
     @property
