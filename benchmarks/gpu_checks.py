@@ -1,7 +1,9 @@
-"""What gpu.py runs in processes of their own: the environment, the kit's layers, its proofs, a random model.
+"""What gpu.py runs in processes of their own: the environment, the kit's layers, its optimizer, its proofs, a random
+model.
 
     python benchmarks/gpu_checks.py environment OUT.jsonl
     python benchmarks/gpu_checks.py layers OUT.jsonl
+    python benchmarks/gpu_checks.py optimizer OUT.jsonl
     python benchmarks/gpu_checks.py proofs OUT.jsonl
     python benchmarks/gpu_checks.py model RECIPE FOLDER [key=value ...]
 
@@ -15,7 +17,9 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -282,6 +286,112 @@ def _judge(found: dict[str, Any], ours: Any, expected: Any, bound: float, *, exa
         found["state"] = "failed"
 
 
+def optimizer(lines: Lines, *, shrunken: bool) -> None:
+    """RoundedAdamW's update as one kernel beside the update as written, on a billion bfloat16 weights: results, seconds
+    a step, memory beside weights and state, graphs. Then pieces of a weight, which must be bitwise the whole."""
+    import torch
+
+    from finetune.model.optimizers.fused_update import FusedUpdate, compare_updates, compiled_update
+
+    device = torch.device("cpu" if shrunken else "cuda")
+    shape, count = ((64, 48), 2) if shrunken else ((14336, 4096), 17)
+    update = FusedUpdate(compiled_update("aot_eager" if shrunken else "inductor"))
+    with lines.check("compiled and compared") as found:
+        found["rounded_otherwise"] = compare_updates(update, torch.bfloat16, device)
+        found["seen"] = f"{found['rounded_otherwise']:.2%} of the elements are rounded to the other neighbour"
+    after: dict[str, list[torch.Tensor]] = {}
+    for way, chosen in (("as written", None), ("one kernel", update)):
+        with lines.check(f"{count * math.prod(shape):,} weights, {way}") as found:
+            kept = _rounded_steps(chosen, shape, count, device, found)
+            after[way] = [each.cpu() for each in kept]
+            del kept
+        if not shrunken:
+            torch.cuda.empty_cache()
+    with lines.check("their difference") as found:
+        different = furthest = 0.0
+        for ours, theirs in zip(after["one kernel"], after["as written"], strict=True):
+            different += float((ours != theirs).double().mean()) / len(after["as written"])
+            distance = (ours.float() - theirs.float()).abs() / theirs.float().abs().clamp(min=1e-3)
+            furthest = max(furthest, float(distance.max()))
+        found["figures"] = {"unequal": different, "furthest": furthest}
+        found["seen"] = f"{different:.4%} of the elements unequal, furthest {furthest:.1e} relative (a step is 7.8e-03)"
+        if different > 0.005 or furthest > 2**-6:
+            found["state"] = "failed"
+    with lines.check("pieces of a weight are bitwise the whole") as found:
+        pieces = [0, 3, 35, 1000, 4000]
+        if not shrunken:
+            pieces += [1 << 20, (1 << 23) - 5, (1 << 23) + 77, 3 << 23]
+        whole = _rounded_pieces(update, (0, pieces[-1]), device)
+        unequal = int((_rounded_pieces(update, pieces, device) != whole).sum())
+        found["seen"] = f"{unequal} of {len(whole):,} elements unequal"
+        if unequal:
+            found["state"] = "failed"
+    with lines.check("graphs") as found:
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # not public
+        found["graphs"], found["seen"] = graphs, f"{graphs}, of all of these weights and pieces"
+        if graphs != 1:
+            found["state"] = "failed"
+
+
+def _rounded_steps(update: Any, shape: Sequence[int], count: int, device: Any, found: dict[str, Any]) -> list[Any]:
+    """Elements of weights and moments after two steps; fills `found` with the time and memory of more."""
+    import torch
+    from torch import nn
+
+    from finetune.model.optimizers.rounded_adamw import RoundedAdamW
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    weights = [nn.Parameter(drawn()) for _ in range(count)]
+    optimizer = RoundedAdamW(weights, seed=1, lr=1e-3, weight_decay=0.1)
+    for chosen in (None, update):
+        for weight in weights:
+            weight.grad = drawn()
+        optimizer.update_range = chosen
+        optimizer.step()
+    some = slice(0, 1 << 20)
+    states = [optimizer.state[weight] for weight in weights]
+    kept = [weight.detach().view(-1)[some].clone() for weight in weights]
+    kept += [state[name].view(-1)[some].clone() for state in states for name in ("exp_avg", "exp_avg_sq")]
+    if device.type != "cuda":
+        return kept
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    took = milliseconds(optimizer.step, times=5)
+    beside = torch.cuda.max_memory_allocated() - before
+    nbytes = 14 * count * math.prod(shape)
+    found["figures"] = {"milliseconds": took, "bytes_beside": beside}
+    found["seen"] = f"{took:.1f} ms a step, {nbytes / took / 1e9:.2f} TB/s of 14 bytes each; {beside / 2**20:.1f} MiB"
+    if update is not None and beside > 1 << 20:
+        found["state"] = "failed"
+    return kept
+
+
+def _rounded_pieces(update: Any, edges: Sequence[int], device: Any) -> Any:
+    """A weight after two steps, updated in pieces that end at these edges."""
+    import torch
+    from torch import nn
+
+    from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(edges[-1], generator=generator, device=device, dtype=torch.bfloat16)
+
+    weight = nn.Parameter(drawn())
+    optimizer = RoundedAdamW([weight], seed=1, lr=1e-3, weight_decay=0.1)
+    optimizer.round_as((weight, Range(0, begin, begin, end)) for begin, end in itertools.pairwise(edges))
+    optimizer.update_range = update
+    for _ in range(2):
+        weight.grad = drawn()
+        optimizer.step()
+    return weight.detach()
+
+
 def proofs(lines: Lines, *, shrunken: bool) -> None:
     """The proofs of `finetune doctor --gpu` on one GPU, those side by side that do not wait for each other: they are
     tiny, and most of a proof is imports."""
@@ -352,14 +462,14 @@ def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: b
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("environment", "layers", "proofs", "model"))
+    parser.add_argument("kind", choices=("environment", "layers", "optimizer", "proofs", "model"))
     parser.add_argument("words", nargs="+", metavar="OUT.jsonl, or RECIPE FOLDER")
     parser.add_argument("--shrunken", action="store_true")
     asked = parser.parse_args(words)
     if asked.kind == "model":
         model(asked.words[0], Path(asked.words[1]), asked.words[2:], shrunken=asked.shrunken)
         return 0
-    checks = {"environment": environment, "layers": layers, "proofs": proofs}
+    checks = {"environment": environment, "layers": layers, "optimizer": optimizer, "proofs": proofs}
     checks[asked.kind](Lines(Path(asked.words[0])), shrunken=asked.shrunken)
     return 0
 

@@ -10,6 +10,13 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def percent(share: float) -> str:
+    """95 %, 0.3 %, below 0.1 %: a share that is not nothing never reads 0 %."""
+    if 0 < share < 0.001:
+        return "below 0.1 %"
+    return f"{100 * share:.{1 if share < 0.01 else 0}f} %"
+
+
 def in_digits(number: float) -> str:
     """1048576 and 0.5, as a recipe takes them."""
     if float(number).is_integer():
@@ -58,3 +65,11 @@ def duration(seconds: float) -> str:
     if total >= 60:
         return f"{total // 60}:{total % 60:02d}"
     return f"{total} s"
+
+
+def error_in_one_line(error: BaseException) -> str:
+    """The error and its cause, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
+    cause = f" ({error_in_one_line(error.__cause__)})" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {first}{cause}"

@@ -30,7 +30,10 @@ def preview(
     def work() -> dict[str, Any]:
         if html is not None:
             check_output(html, "--html")
+        from finetune.model.packaged import refuse_unreachable
+
         loaded = load_recipe(recipe, overrides or [], here=True).recipe
+        refuse_unreachable(loaded.model.name_or_path, loaded.model.revision)  # before torch is imported
         say_begun("reading and tokenising the rows")
         from finetune.report.preview import preview as look
         from finetune.report.preview_views import as_page, print_preview

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -285,16 +286,32 @@ app.command()(data_verbs.doctor)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default the console's. Returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
     # Frames and lines broken at 80 columns are for a terminal. In a file or a pipe each message is one line, for grep.
     app.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
     try:
         with plain_output():
-            app(args=None if argv is None else list(argv), prog_name="finetune")
+            if "--json" in words:
+                return _main_in_json(words)
+            app(args=words, prog_name="finetune")
     except SystemExit as end:
         if isinstance(end.code, int):
             return end.code
         return int(bool(end.code))
     return 0
+
+
+# click's UsageError: typer has its own copy of click in newer versions, and a public name for this child alone.
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
+
+
+def _main_in_json(words: list[str]) -> int:
+    """A command line with --json: a mistake in the line itself is one JSON object too. Returns the exit code."""
+    try:
+        return app(args=words, prog_name="finetune", standalone_mode=False) or 0
+    except _UsageError as error:
+        typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": [error.format_message()]}))
+        return int(error.exit_code)
 
 
 def console() -> NoReturn:

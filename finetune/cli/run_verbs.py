@@ -173,7 +173,7 @@ def evaluate(
             chat_template=chat_template,
         )
         if not as_json:
-            name_next(["finetune", "report", run], ["finetune", "merge", run])
+            say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
         return {"ok": True, **figures}
 
     run_verb(work, as_json=as_json)

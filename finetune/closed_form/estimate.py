@@ -103,12 +103,13 @@ def _largest(moments: Iterable[Bytes]) -> Bytes:
 
 
 def _update(rank: RankSizes) -> int:
-    """Bytes that an update holds for a moment. torch's fused kernel holds none.
+    """Bytes that an update holds for a moment. torch's fused kernel holds none, and model/optimizers/fused_update.py
+    a few thousand.
 
-    model/optimizers/rounded_adamw.py holds six float32 tensors for the largest weight, up to a limit: weight, two
-    moments, gradient, random bits, their shift. Adapters are so small that their update is no peak.
+    Where nothing is compiled, rounded_adamw.py holds six float32 tensors for the largest weight, up to a limit: weight,
+    two moments, gradient, random bits, their shift. Adapters are so small that their update is no peak.
     """
-    if rank.trained_weight_bytes != HALF or not rank.base_trained:
+    if rank.trained_weight_bytes != HALF or not rank.base_trained or rank.recipe.training.compile is not False:
         return 0
     largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the embeddings' shard of [vocabulary, h]
     return 6 * FLOAT32 * min(ROUNDED_AT_ONCE, largest)

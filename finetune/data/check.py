@@ -118,7 +118,10 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
                     counts[source.name] += 1
                 else:
                     mistakes.add(row.problem, row.place)
-            notes += notes_of(source.name, reader.facts())
+            facts = reader.facts()
+            notes += notes_of(source.name, facts)
+            if entry.format == "preference" and (equal := facts["answers"]["equal"]):  # `prepare` tells it by itself
+                notes.append(f"{source.name}: pairs of two equal answers: {equal:,}; they are left out")
         except DataError as error:
             mistakes.take(error)
     mistakes.raise_if_any()

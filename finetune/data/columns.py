@@ -110,6 +110,9 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         chat_template_kwargs=entry.chat_template_kwargs,
         is_guess=bool(guessed),
     )
+    if layout.columns.get("chosen") in _OF_REJECTED and layout.columns.get("rejected") in _OF_CHOSEN:
+        swapped = {**layout.columns, "chosen": layout.columns["rejected"], "rejected": layout.columns["chosen"]}
+        raise BadRow(f"columns: {in_yaml(layout.columns)} prefers the worse answers; swap them: {in_yaml(swapped)}")
     formats: Sequence[str] = [entry.format]
     if entry.format == "auto":
         named = layouts_with([*layout.columns, *layout.template])
@@ -121,9 +124,13 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         format = _format_with_columns(view, formats)
         if format is None:
             continue
-        if entry.chat_template_kwargs and (format == "text" or isinstance(view.get("prompt"), str)):
+        answer = {"prompt_completion": "completion", "kto": "completion", "preference": "chosen"}.get(format, "")
+        are_texts = isinstance(view.get("prompt"), str) and isinstance(view.get(answer), str)
+        if entry.chat_template_kwargs and (format == "text" or are_texts):
             raise BadRow("chat_template_kwargs: these rows are texts, which no chat template renders; remove them")
         return replace(layout, format=format)
+    if entry.format in FORMAT_OF_OBJECTIVE.values():
+        raise BadRow(_answer_to_no_preferences(entry, rows[0], names))
     if entry.format != "auto" or is_told:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(rows[0], names))
@@ -146,12 +153,28 @@ def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], na
     may_be_sharegpt = entry.format in ("auto", "sharegpt") and "conversations" not in names
     if may_be_sharegpt and lists and _is_list_of_objects_with(lists[0], "from", "value"):
         return {"conversations": "messages"}
+    if entry.format in FORMAT_OF_OBJECTIVE.values():
+        return _columns_of_known_preferences(rows, names)
     is_dolly = {"instruction", "response"} <= {*names} and not {"output", "messages", "conversations"} & {*names}
     if entry.format in ("auto", "alpaca") and is_dolly:
         if "context" in names and "input" not in names:
             return {"input": "context", "output": "response"}
         return {"output": "response"}
     return {}
+
+
+def _columns_of_known_preferences(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
+    """`columns` of LLaMA-Factory's layouts: turns in `conversations` or `messages`, before two answers that are turns,
+    or with a label for the last of them."""
+    turns = next((name for name in ("conversations", "messages") if name in names), None)
+    if turns is None:
+        return {}
+    if {"chosen", "rejected"} <= {*names}:
+        answers_alone = all(isinstance(row.get("chosen"), dict | str) for row in rows)
+        return {"prompt": turns} if answers_alone and "prompt" not in names else {}
+    if "completion" in names or not {"label", "kto_tag"} & {*names}:
+        return {}
+    return {"completion": turns} | ({} if "label" in names else {"label": "kto_tag"})
 
 
 def _is_list_of_objects_with(value: Any, *keys: str) -> bool:
@@ -181,9 +204,10 @@ def _answer_to_missing(entry: DataSet, format: str, names: Sequence[str]) -> str
 
 def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """The recipe says nothing, and the columns are those of no layout."""
-    if "chosen" in names:
-        pairs = f"preference rows ({in_quotes(names)}) are not trained on as pairs"
-        return f"{pairs}; to train on the chosen answers add columns: {in_yaml(_columns_of_preferences(row))}"
+    if (mapped := columns_of_pairs(row, names)) is not None:
+        dpo = "training.objective: dpo" + (f" and columns: {in_yaml(mapped)}" if mapped else "")
+        alone = in_yaml(_columns_of_chosen(row, mapped))
+        return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone, columns: {alone}"
     if suggested := _probable_columns(row):
         return (
             f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"
@@ -239,20 +263,108 @@ def _first(words: Iterable[str], among: Mapping[str, str]) -> str | None:
     return next((word for word in words if word in among), None)
 
 
-def _columns_of_preferences(row: Mapping[str, Any]) -> dict[str, str]:
-    """`columns` that train on a preference row's better answer."""
-    chosen, prompt = row.get("chosen"), row.get("prompt")
+# Two answers of one row: what their names have where they differ. `response_chosen` and `response_rejected` are a pair.
+PAIR_WORDS = (
+    ("chosen", "rejected"), ("win", "lose"), ("winner", "loser"), ("winning", "losing"), ("preferred", "dispreferred"),
+    ("preferred", "rejected"), ("accepted", "rejected"), ("better", "worse"), ("good", "bad"), ("best", "worst"),
+    ("positive", "negative"), ("wanted", "unwanted"), ("desirable", "undesirable"),
+)  # fmt: skip
+_OF_CHOSEN, _OF_REJECTED = ({*words} for words in zip(*PAIR_WORDS, strict=True))
+
+
+def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
+    """The columns of a better and a worse answer, by their names; None if there are none.
+
+    chosen, rejected            -> these
+    answer_win, answer_lose     -> these
+    chosen, score_chosen, ...   -> chosen and rejected: the shortest names
+    """
+    found = []
+    for name in names:
+        parts = re.split(r"([\W_]+)", name)
+        for place, part in enumerate(parts):
+            for better, worse in PAIR_WORDS:
+                if part.lower() != better:
+                    continue
+                other = "".join([*parts[:place], worse, *parts[place + 1 :]])
+                found += [(name, each) for each in names if each.lower() == other.lower()]
+    return min(found, key=lambda pair: len(pair[0]), default=None)
+
+
+def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | None:
+    """`columns` that read a row as a pair of answers, texts as chats. Empty: none are needed. None: it is no pair.
+
+    Answers that are not texts or messages are none: score_chosen and score_rejected are numbers.
+    """
+    texts = [name for name in names if isinstance(row.get(name), str | list | dict)]
+    pair = pair_of_answers(texts)
+    if pair is None:
+        return None
+    columns = {ours: theirs for ours, theirs in zip(("chosen", "rejected"), pair, strict=True) if ours != theirs}
+    answer = row[pair[0]]
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    begins = isinstance(first, dict) and (first.get("role") or first.get("from")) not in ("assistant", "gpt")
+    if begins or ({"prompt", "conversations"} & {*names} and not isinstance(answer, str)):
+        return columns  # dialogues that hold the question, or turns after those of a column that is read by its name
+    others = {name.lower(): name for name in texts if isinstance(row[name], str) and name not in pair}
+    question, system = _first(QUESTIONS, others), _first(SYSTEMS, others)
+    before = {}
+    if system and others[system] != "system":
+        before["system"] = others[system]
+    if question and others[question] != "instruction" and not isinstance(row.get("prompt"), list):
+        before["instruction"] = others[question]
+    return before | columns
+
+
+def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
+    """`columns` that train on a preference row's better answer alone."""
+    name = mapped.get("chosen", "chosen")
+    chosen, prompt = row.get(name), row.get("prompt")
     if isinstance(chosen, list):
-        holds_answer_alone = isinstance(prompt, list) and bool(chosen) and chosen[0].get("role") == "assistant"
+        first = chosen[0] if chosen and isinstance(chosen[0], dict) else {}
+        holds_answer_alone = isinstance(prompt, list) and first.get("role") == "assistant"
         if holds_answer_alone:
-            return {"completion": "chosen"}
-        return {"messages": "chosen"}
-    question = _first(QUESTIONS, dict.fromkeys(row, ""))
+            return {"completion": name}
+        return {"messages": name}
+    question = mapped.get("instruction") or ("instruction" if "instruction" in row else None)
     if question is None:
-        return {"text": "chosen"}
+        return {"text": name}
     if question == "instruction":
-        return {"output": "chosen"}
-    return {"instruction": question, "output": "chosen"}
+        return {"output": name}
+    return {"instruction": question, "output": name}
+
+
+def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The objective compares or judges answers, and the rows' columns are others."""
+    needed = ROW_COLUMNS[entry.format]
+    if entry.columns:
+        missing = [column for column in needed if column not in {*names, *entry.columns}]
+        if missing:
+            line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")}).replace('"..."', "...")
+            return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
+    if mapped := columns_of_pairs(row, names):
+        return f"the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(mapped)}"
+    is_judged = "label" in names and {"completion", "messages", "conversations"} & {*names}
+    if entry.format == "preference":
+        if is_judged:
+            return (
+                f"dpo compares two answers, and these rows ({in_quotes(names)}) judge one; set training.objective: kto"
+            )
+        lacks = "a chosen and a rejected answer"
+        line = "columns: {chosen: ..., rejected: ...}"
+    else:
+        lacks, line = "an answer and its label", "columns: {completion: ..., label: ...}"
+    near = {
+        ours: near
+        for ours in needed
+        if ours not in names and (near := nearest(ours, [name for name in names if name not in ROW_COLUMNS["kto"]]))
+    }
+    if near:
+        line = f"columns: {in_yaml(near)}"
+    return (
+        f"{'dpo' if entry.format == 'preference' else 'kto'} needs {lacks}, the columns are {in_quotes(names)}; add "
+        f"{line}, or set training.objective: supervised"
+    )
 
 
 def in_quotes(names: Sequence[str]) -> str:

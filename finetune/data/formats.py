@@ -8,13 +8,15 @@ Judged   an answer that is wanted or not, a Chat or a Passage (kto)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
+from finetune.data.columns import QUESTIONS, REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
     OTHER_ROLES,
+    ROLES,
     ReportedOnce,
     calls_in,
     check_inside,
@@ -130,74 +132,218 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
             return _judged(view, layout)
 
 
+_ANSWERS = ("chosen", "rejected")
+OTHER_SPEAKERS = tuple(role for role in ROLES if role != "assistant")
+# Words for an answer that is wanted or not. Numbers of a scale (0.7, 5, -1) are none: where the line is drawn is the
+# owner's decision.
+_LABELS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen"), True) | dict.fromkeys(
+    ("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), False
+)
+_TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
+
+
 def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
-    """Two answers after one prompt. Without a prompt column it is the common beginning of both lists of messages."""
-    chosen, rejected, prompt = view["chosen"], view["rejected"], view.get("prompt")
-    lists = [isinstance(answer, list) for answer in (chosen, rejected)]
-    if lists[0] != lists[1]:
-        raise BadRow("'chosen' and 'rejected' must both be texts or both lists of messages; change one")
-    if not lists[0]:
-        if isinstance(prompt, list):  # texts that answer a chat
-            answers = [[{"role": "assistant", "content": _needed_text(view, name, layout)}] for name in _ANSWERS]
-            return _pair_of_lists(view, prompt, answers, layout)
-        if prompt is None:
-            raise BadRow("'prompt' is missing beside answers that are texts; add it, or columns: {prompt: ...}")
-        text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
-        return Pair(*(Passage(text, _needed_text(view, name, layout)) for name in _ANSWERS))
+    """Two answers after one prompt. Of two whole dialogues, the prompt is their common beginning.
+
+    prompt       chosen                    read as
+    text         text                      passages, without a template
+    instruction  text                      chats: a user's message and the answer
+    messages     text, or messages         chats: the prompt's messages and the answer
+    text         messages                  chats: the dialogue, or the text as a user's message before the answer
+    none         messages                  chats: the dialogue
+    """
+    are_texts = [isinstance(view[name], str) for name in _ANSWERS]
+    if are_texts[0] != are_texts[1]:
+        ours, theirs = (layout.place(name) for name in _ANSWERS)
+        kinds = " and ".join(json_kind(view[name]) for name in _ANSWERS)
+        raise BadRow(f"{ours} and {theirs} are {kinds}; write both as texts, or both as lists of messages")
+    prompt = _prompt_before(view, layout, answers_are_texts=are_texts[0])
+    if isinstance(prompt, str):
+        return Pair(*(Passage(prompt, _needed_text(view, name, layout)) for name in _ANSWERS))
+    chosen, rejected = (_dialogue(view, name, layout) for name in _ANSWERS)
     common = 0
-    for ours, theirs in zip(chosen, rejected, strict=False):
-        if ours != theirs:
+    for turn, other_turn in zip(chosen, rejected, strict=False):
+        if turn != other_turn:
             break
         common += 1
-    if not chosen or not rejected:
-        raise BadRow(f"{'chosen' if not chosen else 'rejected'!r} is an empty list; give it an assistant turn")
-    if common == len(chosen) or common == len(rejected):
-        common = min(len(chosen), len(rejected)) - 1  # equal answers: the last turn is the answer
-    begins = chosen[:common]
-    if isinstance(prompt, list) and begins[: len(prompt)] != prompt:
-        begins = [*prompt, *begins]  # the answers hold only what follows the prompt
-    return _pair_of_lists(view, begins, [chosen[common:], rejected[common:]], layout)
+    # Of equal answers the last turn is the answer. `prepare` leaves such a pair out, and counts it.
+    common = min(common, len(chosen) - 1, len(rejected) - 1)
+    for (name, dialogue), other in zip(zip(_ANSWERS, (chosen, rejected), strict=True), _ANSWERS[::-1], strict=True):
+        role = dialogue[common].get("role")
+        if role in OTHER_SPEAKERS:
+            place = f"{layout.place(name)}[{common}]"
+            raise BadRow(
+                f"{place} is a {role} turn that {layout.place(other)} does not have; give both answers one prompt, and "
+                "begin them with an assistant turn"
+            )
+    prompt = _not_repeated(view, prompt, chosen[:common], "chosen", layout)
+    return Pair(
+        _answered(view, prompt, chosen, common, "chosen", layout),
+        _answered(view, prompt, rejected, common, "rejected", layout),
+    )
 
 
-_ANSWERS = ("chosen", "rejected")
-
-
-def _pair_of_lists(view: Mapping[str, Any], prompt: list[Any], answers: Sequence[list[Any]], layout: RowLayout) -> Pair:
-    chats = [_answered(view, prompt, answer, name, layout) for name, answer in zip(_ANSWERS, answers, strict=True)]
-    return Pair(*chats)
-
-
-def _answered(view: Mapping[str, Any], prompt: list[Any], answer: list[Any], name: str, layout: RowLayout) -> Chat:
-    """A prompt's chat with an answer, whose assistant turns alone are supervised. Raises BadRow."""
-    place = layout.place(name)
-    if not answer:
-        raise BadRow(f"{place} has no answer after the prompt; add an assistant turn, or remove the row")
-    chat = _chat(view, [*prompt, *answer], name, layout)
-    before = len(chat.messages) - len(answer)
-    if chat.messages[-1]["role"] != "assistant":
-        role = chat.messages[-1]["role"]
-        raise BadRow(f"{place} ends with a {role} turn; an answer ends with an assistant turn")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages[before:]):
-        raise BadRow(f"{place} is empty; give it a text, or remove the row")
-    supervised = [index >= before and chat.supervised[index] for index in range(len(chat.messages))]
-    return replace(chat, supervised=supervised)
+def label_of(value: Any) -> bool | None:
+    """Whether a label says that an answer is wanted; None if it says neither."""
+    return _LABELS.get(str(value).strip().lower())
 
 
 def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
-    """An answer with its label: true or false, or 1 or 0."""
-    prompt, completion, label = view["prompt"], view["completion"], view["label"]
-    words = {"true": True, "1": True, "false": False, "0": False}
-    wanted = label if isinstance(label, bool) else words.get(str(label).strip().lower())
+    """An answer with its label. Of a whole dialogue, the answer is what follows the last user's turn."""
+    label = view["label"]
+    wanted = label_of(label)
     if wanted is None:
-        raise BadRow(f"{layout.place('label')} is {str(label)[:40]!r}; write true for a wanted answer, else false")
-    if isinstance(prompt, list):
-        if not isinstance(completion, list):
-            completion = [{"role": "assistant", "content": _needed_text(view, "completion", layout)}]
-        return Judged(_answered(view, prompt, completion, "completion", layout), wanted)
-    if isinstance(completion, list):
-        raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
+        shown = printable(str(label)[:40])
+        raise BadRow(
+            f"{layout.place('label')} is {shown!r}, neither wanted nor unwanted; write true for a wanted answer, false "
+            "for another"
+        )
+    prompt = _prompt_before(view, layout, answers_are_texts=isinstance(view["completion"], str))
+    if isinstance(prompt, str):
+        return Judged(Passage(prompt, _needed_text(view, "completion", layout)), wanted)
+    completion = _dialogue(view, "completion", layout)
+    asked = [index + 1 for index, turn in enumerate(completion) if turn.get("role") == "user"]
+    common = min(max(asked, default=0), len(completion) - 1)
+    prompt = _not_repeated(view, prompt, completion[:common], "completion", layout)
+    return Judged(_answered(view, prompt, completion, common, "completion", layout), wanted)
+
+
+def _dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:
+    """An answer as turns; a text is the assistant's. Raises BadRow."""
+    if isinstance(view[name], str):
+        return [{"role": "assistant", "content": _needed_text(view, name, layout)}]
+    return _turns(view[name], name, layout)
+
+
+def _not_repeated(
+    view: Mapping[str, Any], prompt: list[dict[str, Any]], begins: list[dict[str, Any]], name: str, layout: RowLayout
+) -> list[dict[str, Any]]:
+    """The prompt, or none if a dialogue that begins with `begins` holds a question itself. Raises BadRow."""
+    if all(turn.get("role") in ("system", "developer", "assistant") for turn in [*prompt, *begins]):
+        raise BadRow(
+            f"'prompt' is missing, and {layout.place(name)} holds no question; add it, or columns: {{prompt: ...}}"
+        )
+    if begins[: len(prompt)] == prompt:
+        return []
+    if not any(turn.get("role") in ("user", "tool") for turn in begins):
+        return prompt
+    if not isinstance(view.get("prompt"), list):
+        return []  # a text; `leaves_out_prompt` tells whether it is another one
+    if all(turn.get("role") in ("system", "developer") for turn in prompt):
+        return prompt
+    ours, theirs = layout.place("prompt"), layout.place(name)
+    raise BadRow(f"{ours} and the turns that {theirs} begins with differ; give {theirs} only what follows {ours}")
+
+
+def leaves_out_prompt(row: Mapping[str, Any], layout: RowLayout, read: Pair | Judged) -> bool:
+    """Whether a row's prompt is a text that is not read, because its answers are dialogues with another question."""
+    view = layout.view(row)
+    text = view.get("instruction") or view.get("prompt")
+    document = documents_in(read)[0]
+    if not isinstance(text, str) or not isinstance(document, Chat):
+        return False
+    return bool(text.strip()) and not any(text.strip() in message["content"] for message in document.messages)
+
+
+def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
+    """Messages in OpenAI's keys: from ShareGPT's too, or from one turn alone. Raises BadRow."""
+    if isinstance(value, dict):
+        value = [value]
+    place = layout.place(column)
+    if not isinstance(value, list):
+        raise BadRow(f'{place} is {json_kind(value)}; write a text, or a list of messages: [{{"role": ...}}]')
+    if not value:
+        raise BadRow(f"{place} is an empty list; give it a turn, or remove the row")
+    turns = []
+    for index, turn in enumerate(value):
+        if not isinstance(turn, dict):
+            raise BadRow(
+                f'{place}[{index}] is {json_kind(turn)}; write one answer: a text, or messages like {{"role": ...}}'
+            )
+        if "from" in turn:
+            turns.append(_sharegpt_turn(turn, f"{place}[{index}]", layout))
+        else:
+            turns.append(with_our_role(turn, layout.roles, f"{place}[{index}]"))
+    return turns
+
+
+def _prompt_before(
+    view: Mapping[str, Any], layout: RowLayout, *, answers_are_texts: bool
+) -> str | list[dict[str, Any]]:
+    """What the answers follow: a text without a template, or messages; none if the answers are whole dialogues."""
+    prompt, named = view.get("prompt"), {"prompt", "instruction"} & {*layout.columns, *layout.template}
+    if view.get("instruction") is not None and named != {"prompt"}:
+        if prompt is not None and named != {"instruction"}:
+            raise BadRow("'prompt' and 'instruction' are both there; name the one to read: columns: {instruction: ...}")
+        question = _needed_text(view, "instruction", layout)
+        context = checked_text(view.get("input") or "", layout.place("input"), may_be_empty=True)
+        return [{"role": "user", "content": f"{question}\n\n{context}" if context.strip() else question}]
+    if view.get("input"):
+        line = in_yaml({"instruction": layout.columns.get("prompt", "prompt")})
+        raise BadRow(f"{layout.place('input')} belongs to a question that becomes a chat; write columns: {line}")
+    if prompt is None:
+        if answers_are_texts:
+            raise BadRow(_no_prompt(view, layout))
+        return []
+    if isinstance(prompt, list | dict):
+        turns = _turns(prompt, "prompt", layout)
+        if turns[-1].get("role") == "assistant":
+            raise BadRow(f"{layout.place('prompt')} ends with an assistant turn; end it with the turn that is answered")
+        return turns
     text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
-    return Judged(Passage(text, _needed_text(view, "completion", layout)), wanted)
+    if answers_are_texts:
+        for column in (*OF_CHATS, *REASONING_COLUMNS):
+            if view.get(column):
+                line = in_yaml({"instruction": layout.columns.get("prompt", "prompt")})
+                raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
+        return text
+    return [{"role": "user", "content": text}] if text.strip() else []
+
+
+def _no_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
+    """The line for answers that are texts, with nothing before them."""
+    answer = next(name for name in (*_ANSWERS, "completion") if name in view)
+    place = layout.place(answer)
+    if _TRANSCRIPT.match(view[answer]):
+        return (
+            f"{place} is a transcript of Human: and Assistant:, not one answer; write its turns as messages "
+            '([{"role": "user", "content": ...}, ...]); for HH-RLHF take trl-lib/hh-rlhf-helpful-base'
+        )
+    texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
+    question = next((column for column in (*QUESTIONS, *texts) if column in texts), "...")
+    line = in_yaml({**layout.columns, "instruction": question}).replace('"..."', "...")
+    return f"'prompt' is missing beside answers that are texts; add it, or columns: {line}"
+
+
+def is_blank_turn(turn: Any) -> bool:
+    """Whether a turn has neither a text nor calls."""
+    if not isinstance(turn, dict) or turn.get("tool_calls") or not {"content", "value"} & {*turn}:
+        return False
+    text = turn.get("content", turn.get("value"))
+    return text is None or (isinstance(text, str) and not text.strip())
+
+
+def _answered(
+    view: Mapping[str, Any],
+    prompt: Sequence[dict[str, Any]],
+    dialogue: Sequence[dict[str, Any]],
+    common: int,
+    name: str,
+    layout: RowLayout,
+) -> Chat:
+    """A prompt and a dialogue, whose assistant turns from `common` on are the answer and alone supervised."""
+    place = layout.place(name)
+    if is_blank_turn(dialogue[-1]):
+        raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
+    chat = _chat(view, [*prompt, *dialogue], place.strip("'"), replace(layout, roles={}), before=len(prompt))
+    last = chat.messages[-1]["role"]
+    if last != "assistant":
+        raise BadRow(f"{place} ends with a {last} turn; an answer ends with an assistant turn")
+    begins = len(chat.messages) - len(dialogue) + common
+    supervised = [index >= begins and chat.supervised[index] for index in range(len(chat.messages))]
+    if not any(supervised):
+        raise BadRow(f"{place} has no supervised assistant turn; remove its weight 0, or remove the row")
+    return replace(chat, supervised=supervised)
 
 
 def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
@@ -282,15 +428,19 @@ def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
     return message | {"role": roles[speaker], "content": turn["value"]}
 
 
-def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout) -> Chat:
-    """The chat of a row's messages, with its system column, tools and template variables."""
+def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout, *, before: int = 0) -> Chat:
+    """The chat of a row's messages, with its system column, tools and template variables.
+
+    Args:
+        before: How many of the messages are the column `prompt`'s, and not this column's.
+    """
     if not isinstance(messages, list):
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
     if not messages:
         raise BadRow(f"{column!r} is an empty list; give it a user and an assistant turn")
     checked, supervised = [], []
     for index, message in enumerate(messages):
-        place = f"{column}[{index}]"
+        place = f"{column}[{index - before}]" if index >= before else f"prompt[{index}]"
         message = with_our_role(message, layout.roles, place)
         checked.append(read_message(message, place))
         supervised.append(is_supervised(message, place))

@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Chat, Content, Judged, Pair, documents_in, read_row
+from finetune.data.formats import (
+    Chat,
+    Content,
+    Judged,
+    Pair,
+    Passage,
+    documents_in,
+    is_blank_turn,
+    leaves_out_prompt,
+    read_row,
+)
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
@@ -57,6 +67,8 @@ class RowReader:
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
+        # Of preferences: pairs of equal answers, answers by their label, prompts that are not read, and rows of texts.
+        self._answers = {"pairs": 0, "equal": 0, "wanted": 0, "unwanted": 0, "prompt_unread": 0, "texts": 0}
         self._dropped = dict.fromkeys(source.entry.drop, 0)
         self._digests: set[bytes] = set()  # of rows read, if duplicates are dropped
 
@@ -77,7 +89,9 @@ class RowReader:
             except BadRow as error:
                 yield ReadRow(good[0], None, str(error))
                 return
+        last = head[-1]
         for row in chain(head, rows):
+            last = row
             if row.values is None:
                 yield ReadRow(row, None, row.problem)
                 continue
@@ -101,7 +115,14 @@ class RowReader:
                         continue
                     self._digests.add(digest)
                 self._note(read)
+                if isinstance(read, Pair | Judged):
+                    self._note_answers(read, row.values, self._layout)
                 yield ReadRow(row, read, None)
+        if self._answers["pairs"] and self._answers["pairs"] == self._answers["equal"]:
+            chosen, rejected = (self._layout.place(name) for name in ("chosen", "rejected"))
+            count = counted(self._answers["pairs"], "pair")
+            remedy = "name two columns that differ: columns: {chosen: ..., rejected: ...}"
+            yield ReadRow(last, None, f"{chosen} equals {rejected} in each of {count}; {remedy}")
 
     def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
         """Raises BadRow for a column that holds images, or whose name is nearly one that the layout may have."""
@@ -121,26 +142,36 @@ class RowReader:
                 raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
     def _note(self, read: Content) -> None:
-        if isinstance(read, Pair | Judged):
-            for document in documents_in(read):
-                self._note(document)
-            return
-        if isinstance(read, Chat):
-            texts = [message["content"] for message in read.messages]
-            self._unanswered += read.messages[-1]["role"] != "assistant"
-            keys = (key for message in read.messages for key in message if key not in READ_KEYS)
-            new_keys = dict.fromkeys(key for key in keys if key not in self._message_keys)
-            self._message_keys |= dict.fromkeys(islice(new_keys, MOST_NAMES - len(self._message_keys)))
-        else:
-            texts = [read.prompt + read.completion]
-            if read.prompt:
-                end, start = read.prompt[-1], read.completion[0]
-                self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
+        texts, runs_together = [], False
+        for document in documents_in(read):
+            if isinstance(document, Chat):
+                texts += [message["content"] for message in document.messages]
+                self._unanswered += document.messages[-1]["role"] != "assistant"
+                keys = (key for message in document.messages for key in message if key not in READ_KEYS)
+                new_keys = dict.fromkeys(key for key in keys if key not in self._message_keys)
+                self._message_keys |= dict.fromkeys(islice(new_keys, MOST_NAMES - len(self._message_keys)))
+            else:
+                texts.append(document.prompt + document.completion)
+                if document.prompt:
+                    end, start = document.prompt[-1], document.completion[0]
+                    runs_together |= end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
+        self._run_together += runs_together
         # A row counts once: for its first begin-of-text token, or else for its first token of a chat template.
         if begun := next((match[1] for text in texts if (match := _BEGIN_OF_TEXT.match(text))), None):
             self._begun = [self._begun[0] + 1, self._begun[1] or begun]
         elif written := next((token for text in texts if (token := _written_token(text))), None):
             self._written = [self._written[0] + 1, self._written[1] or written]
+
+    def _note_answers(self, read: Pair | Judged, values: Mapping[str, Any], layout: RowLayout) -> None:
+        counts = self._answers
+        match read:
+            case Pair():
+                counts["pairs"] += 1
+                counts["equal"] += read.chosen == read.rejected
+            case Judged():
+                counts["wanted" if read.desirable else "unwanted"] += 1
+        counts["texts"] += isinstance(documents_in(read)[0], Passage)
+        counts["prompt_unread"] += leaves_out_prompt(values, layout, read)
 
     def facts(self, is_read: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """Facts for `notes_of` about the rows read so far; `is_read`: whether the template reads a key of messages."""
@@ -153,9 +184,17 @@ class RowReader:
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
+            "answers": dict(self._answers),
+            "as_chats": self._columns_as_chats(),
             "dropped": dict(self._dropped),
             "dialect": self._dialect(),
         }
+
+    def _columns_as_chats(self) -> str:
+        """The `columns` that read rows of texts as chats."""
+        columns = dict(self._layout.columns) if self._layout else {}
+        question = columns.pop("prompt", "prompt")
+        return in_yaml({**columns, "instruction": question})
 
     def _dialect(self) -> str:
         """How the first CSV file is written, where it is not UTF-8 with commas."""
@@ -172,7 +211,14 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
     """Whether a column that the layout needs has no value in this row: null, nothing, or white space."""
     view = layout.view(row)
     values = [view.get(column) for column in ROW_COLUMNS[layout.format]]
-    return any(value is None or (isinstance(value, str) and not value.strip()) for value in values)
+    if layout.format in ("preference", "kto"):
+        if isinstance(values[0], str):  # a text answers a prompt; a dialogue may hold the question itself
+            values += [view[column] for column in ("prompt", "instruction") if column in view]
+        # An answer of messages is empty if its last turn is.
+        values = [value[-1] if isinstance(value, list) and value else value for value in values]
+    return any(
+        value is None or (isinstance(value, str) and not value.strip()) or is_blank_turn(value) for value in values
+    )
 
 
 def _written_token(text: str) -> str | None:
@@ -222,7 +268,21 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
             'as characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, and the template '
             "writes the tokens"
         )
-    if count := facts["run_together"]:
+    answers = facts.get("answers") or {}  # an older cache has none
+    if sum(answers.get(kind, 0) > 0 for kind in ("wanted", "unwanted")) == 1:
+        kind, other = ("wanted", "unwanted") if answers["wanted"] else ("unwanted", "wanted")
+        yield f"{name}: all answers are {kind}; kto learns from the difference, so add some that are {other}"
+    if count := answers.get("prompt_unread"):
+        yield (
+            f"{name}: rows with a prompt that is not in the dialogue of their answers: {count:,}; the dialogue is "
+            "read, the prompt is not"
+        )
+    if count := answers.get("texts"):
+        yield (
+            f"{name}: rows of texts, read without a chat template: {count:,}; for a chat model read them as chats: "
+            f"columns: {facts['as_chats']}"
+        )
+    elif count := facts["run_together"]:
         yield (
             f"{name}: prompts that run into their completion without a space or line break: {count:,}; end them with "
             "one, or read them as chats: columns: {instruction: ..., output: ...}"

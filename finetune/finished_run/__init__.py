@@ -8,6 +8,7 @@ May import: everything below planner.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -129,7 +130,8 @@ def evaluate(
             opened, device, list(tasks), include=include, limit=limit, chat_template=chat_template, say=say
         )
         say(tasks_in_words(result["tasks"]))
-    write_eval(folder, result, rows)
+    if (file := write_eval(folder, result, rows)) is not None:
+        say(f"every answer: {file}; side by side: {shlex.join(['finetune', 'report', str(folder)])}")
     if missed := below(wanted, result):
         say("\n".join(missed))
         result |= {"ok": False, "exit_code": BELOW_THRESHOLD}

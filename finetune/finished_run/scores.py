@@ -17,6 +17,7 @@ from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
 BASE_AND_TUNED = ("base", "tuned")
+LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
 
 
 def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
@@ -58,7 +59,10 @@ def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[st
 
 
 def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
-    """Means with 95 % intervals, their paired difference, and how many answers got better, worse or stayed."""
+    """Means with 95 % intervals, their paired difference, and how many answers got better, worse or stayed.
+
+    `all_or_nothing`: every score is 0 or 1, so that a mean is a number of right answers.
+    """
     better = sum(after > before for before, after in zip(base, tuned, strict=True))
     worse = sum(after < before for before, after in zip(base, tuned, strict=True))
     return {
@@ -68,6 +72,7 @@ def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
         "better": better,
         "worse": worse,
         "equal": len(base) - better - worse,
+        "all_or_nothing": all(score in (0.0, 1.0) for score in (*base, *tuned)),
     }
 
 
@@ -86,11 +91,28 @@ def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def scores_in_words(figures: Mapping[str, Any]) -> str:
-    """The scored rows as a heading and a table."""
+    """The scored rows as a heading, a table, and a sentence for each metric."""
     heading = (
         f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
     )
-    return "\n".join([*figures["notes"], f"{heading}:", scores_table(figures["metrics"])])
+    verdicts = [score_verdict(name, each, figures["rows"]) for name, each in figures["metrics"].items()]
+    return "\n".join([*figures["notes"], f"{heading}:", scores_table(figures["metrics"]), *verdicts])
+
+
+def score_verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
+    """A metric's result as a sentence: `Better: exact 1 -> 93 of 100 (difference 88 to 98).`"""
+    if rows < LEAST_SCORED_ROWS:
+        return f"{counted(rows, 'row')} cannot show whether {name} changed; answer {LEAST_SCORED_ROWS} or more."
+    difference = figures["difference"]
+    if difference["low"] <= 0 <= difference["high"]:
+        return f"No difference in {name} that {rows:,} rows can show."
+    means = (figures["base"]["mean"], figures["tuned"]["mean"], difference["low"], difference["high"])
+    if figures["all_or_nothing"]:
+        base, tuned, low, high = (f"{mean * rows:.0f}" for mean in means)
+        tuned += f" of {rows:,}"
+    else:
+        base, tuned, low, high = (f"{mean:.3f}" for mean in means)
+    return f"{'Better' if difference['low'] > 0 else 'Worse'}: {name} {base} -> {tuned} (difference {low} to {high})."
 
 
 def general_in_words(figures: Mapping[str, Any]) -> str:
@@ -118,10 +140,13 @@ def below(wanted: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write eval.json and, if answers were generated, eval_answers.jsonl."""
+def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Write eval.json and, if answers were generated, eval_answers.jsonl. Returns the file with the answers."""
     import json
 
     write_json(folder / EVAL_RECORD, dict(result))
-    if rows:
-        write_text(folder / EVAL_ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    if not rows:
+        return None
+    file = folder / EVAL_ANSWERS
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file

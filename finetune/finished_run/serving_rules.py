@@ -64,8 +64,16 @@ EXPECTED_LAYERS: Mapping[str, tuple[str, ...]] = {
     "Phi3ForCausalLM": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
 
-Conversion = Literal["plain", "one rank", "one name"]
+# Classes whose checkpoints, and so vLLM's names, have a layer for each expert's gate, up and down projection.
+# transformers and peft keep all experts in two parameters. For these classes vLLM 0.32 would cut peft's layout in the
+# wrong order (`lora/model_manager.py`, the fallback in `_stack_moe_lora_weights`), without an error.
+EXPERTS_BY_NAME = frozenset({"OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+EXPERT_LAYER = re.compile(r"\.experts(\.base_layer)?$")  # peft's two wrappers around the two parameters
+EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
+
+Conversion = Literal["experts", "plain", "one rank", "one name"]
 WORDS: Mapping[Conversion, str] = {
+    "experts": "each expert's gate, up and down projection has an adapter of its own",
     "plain": "{init} is written as plain LoRA of twice the rank",
     "one rank": "rank_pattern and alpha_pattern are folded into one rank and scale",
     "one name": "each tensor keeps the whole model's name alone",
@@ -111,7 +119,7 @@ def judge_for_vllm(
         quantized: The adapter was trained over a base that was quantised when it was loaded.
     """
     init, architecture = str(settings.get("init_lora_weights", True)).lower(), architecture_of(config)
-    refusals = [*_refused_settings(settings), *_refused_tensors(tensors, config)]
+    refusals = [*_refused_settings(settings, architecture), *_refused_tensors(tensors, config)]
     if architecture in NO_ADAPTERS:
         refusals.append(f"vLLM {VLLM} has no adapters for {architecture}")
     elif architecture in ENDS_TOO and (config.get("vocab_size") or 0) > MOST_ROWS_OF_HEAD:
@@ -120,8 +128,17 @@ def judge_for_vllm(
     conversions: list[Conversion] = []
     no_matrix = [key for key, facts in tensors.items() if key.endswith(LOADED_ENDINGS) and len(facts.shape) != 2]
     refusals += [f"{key} is no matrix" for key in no_matrix[:1]]
-    firsts = [facts for key, facts in tensors.items() if key.endswith((".lora_A.weight", ".lora_embedding_A"))]
+    of_experts = settings.get("target_parameters") and architecture in EXPERTS_BY_NAME
+    if of_experts:
+        conversions.append("experts")  # their tensors have the rank times the number of experts
+    firsts = [
+        facts
+        for key, facts in tensors.items()
+        if key.endswith((".lora_A.weight", ".lora_embedding_A")) and not (of_experts and _is_of_experts(key))
+    ]
     ranks = {facts.shape[0] for facts in firsts if facts.shape}
+    if of_experts:
+        ranks.add(int(settings.get("r") or 0))
     rank = max([0, *ranks])
     if init in ("pissa", "olora"):
         if quantized:
@@ -131,6 +148,8 @@ def judge_for_vllm(
     elif init not in PLAIN_STARTS:
         refusals.append(f"init_lora_weights: {init} changes the base when peft loads the adapter")
     by_pattern = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
+    if of_experts and (by_pattern or "plain" in conversions):
+        refusals.append(f"target_parameters beside {'a pattern' if by_pattern else init} have no form that vLLM reads")
     if by_pattern:
         conversions.append("one rank")
     if len(whole_names(tensors)) < len(tensors):
@@ -182,7 +201,12 @@ def whole_names(keys: Iterable[str]) -> list[str]:
     return [key for key in every if key not in repeated]
 
 
-def _refused_settings(settings: Mapping[str, Any]) -> list[str]:
+def _is_of_experts(key: str) -> bool:
+    """Whether this tensor is the adapter of a parameter that holds all experts."""
+    return EXPERT_LAYER.search(key.partition(".lora_")[0]) is not None
+
+
+def _refused_settings(settings: Mapping[str, Any], architecture: str) -> list[str]:
     """Settings that change what an adapter computes, and that vLLM does not implement."""
     refusals = []
     if settings.get("use_dora"):
@@ -192,10 +216,16 @@ def _refused_settings(settings: Mapping[str, Any]) -> list[str]:
     if settings.get("trainable_token_indices"):
         refusals.append("rows of new tokens were trained, and vLLM loads no such rows")
     if parameters := settings.get("target_parameters"):
-        refusals.append(
-            f"target_parameters: {', '.join(parameters)}: vLLM reads experts in peft's layout for few mixtures, and "
-            "has passed over them without an error in others"
-        )
+        adapted = {name.rpartition(".")[2] for name in parameters}
+        if architecture not in EXPERTS_BY_NAME:
+            refusals.append(
+                f"target_parameters: {', '.join(parameters)}: vLLM reads experts in peft's layout for few mixtures, "
+                "and has passed over them without an error in others"
+            )
+        elif adapted != EXPERT_PARAMETERS:
+            refusals.append(
+                f"target_parameters: {', '.join(parameters)}: vLLM takes adapters on all projections of the experts"
+            )
     if settings.get("bias", "none") != "none" or settings.get("lora_bias"):
         refusals.append("biases were trained, and vLLM loads none")
     for key in ("layer_replication", "use_bdlora", "use_qalora", "alora_invocation_tokens"):
@@ -210,7 +240,7 @@ def _refused_tensors(tensors: Iterable[str], config: Mapping[str, Any]) -> list[
     paths = {
         key.removeprefix(PEFT_PREFIX)[: -len(end)] for key in tensors for end in LOADED_ENDINGS if key.endswith(end)
     }
-    names = {path.rpartition(".")[2] for path in paths if not re.search(r"\.experts(\.base_layer)?$", path)}
+    names = {path.rpartition(".")[2] for path in paths if not EXPERT_LAYER.search(path)}
     refusals = []
     if unknown := sorted(names & {*ENDS} if architecture not in ENDS_TOO else ()):
         refusals.append(f"vLLM {VLLM} has no adapter on {' and '.join(unknown)} for {architecture}")

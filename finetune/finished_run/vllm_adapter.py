@@ -9,6 +9,7 @@ The tensors stay alpha / r B A. Only zeros are added, and a layer's own scale mo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,9 @@ def converted(
 
     Writes nothing. Raises FinetuneError if the adapter does not fit its base.
     """
-    if "plain" in verdict.conversions:
+    if "experts" in verdict.conversions:
+        tensors, result = by_expert(load_file(run.product / ADAPTER_WEIGHTS), settings)
+    elif "plain" in verdict.conversions:
         tensors, result = plain_tensors(plan_merge(run.recipe, run.folder, torch.device("cpu")), run.product)
     else:
         tensors, result = load_file(run.product / ADAPTER_WEIGHTS), dict(settings)
@@ -64,6 +67,69 @@ def in_one_rank(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> t
             folded[key] = pad(scale * tensor.float(), (0, largest - rank))
     plain = {"r": largest, "lora_alpha": largest, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
     return folded, {**settings, **plain}
+
+
+def by_expert(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The adapter with layers for each expert's gate, up and down projection, as the model's checkpoint names them.
+
+    peft stacks a mixture's experts along the rank: expert e has A's rows [e r, (e + 1) r), and B's columns e, e + E,
+    e + 2E, ... With 4 experts, rank 2, hidden size 64 and expert size 32:
+
+        gate_up_proj    A [8, 64], B [64, 8]  -> per expert A_e [2, 64], B_e [64, 2]: gate has B_e's upper half, up its
+                                                 lower half, and both have A_e
+        down_proj       A [8, 32], B [64, 8]  -> per expert A_e [2, 32], B_e [64, 2]
+
+    Raises FinetuneError if a mixture's tensors are not two such pairs.
+    """
+    rank, layers = settings["r"], dict[str, Tensor]()
+    pairs: dict[str, dict[str, dict[str, Tensor]]] = {}  # mixture -> "" or ".base_layer" -> A or B
+    for key, tensor in tensors.items():
+        found = re.fullmatch(r"(.*\.experts)(|\.base_layer)\.lora_([AB])\.weight", key)
+        if found is None:
+            layers[key] = tensor
+        else:
+            pairs.setdefault(found[1], {}).setdefault(found[2], {})[found[3]] = tensor
+    for mixture, both in pairs.items():
+        # The order of target_parameters decides which wrapper is the inner one, so sizes tell them apart.
+        gate_up = [each for each in both.values() if len(each) == 2 and _is_gate_and_up(each, [*both.values()])]
+        if len(both) != 2 or len(gate_up) != 1:
+            raise FinetuneError(
+                f"{mixture}: its tensors are not those of gate_up_proj and down_proj; export the run again"
+            )
+        down = next(each for each in both.values() if each is not gate_up[0])
+        experts = gate_up[0]["A"].shape[0] // rank
+        for expert in range(experts):
+            first, second = _of_expert(gate_up[0], expert, experts)
+            gate, up = second.chunk(2)
+            for name, pair in {
+                "gate_proj": (first, gate),
+                "up_proj": (first, up),
+                "down_proj": _of_expert(down, expert, experts),
+            }.items():
+                for part, tensor in zip("AB", pair, strict=True):
+                    layers[f"{mixture}.{expert}.{name}.lora_{part}.weight"] = tensor.clone().contiguous()
+    modules = settings.get("target_modules") or []
+    if isinstance(modules, list):
+        modules = sorted({*modules, "gate_proj", "up_proj", "down_proj"})
+    return layers, {**settings, "target_parameters": None, "target_modules": modules}
+
+
+def _is_gate_and_up(pair: Mapping[str, Tensor], both: list[dict[str, Tensor]]) -> bool:
+    """gate_up_proj gives two numbers for each one that down_proj takes, and takes as many as that gives."""
+    return any(
+        pair["B"].shape[0] == 2 * other["A"].shape[1] and pair["A"].shape[1] == other["B"].shape[0]
+        for other in both
+        if other is not pair and len(other) == 2
+    )
+
+
+def _of_expert(pair: Mapping[str, Tensor], expert: int, experts: int) -> tuple[Tensor, Tensor]:
+    """One expert's A [r, in] and B [out, r]."""
+    first, second = pair["A"], pair["B"]
+    return (
+        first.reshape(experts, -1, first.shape[1])[expert],
+        second.reshape(second.shape[0], -1, experts)[:, :, expert],
+    )
 
 
 def _part(key: str) -> str:

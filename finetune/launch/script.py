@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.output_stream import printable
-from finetune.paths import TRAIN_SCRIPT, from_here
+from finetune.paths import from_here
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
@@ -25,6 +25,7 @@ from finetune.wording import counted
 Launcher = Literal["slurm", "torchrun", "accelerate"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 
+TRAINER = ("-m", "finetune.train")  # by its name: machines may have this package in different folders
 _PORT = 29500  # torch's own default
 _CORES_PER_RANK = 8
 _SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
@@ -86,7 +87,7 @@ def plan_launch(
         nodes=machines["nodes"],
         gpus=machines["gpus"],
         ranks=ranks,
-        words=(from_here(TRAIN_SCRIPT), str(recipe), *overrides, *changed),
+        words=(*TRAINER, str(recipe), *overrides, *changed),
         verb_arguments=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
     )
     for problem in _misfits(plan):
@@ -129,7 +130,7 @@ def script(plan: LaunchPlan) -> str:
         return _slurm_script(plan)
     lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
     if plan.nodes == 1:
-        lines += ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
+        lines += ["# Start: bash THIS_FILE", "", *_find_configs(plan), f"exec {_starter(plan)} \\", f"  {trainer}"]
         return "\n".join(lines) + "\n"
     starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
     last = plan.nodes - 1
@@ -139,6 +140,7 @@ def script(plan: LaunchPlan) -> str:
         f'machine="${{1:?the number of this machine, 0 to {last}}}"',
         'first="${2:?the address of machine 0, as the others reach it}"',
         "",
+        *_find_configs(plan),
         f"exec {starter} \\",
         f"  {trainer}",
     ]
@@ -179,10 +181,8 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
     `machine` (this machine's number), `first` (machine 0's address) and `port` are bash words.
     """
     if plan.launcher == "accelerate":
-        config, on_cpu = plan.strategy.path, not plan.gpus and not plan.alone
-        if on_cpu:
-            config = CONFIG_FOLDER / "cpu_2proc.yaml"
-        options = f"--config_file {shlex.quote(from_here(config))} --num_processes {plan.world}"
+        on_cpu = not plan.gpus and not plan.alone
+        options = f"--config_file {_config_file(plan)} --num_processes {plan.world}"
         if plan.nodes > 1:
             options += f" --num_machines {plan.nodes} --machine_rank {machine}"
             options += f" --main_process_ip {first} --main_process_port {port}"
@@ -198,6 +198,25 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
         return f"torchrun --standalone --nproc-per-node {plan.ranks}"
     place = f"--node-rank {machine} --master-addr {first} --master-port {port}"
     return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
+
+
+def _config_file(plan: LaunchPlan) -> str:
+    """Accelerate's config as a bash word: a path inside the current folder, or one inside $configs."""
+    config = plan.strategy.path
+    if not plan.gpus and not plan.alone:
+        config = CONFIG_FOLDER / "cpu_2proc.yaml"
+    path = from_here(config)
+    if Path(path).is_absolute() and config.parent == CONFIG_FOLDER:
+        return f'"$configs"/{shlex.quote(config.name)}'
+    return shlex.quote(path)
+
+
+def _find_configs(plan: LaunchPlan) -> list[str]:
+    """The line that finds this package's Accelerate configs on the machine that runs the file, if it names one."""
+    if plan.launcher != "accelerate" or "$configs" not in _config_file(plan):
+        return []
+    program = "from finetune.recipe.strategy import CONFIG_FOLDER; print(CONFIG_FOLDER)"
+    return [f"configs=$(python -c {shlex.quote(program)}) || exit"]
 
 
 def _slurm_script(plan: LaunchPlan) -> str:

@@ -45,7 +45,11 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "gpt-oss-120b": ("openai/gpt-oss-120b", "unsloth/gpt-oss-120b", "unsloth/gpt-oss-120b-BF16"),
     "olmo-3-7b": ("allenai/Olmo-3-7B", "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-7B-Think"),
     "olmo-3-32b": ("allenai/Olmo-3-1125-32B", "allenai/Olmo-3-32B-Think"),
-    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
+    "smollm3-3b": (
+        "HuggingFaceTB/SmolLM3-3B",
+        "HuggingFaceTB/SmolLM3-3B-Base",
+        "HuggingFaceTB/SmolLM3-3B-checkpoints",
+    ),
     "glm-4-9b-0414": ("zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"),
     "ministral-3-3b": ("mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-3B-Base-2512"),
     "ministral-3-8b": ("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Ministral-3-8B-Base-2512"),

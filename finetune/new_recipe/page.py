@@ -9,8 +9,20 @@ from finetune.data.columns import in_yaml
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice
 from finetune.recipe.gpus import budget_of
 from finetune.recipe.schema import DataSet
+from finetune.recipe.sections.data import Truncation
+from finetune.recipe.sections.training import Objective
+from finetune.wording import counted
 
 MOST_LINES = 25
+STRATEGY_WORDS = {
+    "single": "one process",
+    "ddp": "one process per GPU, each with all weights",
+    "fsdp2": "one process per GPU, each with a share of the weights",
+}
+TRUNCATION_WORDS: dict[Truncation, str] = {
+    "right": "cut the end of a longer row; the run says how many",
+    "split": "a longer text becomes several rows; no token is lost",
+}
 
 
 @dataclass(frozen=True)
@@ -25,9 +37,11 @@ class Counts:
     mean_bytes: float
     longest_bytes: int
     is_whole: bool  # whether every row was read
+    with_tools: int = 0  # rows with tools or calls
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens
+    beyond: float = 0.0  # share of all tokens that lie beyond max_length in their row
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Settings:
     """Settings that follow from the number of rows and the machine."""
 
     max_length: int
+    truncation: Truncation
     held_out: float  # 0: nothing
     global_batch_size: int
     per_device_batch_size: int
@@ -42,6 +57,7 @@ class Settings:
     learning_rate: float
     max_steps: int | None
     steps: int  # about
+    objective: Objective = "supervised"
 
 
 def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settings, file: Path) -> str:
@@ -50,44 +66,60 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if choice.model in (EMBEDDED, ONLINE_SMOLLM):
         name = "SmolLM2-135M"
     method = "LoRA" if choice.method == "lora" else "QLoRA, LoRA over a 4-bit base,"
+    noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
     lines = [
-        f"# {name} learns {counts.rows:,} rows of {entry.short_name} by {method} on {choice.place}.",
-        f"#   finetune preview {file}     the supervised tokens in colour",
-        f"#   finetune train {file}       about {settings.steps:,} steps",
+        f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
+        f"#   finetune preview {file}     shows the rows; green: the model learns to write it",
+        f"#   finetune train {file}       about {counted(settings.steps, 'step')}",
     ]
     budget = budget_of(choice.gpus)
     if choice.gpus is None:
-        lines += ["budget: {gpus: 0}"]
+        lines += ["budget: {gpus: 0}  # the CPU"]
     else:
         nodes = f", nodes: {budget.nodes}" * (budget.nodes > 1)
         needs = f"  # {choice.memory}" * bool(choice.memory)
         lines += [f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}{nodes}}}{needs}"]
-    lines += [f"accelerate_config: {choice.strategy}"]
+    lines += [f"accelerate_config: {choice.strategy}  # {STRATEGY_WORDS[choice.strategy]}"]
     dtype = "auto" if choice.gpus is None else "bfloat16"
-    lines += [f"model: {{name_or_path: {_quoted(choice.model)}, dtype: {dtype}}}  # frozen; the adapter is float32"]
+    lines += [f"model: {{name_or_path: {_quoted(choice.model)}, dtype: {dtype}}}  # its weights stay as they are"]
     if choice.method == "qlora":
-        lines += ["quantization: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}"]
+        lines += ["quantization: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}  # a quarter of their memory"]
     rank = "r: 8, lora_alpha: 32" if choice.gpus is None else "r: 16, lora_alpha: 32"
-    lines += [f"lora: {{{rank}, target_modules: all-linear}}", "data:", "  train:"]
+    lines += [f"lora: {{{rank}, target_modules: all-linear}}  # the small adapter that is trained", "data:", "  train:"]
     lines += _entry_lines(entry, counts)
     if settings.held_out:
         share = round(settings.held_out * counts.rows)
-        lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {share:,} rows are held out, to measure by"]
+        rows = counted(share, "row")
+        lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
     lines += [
-        f"  max_length: {settings.max_length}  # tokens; the longest row has about {counts.longest:,}",
-        "  truncation: right  # a longer row is cut, and counted",
+        f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
+        f"  truncation: {settings.truncation}  # {TRUNCATION_WORDS[settings.truncation]}",
         "training:",
-        f"  global_batch_size: {settings.global_batch_size}  # packed rows of one step",
     ]
+    if settings.objective == "supervised":
+        lines += [f"  global_batch_size: {settings.global_batch_size}  # rows in a step; short texts share a row"]
+    else:
+        why = {"dpo": "prefers the chosen answer to the rejected one", "kto": "wants answers whose label is true"}
+        lines += [f"  objective: {settings.objective}  # {why[settings.objective]}"]
+        lines += [f"  global_batch_size: {settings.global_batch_size}  # {noun} in a step"]
     if settings.per_device_batch_size > 1:
         lines += [f"  per_device_batch_size: {settings.per_device_batch_size}"]
+    epochs = counted(settings.epochs, "epoch")
     if settings.max_steps:
-        lines += [f"  max_steps: {settings.max_steps}  # some five minutes on two cores; num_train_epochs: 3 is longer"]
+        lines += [
+            f"  max_steps: {settings.max_steps}  # about five minutes on two cores; without it: {epochs}",
+            f"  num_train_epochs: {settings.epochs}",
+        ]
     else:
-        lines += [f"  num_train_epochs: {settings.epochs}"]
-    lines += [f"  learning_rate: {settings.learning_rate:g}"]
+        lines += [f"  num_train_epochs: {settings.epochs}  # times that every row is seen"]
+    rate = f"{settings.learning_rate:g}"
+    if "." not in rate:  # YAML 1.1 reads 1e-05 as a text, and 1.0e-05 as a number
+        rate = f"{settings.learning_rate:.1e}"
+    lines += [f"  learning_rate: {rate}"]
     if settings.held_out and settings.epochs > 1:
-        lines += ["  load_best_model_at_end: true  # small data are learned by heart in the end"]
+        lines += ["  load_best_model_at_end: true  # the weights that did best on held-out rows"]
+    if settings.objective != "supervised":
+        lines += [f"{settings.objective}: {{beta: 0.1}}  # smaller: the model may move further from its start"]
     assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
     return "\n".join(lines) + "\n"
 
@@ -100,12 +132,13 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     if entry.split != "train":
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:
-        lines.append(f"columns: {in_yaml(entry.columns)}  # ours: yours")
+        lines.append(f"columns: {in_yaml(entry.columns)}  # this kit's name: your column")
     if entry.drop:
-        found = f"  # {counts.empty:,} and {counts.duplicate:,} rows" if len(entry.drop) > 1 else ""
-        lines.append(f"drop: [{', '.join(entry.drop)}]{found}")
+        found = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
+        found += [f"{counts.duplicate:,} equal to an earlier row"]
+        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(found)}")
     if entry.chat_template_kwargs:
-        lines.append("chat_template_kwargs: {enable_thinking: false}  # answers without a thought before")
+        lines.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
     return [("    - " if index == 0 else "      ") + line for index, line in enumerate(lines)]
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
+from finetune.data.check import Mistakes
 from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Content
+from finetune.data.formats import Chat, Content, documents_in
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
@@ -28,9 +29,13 @@ from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
+from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.sections.data import Truncation
+from finetune.recipe.sections.training import Objective
 from finetune.tokens.estimate import estimated_rows, text_of
+from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
@@ -72,6 +77,7 @@ class Proposal:
             "file": str(self.file),
             "data": self.entry.model_dump(mode="json", exclude_defaults=True),
             "format": self.reading.format,
+            "objective": self.reading.objective,
             "rows": self.counts.rows,
             "empty": self.counts.empty,
             "duplicate": self.counts.duplicate,
@@ -97,13 +103,20 @@ def read_columns(text: str | None) -> dict[str, str]:
         pairs = [(str(key), str(name)) for key, name in value.items()] if isinstance(value, dict) else []
     else:
         pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
-    ours = {"instruction", "input", "output", "system", "reasoning_content", "text"}
+    judged = {"prompt", "chosen", "rejected", "completion", "label"}
+    ours = {"instruction", "input", "output", "system", "reasoning_content", "text"} | judged
     if not pairs or not all(name for _, name in pairs):
         raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}")
     for key, _ in pairs:
         if key not in ours:
             raise FinetuneError(f"--columns: {key!r} is none of our columns; {form}, or text=NAME")
     columns = dict(pairs)
+    if {"chosen", "rejected"} <= {*columns} or {"completion", "label"} <= {*columns}:
+        return columns
+    if judged & {*columns}:
+        raise FinetuneError(
+            "--columns: needs chosen and rejected, or completion and label, beside the question's column"
+        )
     if ("text" in columns and len(columns) > 1) or (
         "text" not in columns and not {"instruction", "output"} <= {*columns}
     ):
@@ -122,16 +135,22 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = _completed(entry, source, reading)
     counts, examples = _counted(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model)
+    length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
-    settings, counts = _settings(entry, counts, choice, length)
+    truncation: Truncation = "split" if reading.format == "text" else "right"
+    settings, counts = _settings(entry, counts, choice, length, truncation, reading.objective)
     file = options.output or Path(f"{_stem(target)}.yaml")
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own page must be a right recipe
-    return Proposal(
-        entry, reading, counts, choice, settings, examples, tuple(_found(source, sample, reading, counts)), file, text
-    )
+    lines = _found(source, sample, reading, counts)
+    if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
+        lines.append(
+            "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
+            "--model Qwen/Qwen3-0.6B, or name a template that does: data.chat_template (example, in a checkout: "
+            "data/skills/tools.jinja)"
+        )
+    return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
 
 
 def _stem(target: str) -> str:
@@ -169,8 +188,12 @@ def _reading(
         missing = [theirs for theirs in options.columns.values() if theirs not in names]
         if missing:
             raise DataError([f"--columns: {target} has no column {missing[0]!r}, but {in_quotes(sorted(names))}"])
-        is_text = set(options.columns) == {"text"}
-        return Reading("text" if is_text else "alpaca", options.columns)
+        named = {*options.columns}
+        if {"chosen", "rejected"} <= named:
+            return Reading("preference", options.columns)
+        if "label" in named:
+            return Reading("kto", options.columns)
+        return Reading("text" if named == {"text"} else "alpaca", options.columns)
     plausible = readings(entry, sample.rows)
     if len(plausible) == 1:
         return plausible[0]
@@ -188,6 +211,8 @@ def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
+    if reading.objective != "supervised":
+        changes["format"] = reading.format  # that `auto` means with this objective
     return DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
 
 
@@ -215,20 +240,29 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
     reader = RowReader(source)
     examples: list[Content] = []
     problems: list[str] = []
-    good, nbytes, longest = 0, 0, 0
+    mistakes = Mistakes()
+    good, nbytes, longest, with_tools = 0, 0, 0, 0
     limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(limited.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
+            mistakes.add(str(row.problem), row.place)
         else:
             good += 1
-            size = len(text_of(row.read).encode(errors="replace"))
-            nbytes, longest = nbytes + size, max(longest, size)
+            sizes = [len(text_of(document).encode(errors="replace")) for document in documents_in(row.read)]
+            nbytes, longest = nbytes + sum(sizes), max(longest, *sizes)
+            chats = [document for document in documents_in(row.read) if isinstance(document, Chat)]
+            with_tools += any(
+                chat.tools or any(message.get("tool_calls") for message in chat.messages) for chat in chats
+            )
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
-        raise DataError(problems[:3])
-    dropped = reader.facts()["dropped"]
+        mistakes.raise_if_any()
+    facts = reader.facts()
+    if facts["answers"]["pairs"] and facts["answers"]["pairs"] == facts["answers"]["equal"]:
+        raise DataError(problems[-1:])  # nothing to prefer, in any row
+    dropped = facts["dropped"]
     empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
     rows = good
     if not limited.is_whole and sample.total:
@@ -242,11 +276,14 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
         mean_bytes=nbytes / good,
         longest_bytes=longest,
         is_whole=limited.is_whole,
+        with_tools=with_tools,
     )
     return counts, tuple(examples)
 
 
-def _length_and_choice(longest_bytes: int, gpus: Gpus | None, model: str | None) -> tuple[int, Choice]:
+def _length_and_choice(
+    longest_bytes: int, gpus: Gpus | None, model: str | None, objective: Objective
+) -> tuple[int, Choice]:
     """max_length, and the model and method: the next size that holds the longest row, by its bytes.
 
     More than USUAL_ROWS tokens are chosen only where they do not cost a smaller model or a 4-bit base.
@@ -255,16 +292,18 @@ def _length_and_choice(longest_bytes: int, gpus: Gpus | None, model: str | None)
     sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
     wanted = next((size for size in sizes if size >= tokens), sizes[-1])
     usual = min(wanted, USUAL_ROWS)
-    choice = choose(gpus, model, usual)
+    choice = choose(gpus, model, usual, objective)
     for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
         with suppress(DoesNotFit):
-            found = choose(gpus, model, longer)
+            found = choose(gpus, model, longer, objective)
             if found.memory and (found.model, found.method) == (choice.model, choice.method):
                 return longer, found
     return usual, choice
 
 
-def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tuple[Settings, Counts]:
+def _settings(
+    entry: DataSet, counts: Counts, choice: Choice, length: int, truncation: Truncation, objective: Objective
+) -> tuple[Settings, Counts]:
     """Batch, epochs, rate and held-out share for this many rows, and the counts with tokens."""
     held_out = _held_out(counts.rows)
     probe = Recipe.model_validate(
@@ -274,9 +313,9 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
                 "train": [entry.model_dump(exclude_defaults=True)],
                 "eval": {"fraction": held_out} if held_out else None,
                 "max_length": length,
-                "truncation": "right",
+                "truncation": truncation,
             },
-            "training": {},
+            "training": {"objective": objective},
         }
     )
     measured = estimated_rows(probe) if counts.is_whole else None
@@ -284,28 +323,42 @@ def _settings(entry: DataSet, counts: Counts, choice: Choice, length: int) -> tu
         tokens, too_long = measured.tokens, measured.too_long[0] if measured.too_long else 0
         packed = measured.rows
         bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, tokens)
-        longest = measured.too_long[2] if measured.too_long else round(counts.longest_bytes / bytes_a_token)
+        longest = round(counts.longest_bytes / bytes_a_token)
+        if measured.too_long and objective == "supervised":
+            longest = measured.too_long[2]
     else:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
         too_long, longest = 0, round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
-        packed = math.ceil(tokens / length)
-    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long)
+        packed = math.ceil(tokens / length) if objective == "supervised" else counts.rows
+    beyond = measured.beyond if measured is not None else 0.0
+    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long, beyond=beyond)
 
-    epochs = 3
-    if counts.rows >= 2000:
+    rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
+    if objective != "supervised":
+        # Preferences move a model that answers already: a twentieth of the rate, and each pair is seen once.
+        rate, rate_on_cpu, epochs = 1e-5, 1e-4, 1
+    elif counts.rows >= 2000:
         epochs = 2 if counts.rows < 20_000 else 1
     if choice.gpus is None:
-        batch = 1
-        most = CPU_TOKENS // length if choice.model in (EMBEDDED, ONLINE_SMOLLM) else None
-        steps = epochs * packed
+        # A packed row is full of documents; a pair is two of them, so a step takes several.
+        batch, tokens_a_row = 1, length
+        if objective != "supervised":
+            batch, tokens_a_row = max(1, min(8, packed // 10)), math.ceil(tokens / packed)
+        most = None
+        if choice.model in (EMBEDDED, ONLINE_SMOLLM):
+            most = max(1, CPU_TOKENS // (batch * tokens_a_row))
+        steps = math.ceil(epochs * packed / batch)
         max_steps = most if most is not None and steps > most else None
-        return Settings(length, held_out, batch, 1, epochs, 2e-3, max_steps, max_steps or steps), counts
+        settings = Settings(
+            length, truncation, held_out, batch, 1, epochs, rate_on_cpu, max_steps, max_steps or steps, objective
+        )
+        return settings, counts
     at_once = choice.rows * choice.ranks
     # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
     micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
     batch = at_once * micro_batches
     steps = max(1, math.ceil(epochs * packed / batch))
-    return Settings(length, held_out, batch, choice.rows, epochs, 2e-4, None, steps), counts
+    return Settings(length, truncation, held_out, batch, choice.rows, epochs, rate, None, steps, objective), counts
 
 
 def _held_out(rows: int) -> float:
@@ -337,10 +390,16 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     if reading.columns:
-        unused = [name for name in names if name not in reading.columns.values()]
+        by_name = {*ROW_COLUMNS[reading.format], *OPTIONAL_COLUMNS[reading.format]} - {*reading.columns}
+        unused = [name for name in names if name not in {*reading.columns.values(), *by_name}]
         lines.append(f"read as {in_yaml(reading.columns)}" + (f"; not used: {in_quotes(unused)}" if unused else ""))
     else:
         lines.append(f"read as {reading.format}")
+    if reading.objective != "supervised":
+        lines.append(
+            f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
+            "such questions, name that run's model"
+        )
     dropped = [f"{counts.empty:,} with an empty cell"] * (counts.empty > 0)
     dropped += [f"{counts.duplicate:,} that are there already"] * (counts.duplicate > 0)
     if dropped:
@@ -348,7 +407,11 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
     if counts.refused:
         lines.append(f"wrong rows: {counts.refused:,}; training will refuse them: {counts.problems[0]}")
     if counts.rows <= SMALLEST_SPLIT:
-        lines.append(f"{counts.rows} rows teach a model little, and none are held out; a hundred are a beginning")
+        few = f"{counted(counts.rows, 'row')}: too few to hold some out and measure by them"
+        lines.append(f"{few}; a hundred are a beginning" if reading.format != "text" else few)
     if counts.too_long:
-        lines.append(f"longer than max_length: {counts.too_long:,} rows; they are cut, and counted")
+        fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
+        if reading.format == "text":
+            fate = "they are split into pieces, and no token is lost"
+        lines.append(f"longer than max_length: {counted(counts.too_long, 'row')}; {fate}")
     return lines

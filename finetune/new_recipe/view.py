@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.formats import Chat, Content, Passage, documents_in
+from finetune.data.formats import Content, Judged, Pair, Passage, documents_in
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
@@ -22,7 +22,8 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
     """Print what was found, some rows as the model will see them, and the next commands."""
     for line in proposal.lines:
         console.print(line, markup=False, highlight=False)
-    console.print(f"\n{len(proposal.examples)} rows as the model will see them (green: learned)", style="bold")
+    colours = "green: learned" if proposal.reading.objective == "supervised" else "green: preferred; red: not"
+    console.print(f"\n{len(proposal.examples)} rows as the model will see them ({colours})", style="bold")
     for example in proposal.examples:
         _print_example(example, console)
         console.print()
@@ -59,23 +60,30 @@ def _words(message: Mapping[str, Any]) -> str:
 
 
 def _print_example(example: Content, console: Console) -> None:
-    for document in documents_in(example):
-        _print_document(document, console)
-
-
-def _print_document(example: Chat | Passage, console: Console) -> None:
-    if isinstance(example, Passage):
-        turns = [("prompt", example.prompt, False)] if example.prompt else []
-        turns.append(("text", example.completion, True))
-    else:
-        turns = [
-            (message["role"], _words(message), supervised)
-            for message, supervised in zip(example.messages, example.supervised, strict=True)
-        ]
-    for role, content, supervised in turns:
-        text = without_controls(content)
-        if len(text) > LONGEST_SHOWN:
-            text = text[:LONGEST_SHOWN] + " ..."
-        line = Text(f"  {role:<10} ", style="dim")
-        line.append(text.replace("\n", "\n" + " " * 13), style="green" if supervised else ROLE_COLOURS.get(role, ""))
-        console.print(line, soft_wrap=False)
+    """A row's turns; of a pair the prompt once, then both answers."""
+    for number, document in enumerate(documents_in(example)):
+        if isinstance(document, Passage):
+            turns = [("prompt", document.prompt, False)] if document.prompt else []
+            turns.append(("text", document.completion, True))
+        else:
+            turns = [
+                (message["role"], _words(message), supervised)
+                for message, supervised in zip(document.messages, document.supervised, strict=True)
+            ]
+        if number:
+            # The rejected answer: after the prompt, which is shown.
+            turns = turns[next(index for index, (_, _, supervised) in enumerate(turns) if supervised) :]
+        name, colour = "", "green"
+        match example:
+            case Pair():
+                name, colour = (("chosen", "green"), ("rejected", "red"))[number]
+            case Judged():
+                name, colour = ("wanted", "green") if example.desirable else ("unwanted", "red")
+        for role, content, supervised in turns:
+            text = without_controls(content)
+            if len(text) > LONGEST_SHOWN:
+                text = text[:LONGEST_SHOWN] + " ..."
+            line = Text(f"  {name if name and supervised else role:<10} ", style="dim")
+            style = colour if supervised else ROLE_COLOURS.get(role, "")
+            line.append(text.replace("\n", "\n" + " " * 13), style=style)
+            console.print(line, soft_wrap=False)

@@ -187,10 +187,12 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions
         text += [f"assumed: {'; '.join(['full rows of data.max_length', *planned.notes])}"]
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
-        note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}, does not fit; now changes that may")
+        sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
+        note(f"  {sizes}, does not fit; looking for changes that make it fit")
         fitting = remedies.remedies(recipe, config, gpus, _noted(note), tries=TRACES, traced=TRACED)
         result["changes"] = [each.as_json() for each in fitting]
-        text += ["", *remedies.fitting_lines(fitting)]
+        result["advice"] = [*remedies.fitting_lines(fitting)]
+        text += ["", *result["advice"]]
     elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
         result["spare"] = [each.as_json() for each in spare]

@@ -2,7 +2,7 @@
 
     operation    the longer of its floating-point operations at the chip's peak and its bytes at the memory's bandwidth
     compiled     forward and backward are matrix products and attention alone, because all else is fused, into a number
-                 of kernels that only a GPU's compiler knows
+                 of kernels that only a GPU's compiler knows; RoundedAdamW's update is one kernel
     collective   one rank's bytes in a ring, over the slowest link that it crosses
     overlap      a phase's collectives overlap with its computation, except the first (sharded weights, for which the
                  first layer waits) or the last (gradients), and any excess over the computation
@@ -232,10 +232,10 @@ class Speed:
     """A plan's speed on a known GPU."""
 
     time: StepTime  # as the run computes: with its layers compiled or not
-    as_written: StepTime  # without compiled layers
+    as_written: StepTime  # with training.compile: false
     scale: Sequence[StepTime]  # `time` on other numbers of ranks
     compiled: bool
-    launches: float  # operations in all micro-steps and the update, without compiled layers
+    launches: float  # operations in all micro-steps and the update, with training.compile: false
 
     @property
     def launch_seconds(self) -> float:
@@ -381,7 +381,7 @@ def _speed(planned: Plan) -> Speed | None:
     scale: list[StepTime] = []
     if planned.strategy != "single":
         scale = list(scaled_step_times(work, chip, layout))
-    as_written = step_time(replace(work, compiles=False), chip, layout, layout)
+    as_written = step_time(work.as_written(), chip, layout, layout)
     launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
     return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -72,7 +72,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
     candidates = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
-        *_data(recipe),
+        *_data(recipe, folder),
         *_training(recipe, processes),
         *_hub_and_trackers(recipe),
         *_schedule(recipe.training),
@@ -165,10 +165,10 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
         )
 
 
-def _data(recipe: Recipe) -> Iterator[RecipeChange]:
+def _data(recipe: Recipe, folder: Path) -> Iterator[RecipeChange]:
     data = recipe.data
-    yield from _data_sets("data.train", data.train)
-    yield from _data_sets("data.eval", data.eval_sets)
+    yield from _data_sets("data.train", data.train, folder)
+    yield from _data_sets("data.eval", data.eval_sets, folder)
     if data.max_length > LONGEST_ROW:
         note = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
         yield RecipeChange({"data.max_length": LONGEST_ROW}, note)
@@ -177,7 +177,7 @@ def _data(recipe: Recipe) -> Iterator[RecipeChange]:
         yield RecipeChange({"data.truncation": "right"}, note)
 
 
-def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
+def _data_sets(key: str, entries: list[DataSet], folder: Path) -> Iterator[RecipeChange]:
     for index, entry in enumerate(entries):
         source = resolve(entry)
         if source.kind == "hub":
@@ -188,12 +188,32 @@ def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
                 "format": "messages",
                 "weight": entry.weight,
             }
+            rows = "data/sample_chat.jsonl"
+            if entry.format in ("preference", "kto"):
+                stand_in |= {"data_files": str(sample_preferences(entry.format, folder)), "format": entry.format}
+                rows = f"data/sample_chat.jsonl, each last answer beside another chat's, as {entry.format} rows,"
             if entry.chat_template_kwargs:
                 stand_in["chat_template_kwargs"] = entry.chat_template_kwargs
-            yield RecipeChange({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl instead of {entry.path}")
+            yield RecipeChange({f"{key}.{index}": stand_in}, f"{key}: {rows} instead of {entry.path}")
         elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
             settings = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
             yield RecipeChange(settings, f"{key}: the first {FEW_ROWS} rows of {source.name}")
+
+
+def sample_preferences(layout: Literal["preference", "kto"], folder: Path) -> Path:
+    """The sample chats as rows of preferences: a chat's own last answer is better than the next chat's."""
+    chats = [json.loads(line)["messages"] for line in SAMPLE_CHAT.read_text("utf-8").splitlines()]
+    rows: list[dict[str, Any]] = []
+    for number, (*prompt, answer) in enumerate(chats):
+        other = chats[(number + 1) % len(chats)][-1]
+        if layout == "preference":
+            rows.append({"prompt": prompt, "chosen": [answer], "rejected": [other]})
+        else:
+            wanted = number % 2 == 0
+            rows.append({"prompt": prompt, "completion": [answer if wanted else other], "label": wanted})
+    file = folder / f"sample_{layout}.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return file
 
 
 def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:

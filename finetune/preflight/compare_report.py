@@ -70,6 +70,16 @@ def _run_with_progress(comparison: Comparison) -> dict[str, Any]:
         return compare(comparison, show)
 
 
+def where_it_ran(result: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The rows' processes, the device and the steps: `1 process on the CPU, 20 steps`."""
+    sizes = sorted({row["world_size"] for row in rows})
+    processes = counted(sizes[0], "process", "processes")
+    if len(sizes) > 1:
+        processes = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes"
+    device = "the CPU" if result["device"] == "cpu" else result["device"]
+    return f"{processes} on {device}, {counted(result['steps'], 'step')}"
+
+
 def unit_of(largest: int) -> tuple[str, int]:
     """One unit for all bytes of a table or a panel, after its largest figure."""
     for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -84,7 +94,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     head = "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
     left_out: set[str] = set()  # notes on tables that are not shown
     if rows:
-        device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
+        device = where_it_ran(result, rows)
         tables = []
         ranking = result.get("ranking") or []
         if ranking:
@@ -256,7 +266,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         return
     figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
-    where = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
+    where = where_it_ran(result, rows)
     figure.suptitle(f"{Path(result['recipe']).stem}: {where}", fontweight="bold")
     _draw_memory(memory, rows)
     _draw_seconds(seconds, rows)
@@ -296,7 +306,7 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
     axes.set_xlabel("optimizer step")
     unit = ", %" if measure == "reward_accuracy" else ""
     axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURES[measure]}{unit}")
-    where = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
+    where = where_it_ran(result, rows)
     axes.set_title(f"{Path(result['recipe']).stem}: {where}; the best first", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

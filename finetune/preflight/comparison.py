@@ -234,6 +234,7 @@ def _facts(comparison: Comparison, row: ComparedRow) -> Row:
     """What a row is: its name, what it sets, and the number of its curve, which rows that learn the same share."""
     curves = list(dict.fromkeys(each.curve for each in comparison.rows))
     facts = {"name": row.name, "strategy": row.strategy, "settings": dict(row.settings)}
+    facts["overrides"] = [*comparison.overrides, *row.overrides]  # of the recipe, to run this row again
     return facts | {"curve": curves.index(row.curve), "mixed_precision": row.recipe.training.mixed_precision}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.paths import open_regular
+from finetune.paths import RECIPES, open_regular
 from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.schema import Lora, Recipe
 
@@ -58,7 +58,10 @@ def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
         return None
     folder = Path(name)
     if not folder.is_dir():
-        return f"{name}: no such folder; name a folder with {CONFIG}, or owner/name on the Hub"
+        remedy = f"name a folder with {CONFIG}, or owner/name on the Hub"
+        if folder.name == "adapter" and (RECIPES / f"{folder.parent.name}.yaml").is_file():  # a run that is to come
+            remedy = f"train recipes/{folder.parent.name}.yaml first, or {remedy}"
+        return f"{name}: no such folder; {remedy}"
     if not (folder / CONFIG).is_file():
         remedy = "name the folder of an adapter that peft saved"
         if (folder / "adapter" / CONFIG).is_file():  # a run's folder

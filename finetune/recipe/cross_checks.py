@@ -62,22 +62,35 @@ ROW_COLUMNS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
     "preference": ("chosen", "rejected"),
-    "kto": ("prompt", "completion", "label"),
+    "kto": ("completion", "label"),
 }
 # The layout that `auto` means where training.objective is not supervised. `auto` alone never means one of them.
 FORMAT_OF_OBJECTIVE = {"dpo": "preference", "kto": "kto"}
 OF_CHATS = ("system", "tools", "chat_template_kwargs")
+# Before compared or judged answers: a text or messages, or a text that becomes a user's message.
+PROMPTS = ("prompt", "instruction", "input", *OF_CHATS)
 OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "history", "reasoning_content", *OF_CHATS),
     "text": (),
-    "preference": ("prompt", *OF_CHATS),
-    "kto": OF_CHATS,
+    "preference": PROMPTS,
+    "kto": PROMPTS,
 }
 # Columns of ours that a row's template may make: each is one text.
-TEMPLATED = ("instruction", "input", "output", "prompt", "completion", "text", "system", "reasoning_content")
+TEMPLATED = (
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "text",
+    "system",
+    "reasoning_content",
+    "chosen",
+    "rejected",
+)
 LAYOUTS_IN_WORDS = "choose from " + ", or ".join(" and ".join(columns) for columns in ROW_COLUMNS.values())
 # The chat template gets these from the tokenizer's arguments and from this program.
 TEMPLATE_ARGUMENTS = (
@@ -171,6 +184,8 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
             remedy = f"did you mean {near[0]}?"
         yield CrossCheck(f"columns.{ours}", "is not a column of any layout", remedy)
     layouts = layouts_with(entry.columns)
+    if "preference" in layouts:
+        layouts.append("kto")  # a pair is two judged answers
     if not unknown and not layouts:
         yield CrossCheck("columns", f"no layout has all of {' and '.join(entry.columns)}", LAYOUTS_IN_WORDS)
     elif not unknown and entry.format != "auto" and entry.format not in layouts:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
-from finetune.data.formats import Chat, Content, documents_in
+from finetune.data.formats import Chat, Content, Judged, Pair, documents_in
 from finetune.data.readers import BadRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
@@ -21,12 +21,13 @@ from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Document, Encoder
-from finetune.tokens.mixture import shares
+from finetune.tokens.mixture import DocumentPool, shares
 from finetune.tokens.tokenizer import TextTokenizer
 from finetune.wording import counted
 
 LONGEST = 3  # documents named
 PLACES = 3  # shown for each finding
+UNITS = {"documents": "document", "pairs": "pair", "judged": "judged answer"}
 CHARACTER = 4  # tokens at most for one character of UTF-8, one for each byte
 
 
@@ -40,14 +41,25 @@ class TokenText:
 
 
 @dataclass(frozen=True)
+class ShownAnswer:
+    """One of a pair's two answers, without the prompt."""
+
+    name: str  # chosen or rejected
+    pieces: list[TokenText]
+    learned: int  # supervised tokens
+
+
+@dataclass(frozen=True)
 class ShownRow:
-    """One document."""
+    """One document, or a pair: its prompt, and the two answers."""
 
     place: str
     roles: dict[str, int]  # messages by role; empty for a text
     pieces: list[TokenText]
     tokens: int
     learned: int  # supervised tokens
+    answers: tuple[ShownAnswer, ...] = ()  # of a pair
+    label: str = ""  # of a judged answer: wanted or unwanted
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class Preview:
     longest: list[tuple[str, int]]  # (place, tokens)
     max_length: int
     batches: dict[str, Any] = field(default_factory=dict)  # a training's batch plan, and its notes
+    unit: str = "document"  # that is counted: a document, a pair of answers, or a judged answer
 
     @property
     def ok(self) -> bool:
@@ -108,8 +121,8 @@ def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, A
     if prepared is None:
         return Preview(shown_rows, refused, {}, dict(roles), [], [], recipe.data.max_length)
     trained = np.unique(prepared.split.train)  # each document once, whatever its data set's weight
-    lengths = prepared.pool.lengths[trained]
-    longest = np.argsort(-lengths, kind="stable")[:LONGEST]
+    lengths, of_units = document_lengths(prepared.pool, trained)
+    longest = np.argsort(-of_units, kind="stable")[:LONGEST]
     batch_plan = batches(prepared) if batches else {"notes": []}
     oddities = find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id)
     return Preview(
@@ -118,9 +131,10 @@ def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, A
         _facts(recipe, prepared, lengths),
         dict(roles),
         length_histogram(lengths, recipe.data.max_length),
-        [(prepared.pool.place(int(trained[index])), int(lengths[index])) for index in longest],
+        [(prepared.pool.place(int(trained[index])), int(of_units[index])) for index in longest],
         recipe.data.max_length,
         batch_plan,
+        UNITS[recipe.data.unit],
     )
 
 
@@ -157,20 +171,39 @@ def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
             continue
         try:
             examples = encoder.examples(content)
-            documents = [encoder.document(example) for example in examples]
+            documents = [encoder.documents(example) for example in examples]
         except BadRow:
             continue
-        for number, (example, document) in enumerate(zip(examples, documents, strict=True), 1):
+        for number, (example, parts) in enumerate(zip(examples, documents, strict=True), 1):
             place = row.place
             if len(examples) > 1:
                 place += f", example {number} of {len(examples)}"
-            tokens = list(pieces(encoder.texts, document))
-            supervised = sum(label != IGNORE for label in document.labels)
-            yield ShownRow(place, _roles_of(example), tokens, len(document.labels), supervised)
+            if parts[1:] == parts[:1]:
+                continue  # a pair of two equal answers is left out
+            yield _shown(place, example, parts, encoder.texts)
+
+
+def _shown(place: str, example: Content, documents: Sequence[Document], texts: TextTokenizer) -> ShownRow:
+    """A document, or of a pair the prompt and what follows it in each of the two."""
+    tokens = [list(pieces(texts, document)) for document in documents]
+    supervised = [sum(label != IGNORE for label in document.labels) for document in documents]
+    label, answers, shown = "", [], tokens[0]
+    if isinstance(example, Judged):
+        label = "wanted" if example.desirable else "unwanted"
+    if isinstance(example, Pair):
+        # Both begin with the same prompt. A character of several tokens may end it, and then belongs to the answers.
+        start = min(next(index for index, piece in enumerate(each) if piece.learned) for each in tokens)
+        shown = tokens[0][:start]
+        answers = [
+            ShownAnswer(name, each[start:], count)
+            for name, each, count in zip(("chosen", "rejected"), tokens, supervised, strict=True)
+        ]
+    count = sum(len(document.labels) for document in documents)
+    return ShownRow(place, _roles_of(example), shown, count, sum(supervised), tuple(answers), label)
 
 
 def _roles_of(example: Content | None) -> dict[str, int]:
-    """Messages by role; none for a text, or for a row that cannot be read."""
+    """Messages by role, a pair's prompt once for each answer; none for a text, or for a row that cannot be read."""
     if example is None:
         return {}
     chats = [document for document in documents_in(example) if isinstance(document, Chat)]
@@ -188,14 +221,24 @@ def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str,
         data_sets.append({"name": " ".join(filter(None, words)), "weight": entry.weight} | part)
     rows, per_step = prepared.facts["rows"], recipe.training.global_batch_size
     median, percentile_99 = np.percentile(lengths, [50, 99])
-    return prepared.facts | {
-        "data_sets": data_sets,
-        "tokens_median": float(median),
-        "tokens_99th": float(percentile_99),
-        "tokens_longest": int(lengths.max()),
-        "steps_per_epoch": math.ceil(rows / per_step),
-        "tokens_per_step": round(prepared.facts["tokens"] / rows * min(per_step, rows)),
-    }
+    answers: dict[str, float] = {}
+    if recipe.data.unit == "pairs" and prepared.pool.first_supervised is not None:
+        pairs = np.unique(prepared.split.train)
+        chosen = prepared.pool.first_supervised[pairs]
+        answers["chosen_tokens_mean"] = float(chosen.mean())
+        answers["rejected_tokens_mean"] = float((prepared.pool.supervised[pairs] - chosen).mean())
+    return (
+        prepared.facts
+        | answers
+        | {
+            "data_sets": data_sets,
+            "tokens_median": float(median),
+            "tokens_99th": float(percentile_99),
+            "tokens_longest": int(lengths.max()),
+            "steps_per_epoch": math.ceil(rows / per_step),
+            "tokens_per_step": round(prepared.facts["tokens"] / rows * min(per_step, rows)),
+        }
+    )
 
 
 def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[Oddity]:
@@ -212,40 +255,66 @@ def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[
             odd[text] = doubled_begin(store, begin)
         if data.train_on != "all":  # with `all`, the line break after the last turn is supervised and ends no turn
             truncated, silent = unfinished(store, store.facts["stops"], data.max_length)
+            if store.facts["texts_split"]:  # the end of such a text is in a later piece
+                continued = np.flatnonzero(store.rows[:-1] == store.rows[1:])
+                truncated, silent = np.setdiff1d(truncated, continued), np.setdiff1d(silent, continued)
             odd["an answer truncated at data.max_length teaches no end; raise it, or set truncation: drop"] = truncated
             text = "an answer's end of turn is not supervised, so the model would not stop; look at the template"
             odd[text] = silent
         for text, documents in odd.items():
             if len(documents):
                 places = tuple(pool.place(place) for place in pool.group(index)[documents[:PLACES]].tolist())
-                count = counted(len(documents), "document")
+                count = counted(len(documents), UNITS[data.unit])
                 oddities.append(Oddity("warning", f"{count} of {store.names[0]}: {text}", places))
     trained = np.unique(prepared.split.train)
     _, first = np.unique(pool.digests[trained], return_index=True)
     copies = np.delete(trained, first)  # documents of the training set that equal an earlier one
     if len(copies):
-        text = f"{counted(len(copies), 'training document')} with the same tokens as another one"
+        text = f"{counted(len(copies), f'training {UNITS[data.unit]}')} with the same tokens as another one"
         oddities.append(Oddity("warning", text, tuple(pool.place(index) for index in copies[:PLACES].tolist())))
     return oddities + [Oddity("note", note) for note in prepared.notes]
 
 
+def document_edges(store: StoredDocuments) -> np.ndarray:
+    """Where each document begins, and where the last one ends; int64. A pair is two documents, stored as one unit."""
+    if store.first is None:
+        return store.offsets
+    return np.union1d(store.offsets, store.offsets[:-1] + store.first)
+
+
+def document_lengths(pool: DocumentPool, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each document in these units, and of each unit's longest document; int64. A pair has two documents."""
+    lengths, first = pool.lengths[units], [store.first for store in pool.stores]
+    if any(part is None for part in first):
+        return lengths, lengths
+    first_lengths = np.concatenate([part for part in first if part is not None])[units]
+    second = lengths - first_lengths
+    return np.concatenate([first_lengths, second[second > 0]]), np.maximum(first_lengths, second)
+
+
 def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
-    """Documents that begin with the token `begin` twice; int64 [documents found]."""
-    starts = store.offsets[:-1]
-    long = np.flatnonzero(np.diff(store.offsets) > 1)
-    first, second = store.tokens[starts[long]], store.tokens[starts[long] + 1]
-    doubled: np.ndarray = long[(first == begin) & (second == begin)]
-    return doubled
+    """Units with a document that begins with the token `begin` twice; int64 [units found]."""
+    edges = document_edges(store)
+    starts = edges[:-1][np.diff(edges) > 1]
+    doubled = starts[(store.tokens[starts] == begin) & (store.tokens[starts + 1] == begin)]
+    return _units_at(store, doubled)
+
+
+def _units_at(store: StoredDocuments, positions: np.ndarray) -> np.ndarray:
+    """The units that hold these tokens; int64 [units found]."""
+    units: np.ndarray = np.unique(np.searchsorted(store.offsets, positions, side="right") - 1)
+    return units
 
 
 def unfinished(store: StoredDocuments, stops: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents with a last supervised stretch that does not end with the model's stop token: truncated ones, and all
-    others. Other control tokens, such as those around a call, end no turn.
+    """Units with a document whose last supervised stretch does not end with the model's stop token: truncated ones, and
+    all others. Other control tokens, such as those around a call, end no turn.
 
     Earlier stretches do not count, because a template may end those turns with a token that the model does not write.
     """
     supervised = np.asarray(store.is_supervised)
-    document_ends = store.offsets[1:]  # one past each document's last token
+    edges = document_edges(store)
+    document_ends = edges[1:]  # one past each document's last token
     # A stretch ends at a supervised token if the next token is not supervised, or belongs to another document.
     stretch_ends = supervised.copy()
     stretch_ends[:-1] &= ~supervised[1:]
@@ -254,10 +323,9 @@ def unfinished(store: StoredDocuments, stops: Collection[int], max_length: int) 
     last_of_documents = positions[np.searchsorted(positions, document_ends) - 1]
     without_stop = np.flatnonzero(stretch_ends & ~np.isin(store.tokens, list(stops)))
     without_stop = np.intersect1d(without_stop, last_of_documents)
-    documents = np.searchsorted(store.offsets, without_stop, side="right") - 1
-    full = np.diff(store.offsets)[documents] == max_length
-    truncated = full & (without_stop == store.offsets[documents + 1] - 1)
-    return np.unique(documents[truncated]), np.unique(documents[~truncated])
+    documents = np.searchsorted(edges, without_stop, side="right") - 1
+    truncated = (np.diff(edges)[documents] == max_length) & (without_stop == edges[documents + 1] - 1)
+    return _units_at(store, without_stop[truncated]), _units_at(store, without_stop[~truncated])
 
 
 def length_histogram(lengths: np.ndarray, max_length: int, bins: int = 12) -> list[tuple[int, int, int]]:

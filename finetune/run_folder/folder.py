@@ -93,7 +93,11 @@ def curve_identity(recipe: Recipe) -> dict[str, Any]:
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
         if not _is_free(key):
             identity[key] = value
-    return identity
+    # Only the objective's own section counts. Supervised runs have neither, as in folders of earlier releases.
+    objective = recipe.training.objective
+    others = tuple(f"{name}." for name in ("dpo", "kto") if name != objective)
+    supervised = ("training.objective",) if objective == "supervised" else ()
+    return {key: value for key, value in identity.items() if not key.startswith(others) and key not in supervised}
 
 
 def _is_free(key: str) -> bool:

@@ -44,7 +44,7 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 6
+VERSION = 7
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
@@ -54,8 +54,10 @@ COUNTS = (
     "rows_read",
     "documents",
     "truncated",
+    "tokens_cut",
     "dropped",
     "identical",
+    "texts_split",
     "control_token_texts",
     "largest_token_id",
     *REMARKS,
@@ -227,7 +229,8 @@ def units_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> I
 def fitted_units(
     units: Sequence[Unit], encoder: Encoder, data: Data, mistakes: Mistakes, counts: Counter[str]
 ) -> Iterator[tuple[Unit, list[Document]]]:
-    """The units' documents within max_length. A pair whose answers are the same is left out, counted."""
+    """The units' documents within max_length: once for each unit, or for each piece of a long text. A pair whose
+    answers are the same is left out, counted."""
     for unit, documents in zip(units, encoder.tokenised([unit.scripts for unit in units]), strict=True):
         if isinstance(documents, RowError):
             mistakes.add(str(documents), unit.row.place)
@@ -235,30 +238,57 @@ def fitted_units(
         if len(documents) == 2 and documents[0] == documents[1]:
             counts["identical"] += 1
             continue
-        fitted = [fit(document, unit.row, data, mistakes, counts) for document in documents]
-        if None not in fitted:
-            yield unit, [document for document in fitted if document]
+        fitted = [
+            fit(document, unit.row, data, mistakes, counts, is_text=script.is_text and len(documents) == 1)
+            for document, script in zip(documents, unit.scripts, strict=True)
+        ]
+        # A text's pieces are documents of their own; both of a pair's answers are left, or the pair is left out.
+        yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
 
 
-def fit(document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
-    """The document within max_length, as data.truncation says; None if none of it is left."""
+def fit(
+    document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str], *, is_text: bool
+) -> list[Document]:
+    """The document within max_length, or its pieces, as data.truncation says; empty if none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
         mistakes.add("nothing in this row is supervised; give it a longer text", row.place)
-        return None
+        return []
     if length <= limit:
-        return document
-    if data.truncation == "error":
-        remedy = "raise it, shorten the row, or set data.truncation: right or drop"
+        return [document]
+    if data.truncation == "split" and is_text:
+        counts["texts_split"] += 1
+        return pieces_of(document.input_ids, limit)
+    if data.truncation in ("error", "split"):
+        choices = "right, drop or split" if is_text else "right or drop"
+        remedy = f"raise it, shorten the row, or set data.truncation: {choices}"
+        if data.truncation == "split":
+            remedy += ", because only texts without a prompt are split"
         problem = f"{length} tokens are more than data.max_length {limit}; {remedy}"
         mistakes.add(problem, row.place, kind=f"longer than {limit}", size=length)
-        return None
+        return []
     truncated = Document(document.input_ids[:limit], document.labels[:limit])
     if data.truncation == "right" and any(label != IGNORE for label in truncated.labels):
         counts["truncated"] += 1
-        return truncated
+        counts["tokens_cut"] += length - limit
+        return [truncated]
     counts["dropped"] += 1  # too long, or truncated before the first supervised token
-    return None
+    return []
+
+
+def pieces_of(ids: list[int], limit: int) -> list[Document]:
+    """A text's tokens as consecutive documents of at most `limit` tokens. Together they are the text, token by token.
+
+    The first token of each piece follows nothing, so it is not supervised, as in every document. A single last token
+    would be a document that teaches nothing: the piece before it gives one token away.
+
+        17 tokens, limit 8: pieces of 8, 7 and 2
+    """
+    starts = [*range(0, len(ids), limit)]
+    if len(ids) - starts[-1] == 1:
+        starts[-1] -= 1
+    pieces = [ids[start:end] for start, end in pairwise([*starts, len(ids)])]
+    return [Document(piece, [IGNORE, *piece[1:]]) for piece in pieces]
 
 
 class _Writer:

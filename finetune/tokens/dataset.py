@@ -16,11 +16,12 @@ from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
 from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
-from finetune.wording import counted
+from finetune.wording import counted, percent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MUCH = 0.1  # share of the tokens that are cut: from here on a remedy is named
 SCANNED = 2**20  # tokens that are looked through at a time
 
 
@@ -37,13 +38,22 @@ class Prepared:
     pool: DocumentPool  # every document, by which `split` counts
     split: Split
 
+    def _truncated(self) -> str:
+        """The fate of truncated documents, with the share of all tokens that is lost."""
+        cut = int(self.facts["tokens_cut"])
+        share = cut / (cut + int(self.pool.lengths.sum()))
+        text = f"truncated at data.max_length: {percent(share)} of the tokens are cut"
+        if share < MUCH:
+            return text
+        return f"{text}; raise it, or for texts without a prompt set data.truncation: split"
+
     @property
     def notes(self) -> list[str]:
         """Notes for the owner of the data, a line each; nothing goes missing silently."""
         notes = []
         for name, noun, fate in (
             ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
-            ("truncated", "document", "truncated at data.max_length"),
+            ("truncated", "document", self._truncated()),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
             (
@@ -70,8 +80,11 @@ class Prepared:
 def _template_notes(store: StoredDocuments) -> Iterator[str]:
     """Notes on the chat template's form of one data set's rows, a line each."""
     name, facts = store.names[0], store.facts
-    if facts["documents"] > facts["rows_read"]:
-        documents = counted(facts["documents"], "document")
+    documents = counted(facts["documents"], "document")
+    if count := facts["texts_split"]:
+        texts = f"{counted(facts['rows_read'], 'text')}, {count:,} longer than data.max_length"
+        yield f"{name}: {texts}, are {documents}: they are split, and no token is lost (truncation: split)"
+    elif facts["documents"] > facts["rows_read"]:
         yield f"{name}: {counted(facts['rows_read'], 'row')} are {documents}: each answer is one (train_on: each_turn)"
     if count := facts[OTHERWISE]:
         yield (
@@ -180,6 +193,7 @@ def _facts(
         "eval_tokens": int(held_out.lengths.sum()) if held_out else 0,
         "eval_duplicates_left_out": split.duplicates,
         "truncated": total("truncated"),
+        "tokens_cut": total("tokens_cut"),
         "dropped": total("dropped"),
         **({"identical": identical} if (identical := total("identical")) else {}),
         "control_token_texts": total("control_token_texts"),

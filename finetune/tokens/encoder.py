@@ -189,7 +189,14 @@ class Encoder:
         # People write an end of text by hand. The tokenizer adds its own one.
         text = passage.prompt + passage.completion.removesuffix(end)
         start = 0 if self._data.train_on == "all" else len(passage.prompt)
-        return Script(text, [(start, len(text))], self.texts.literals(text), affixes=True, stops=(end,))
+        return Script(
+            text,
+            [(start, len(text))],
+            self.texts.literals(text),
+            is_text=not passage.prompt,
+            affixes=True,
+            stops=(end,),
+        )
 
     def _chat_script(self, chat: Chat) -> Script:
         """Raises RowError with a remedy that has been tried."""

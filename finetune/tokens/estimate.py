@@ -23,7 +23,7 @@ from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
-from finetune.recipe.schema import EvalFraction, Recipe
+from finetune.recipe.schema import Data, EvalFraction, Recipe
 from finetune.tokens.mixture import HOLD_OUT, seeded_order
 from finetune.tokens.packing import pack
 from finetune.untrusted.json_files import read_bounded, read_object
@@ -44,6 +44,7 @@ class RowCounts:
     longest: int  # tokens that the longest row may have
     estimated_by: str = ""  # empty where they were counted
     too_long: tuple[int, int, int] | None = None  # documents beyond max_length, all documents, the longest
+    beyond: float = 0.0  # share of all tokens that lie beyond max_length in their document
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
             return None
         if sum(file.stat().st_size for source in sources for file in source.files) > MOST_BYTES:
             return None
-        texts_of_sets = [_read_texts(source, by_turns=data.train_on == "each_turn") for source in sources]
+        texts_of_sets = [_read_texts(source, data) for source in sources]
     except (DataError, OSError):
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
@@ -75,6 +76,9 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     trained = _epoch_lengths(recipe, lengths)
     if data.truncation == "drop":
         trained = trained[trained <= data.row_tokens]
+    if data.truncation == "split":  # whole pieces, and the rest
+        whole, rest = trained // data.max_length, trained % data.max_length
+        trained = np.concatenate([np.full(int(whole.sum()), data.max_length), rest[rest > 0]])
     trained = np.clip(trained, 1, data.row_tokens)
     if not len(trained):
         return None
@@ -85,17 +89,21 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     if not file:
         estimated_by = f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
     too_long = (longer, len(all_lengths), int(all_lengths.max())) if longer else None
-    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long)
+    beyond = float(np.maximum(all_lengths - data.row_tokens, 0).sum() / all_lengths.sum())
+    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond)
 
 
-def _read_texts(source: Source, *, by_turns: bool) -> _Texts:
-    """The sizes of a data set's documents. Rows with a mistake are passed over, because other commands report them."""
+def _read_texts(source: Source, data: Data) -> _Texts:
+    """The sizes of a data set's documents; a preference pair counts as one. Rows with a mistake are passed over, since
+    other commands report them."""
     texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:
             continue
         examples: list[Content] = [read]
-        if by_turns and isinstance(read, Chat):
+        if isinstance(read, Pair) and data.unit == "judged":
+            examples = [*documents_in(read)]
+        elif data.train_on == "each_turn" and isinstance(read, Chat):
             # Templates leave out the reasoning of earlier turns.
             examples = [
                 replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])

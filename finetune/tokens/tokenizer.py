@@ -39,6 +39,7 @@ class Script:
     text: str
     supervised: list[Span]
     literals: list[Span]  # look like control tokens, are text
+    is_text: bool = False  # a text without a prompt, of which every piece is a text too
     affixes: bool = False  # the tokenizer's own beginning and a supervised end of text belong around it
     stops: tuple[str, ...] = ()  # the control tokens on which the model ends a supervised stretch
     remarks: tuple[str, ...] = ()  # facts that the owner of the data should know, counted for each data set

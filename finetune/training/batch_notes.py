@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from finetune.model.packaged import resolve_model_path
+from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
@@ -108,25 +110,33 @@ def _idle(plan: BatchPlan) -> int:
 
 
 def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
-    """A line for fewer than 20 steps: why, and the settings that give 20."""
+    """A line for fewer than 20 steps: why, and the settings that give 20. max_steps=20 is no remedy: the user chose
+    max_steps, and needs to know what the epochs and the batch would give without it."""
     training = recipe.training
     if plan.total_steps >= FEW:
         return
     few = f"{_steps(plan.total_steps)} {'is' if plan.total_steps == 1 else 'are'} few"
+    epochs = f"{_rows(plan, plan.rows)} x {training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
+    why, then = f"{few}: {epochs}, {_rows(plan, plan.global_batch_size)} a step", "set"
     if training.max_steps is not None:
-        yield f"training.max_steps: {few}; for {FEW} or more set training.max_steps={FEW}"
-        return
-    epochs = f"{training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
-    why = f"{few}: {_rows(plan, plan.rows)} x {epochs}, {_rows(plan, plan.global_batch_size)} a step"
+        total_rows = rows_of_run(training.model_copy(update={"max_steps": None}), plan.rows)
+        plan = replace(plan, total_rows=total_rows, total_steps=math.ceil(total_rows / plan.global_batch_size))
+        if plan.total_steps >= FEW:
+            yield f"training.max_steps: {few}; without it there are {plan.total_steps:,}: {epochs}"
+            return
+        why, then = few, "leave it out and set"
     most = (plan.total_rows - 1) // (FEW - 1)  # the largest step, in rows, that still gives 20 steps
     if most >= plan.world_size:
-        yield f"training.global_batch_size: {why}; for {FEW} or more set {_rows_a_step(plan, most)}"
-        return
-    # Even steps of one row a rank would be too few.
-    batch = min(plan.global_batch_size, plan.world_size)
-    settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
-    settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
-    yield f"training.num_train_epochs: {why}; for {FEW} or more add {plan.noun}s, or set {' '.join(settings)}"
+        place, remedy = "global_batch_size", f"{then} {_rows_a_step(plan, most)}"
+    else:
+        # Even steps of one row a rank would be too few.
+        batch = min(plan.global_batch_size, plan.world_size)
+        settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
+        settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
+        place, remedy = "num_train_epochs", f"add {plan.noun}s, or {then} {' '.join(settings)}"
+    if training.max_steps is not None:
+        place = "max_steps"
+    yield f"training.{place}: {why}; for {FEW} or more {remedy}"
 
 
 def long_warmup(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:

@@ -35,7 +35,8 @@ from finetune.launch.signals import stop_on_signals
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.build import decoder_parts
-from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
+from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
+from finetune.model.optimizers.fused_update import choose_update
 from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.training import RECOMPUTATIONS
@@ -266,6 +267,12 @@ def build(
     kernel.agree(partial(accelerator.reduce, reduction="sum"), device)
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
+    with deterministic_algorithms(recipe.training.deterministic, device):
+        update = choose_update(recipe, unwrap_optimizer(assembled.optimizer), device)
+    if update is not None:
+        update.agree(partial(accelerator.reduce, reduction="sum"), device)
+        receipt.add("optimizer_update", update.facts())
+        log(str(update))
     return Session(start, assembled, run, state, receipt, output, kernel, compiled, dict(loading))
 
 
@@ -402,4 +409,6 @@ def finish(session: Session) -> None:
         mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
         log(describe_exported(exported, state))
         log(only_by_peft(start.recipe, start.run_dir))
-        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', str(start.run_dir)])}")
+        run = str(start.run_dir)
+        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
+        log(f"serve it: {shlex.join(['finetune', 'export', run, '--for', 'ollama'])}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from finetune.architecture import loss as loss_module
-from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, chunk_rows, summed_cross_entropy
+from finetune.planner.trace.recorder import OnOperations, tensors_in
 from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 61, 16
@@ -106,3 +110,24 @@ def test_no_document_gives_no_sum_and_a_graph() -> None:
     sums.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_no_tensor_has_all_logits(trains_head: bool) -> None:
+    """Of 4,096 tokens and 32,000 words: forward and backward hold a chunk's logits at a time."""
+    vocabulary, tokens = 32_000, 4096
+    hidden = torch.randn(1, tokens, 8).requires_grad_()
+    weight = torch.randn(vocabulary, 8).requires_grad_(trains_head)
+    targets = torch.randint(0, vocabulary, (1, tokens))
+    largest = 0
+
+    def note(func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        nonlocal largest
+        result = run()
+        largest = max([largest, *(tensor.numel() for tensor in tensors_in(result))])
+        return result
+
+    with OnOperations(note):
+        sums = summed_cross_entropy(hidden, weight, targets, None, torch.arange(tokens), answer_lengths=(2048, 2048))
+        (sums * torch.tensor([0.5, -0.5])).sum().backward()
+    assert largest == chunk_rows(vocabulary) * vocabulary < tokens * vocabulary / 1.9

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from peft import PeftModel
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import app, main
+from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
@@ -55,7 +57,10 @@ ELSEWHERE = {
     "python -m lectures": "lectures/test_pages.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
-    **{f"finetune eval runs/{skill}": "finished_run/test_evaluate.py" for skill in ("dates", "sql", "tools", "devil")},
+    **{
+        f"finetune eval runs/{skill}": "finished_run/test_evaluate.py"
+        for skill in ("dates", "sql", "tools", "devil", "my", "faq_de")
+    },
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
     "finetune import": "importers/test_convert.py",
     "finetune doctor": "preflight/test_doctor.py",
@@ -172,6 +177,32 @@ def test_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert [line for line in documented if "same top token" in line] == [
             line for line in printed if "same top token" in line
         ]
+
+
+def test_the_job_for_kubernetes() -> None:
+    """It parses, its mounts have volumes, and it stops trying for the exit codes that a second try would repeat."""
+    (job,) = (value for block in blocks("yaml") if (value := yaml.safe_load(block)) and "kind" in value)
+    pod, policy = job["spec"]["template"]["spec"], job["spec"]["podFailurePolicy"]["rules"]
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    codes = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in policy if "onExitCodes" in rule}
+    mistakes = (FinetuneError, DoesNotFit, EnvironmentMismatch)
+    assert codes == {tuple(mistake.exit_code for mistake in mistakes): "FailJob", (130,): "Ignore"}
+    assert {rule["onExitCodes"]["containerName"] for rule in policy if "onExitCodes" in rule} == {container["name"]}
+    assert pod["restartPolicy"] == "Never"
+    verb, name = container["args"]
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
+    assert verb == "train"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == recipe.budget.gpus
+    (dockerfile,) = blocks("dockerfile")
+    folders = {"runs": recipe.run_dir, "work": re.search(r"^WORKDIR (.*)$", dockerfile, re.MULTILINE)[1]}  # type: ignore[index]
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert str(Path(folders["work"], folders["runs"]).parent) in mounted
+    for variable in ("HF_HOME", "FINETUNE_CACHE"):
+        place = re.search(rf"{variable}=(\S+)", dockerfile)
+        assert place is not None
+        assert any(Path(place[1]).is_relative_to(mount) for mount in mounted)
+    check_pip([line for line in dockerfile.splitlines() if "pip install" in line])
 
 
 def longer() -> list[str]:

@@ -12,6 +12,7 @@ import yaml
 
 from finetune.cli.main import main
 from finetune.train import main as train
+from finetune.untrusted import children
 from tests.support.models.tiny import write_chats
 from tests.support.rows.corpus_starts import make_starts
 from tests.support.rows.others_configs import EXAMPLES
@@ -53,6 +54,7 @@ def left(found: Watched, *folders: Path) -> set[Path]:
 def seen(work: Callable[[], int], places: Places, monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setenv("FINETUNE_CACHE", str(places["cache"]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(children, "_found_here", {})  # nothing was looked at by an earlier test of this process
     monkeypatch.chdir(places["here"])
     with watched() as found:
         assert work() == 0
@@ -65,7 +67,6 @@ def seen(work: Callable[[], int], places: Places, monkeypatch: pytest.MonkeyPatc
         ("list --gpus 1x24GB", []),
         ("check {recipe}", []),
         ("check --resolved {recipe}", []),
-        ("check --data {recipe}", []),
         ("launch {recipe}", []),
         ("import {config}", []),
         ("push --dry-run {run} me/it", []),
@@ -85,6 +86,7 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
 @pytest.mark.parametrize(
     ("words", "writes"),
     [
+        ("check --data {recipe}", ["cache"]),
         ("preview {recipe}", ["cache"]),
         ("chat {run} --prompt a --max-new-tokens 1", ["cache"]),
         ("eval {run} --loss-only", ["cache", "run"]),

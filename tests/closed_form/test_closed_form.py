@@ -177,14 +177,17 @@ def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
 
 
 def test_an_update_in_bfloat16_holds_what_is_planned() -> None:
-    """Of the embeddings [128256, 4096], in chunks; nothing where masters are float32 or adapters are trained."""
+    """Of the embeddings [128256, 4096], in chunks; nothing where it is one kernel, where masters are
+    float32 or adapters are trained.
+    """
     from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK
 
     assert ROUNDED_AT_ONCE == ROUNDED_CHUNK
     for keys, expected in (
-        ({"lora": None, "training": {"pure_bf16": True}}, 24 * ROUNDED_CHUNK),
+        ({"lora": None, "training": {"pure_bf16": True}}, 0),
+        ({"lora": None, "training": {"pure_bf16": True, "compile": False}}, 24 * ROUNDED_CHUNK),
         ({"lora": None}, 0),
-        ({"training": {"pure_bf16": True}}, 0),
+        ({"training": {"pure_bf16": True, "compile": False}}, 0),
     ):
         job = recipe(**keys)  # type: ignore[arg-type]
         found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB"))

@@ -2,9 +2,9 @@
 
 A new case is one YAML file. Keys: `file`, its name (the ending decides the kind), and its content: `text`, `bytes`
 (with Python's escapes), or `table` (columns, for Parquet); after a text come `repeat: {text, times}`, `then`,
-`repeat_then` and `end`. `entry` and `data` add settings to the recipe. `family`: tokenised with that of
-chat_families.py, for mistakes that only a template or a length shows. Expected: the line (`at`) and words of the
-message (`says`).
+`repeat_then` and `end`. `entry` and `data` add settings to the recipe, and `objective` is its training's. `family`:
+tokenised with that of chat_families.py, for mistakes that only a template or a length shows. Expected: the line (`at`)
+and words of the message (`says`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def mistakes_of(case: dict[str, Any], file: Path) -> tuple[str, ...]:
     builder = {"csv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
     entry = {"path": builder, "data_files": str(file), **case.get("entry", {})}
     data = {"train": [entry], **case.get("data", {})}
-    recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data})
+    training = {"objective": case.get("objective", "supervised")}
+    recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data, "training": training})
     with pytest.raises(DataError) as raised:
         prepare(recipe, tokenizer_of(case["family"])) if "family" in case else check_rows(recipe.data)
     assert raised.value.exit_code == 2

@@ -62,6 +62,10 @@ DATA_SETS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]],
     "HuggingFaceH4/ultrachat_200k": (
         {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS}, {}, TURNS, ["columns not used: 'prompt', 'prompt_id'"]
     ),
+    "HuggingFaceH4/ultrachat_200k with variables": (  # its prompt is a text, its rows are chats
+        {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS}, {"chat_template_kwargs": {"enable_thinking": False}},
+        TURNS, ["columns not used: 'prompt', 'prompt_id'"],
+    ),
     "allenai/tulu-3-sft-mixture": (
         {"id": "1", "messages": TURNS, "source": "x"}, {}, TURNS, ["columns not used: 'id', 'source'"]
     ),
@@ -138,10 +142,14 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a name to quote": ({"my question": "x", "no": SHAREGPT}, {}, 'columns: {conversations: "no"}'),
     "preference texts": (
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
-        "preference rows ('prompt', 'chosen', 'rejected') are not trained on as pairs; to train on the chosen answers "
-        "add columns: {instruction: prompt, output: chosen}",
+        "preference rows ('prompt', 'chosen', 'rejected'); set training.objective: dpo and columns: {instruction: "
+        "prompt}; for the better answers alone, columns: {instruction: prompt, output: chosen}",
     ),
     "preference chats": ({"prompt": "Why?", "chosen": TURNS, "rejected": TURNS}, {}, "columns: {messages: chosen}"),
+    "preference rows of other names": (
+        {"question": "Why?", "r_win": "So.", "r_lose": "No.", "score_win": 1}, {},
+        "set training.objective: dpo and columns: {instruction: question, chosen: r_win, rejected: r_lose}; ",
+    ),
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
     "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; for a chat model add columns:"),

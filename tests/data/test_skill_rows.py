@@ -1,4 +1,4 @@
-"""The generated rows for dates, SQL and tool calls: the same every time, right, and held out without overlap."""
+"""The generated rows for skills and preferences: the same every time, right, and held out without overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.skills.__main__ import HELD_OUT, TRAINING, main, rows_of
+from data.skills.__main__ import (
+    HELD_OUT,
+    OF_PREFERENCES,
+    PREFERENCE_HELD_OUT,
+    PREFERENCE_TRAINING,
+    TRAINING,
+    main,
+    rows_of,
+)
+from data.skills.answers import POLITE_SHARE, is_polite
 from data.skills.dates import FORMS, written
 from data.skills.sql import TABLES
 from finetune.model.packaged import resolve_model_path
@@ -34,12 +43,15 @@ def test_the_command_writes_the_same_bytes_twice(tmp_path: Path) -> None:
         assert main(str(tmp_path / folder)) == 0
     files = sorted((tmp_path / "a").iterdir())
     assert [file.name for file in files] == sorted(
-        f"{skill}{end}.jsonl" for skill in SKILLS for end in ("", "_held_out")
+        f"{skill}{end}.jsonl" for skill in (*SKILLS, *OF_PREFERENCES) for end in ("", "_held_out")
     )
     for file in files:
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
         rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        assert len(rows) == (HELD_OUT if "held_out" in file.name else TRAINING)
+        counts = (TRAINING, HELD_OUT)
+        if file.name.startswith(OF_PREFERENCES):
+            counts = (PREFERENCE_TRAINING, PREFERENCE_HELD_OUT)
+        assert len(rows) == counts["held_out" in file.name]
 
 
 @pytest.mark.parametrize("skill", SKILLS)
@@ -49,6 +61,39 @@ def test_no_held_out_question_or_answer_is_in_training(skill: str) -> None:
         learned = {of_row(row) for row in training}
         assert len(learned) > 0.95 * TRAINING  # a message can be asked for in two ways
         assert not learned & {of_row(row) for row in held_out}
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+    return str((row.get("messages") or row["prompt"])[0]["content"])
+
+
+def test_preferences_ask_the_same_questions_and_hold_others_out() -> None:
+    asked = []
+    for skill in OF_PREFERENCES:
+        training, held_out = ([prompt_of(row) for row in part] for part in rows_of(skill))
+        assert len({*held_out}) == PREFERENCE_HELD_OUT
+        assert not {*training} & {*held_out}
+        asked.append((training, held_out))
+    assert asked[0] == asked[1] == asked[2]
+
+
+def test_the_preferred_answer_is_short_or_polite_and_the_supervised_ones_are_mixed() -> None:
+    pairs = 0
+    for row in [row for part in rows_of("shorter") for row in part]:
+        chosen, rejected = row["chosen"][0]["content"], row["rejected"][0]["content"]
+        assert 3 * len(chosen.split()) < len(rejected.split())
+        assert not is_polite(chosen + rejected, "", row)
+        pairs += 1
+    for row in [row for part in rows_of("polite") for row in part]:
+        chosen, rejected = row["chosen"][0]["content"], row["rejected"][0]["content"]
+        assert rejected in chosen
+        assert is_polite(chosen, "", row)
+        assert not is_polite(rejected, "", row)
+        pairs += 1
+    assert pairs == 2 * (PREFERENCE_TRAINING + PREFERENCE_HELD_OUT)
+    answers = [row["messages"][-1]["content"] for row in rows_of("answers")[0]]
+    assert sum(is_polite(text, "", {}) for text in answers) == PREFERENCE_TRAINING // POLITE_SHARE
+    assert sum(len(text.split()) > 50 for text in answers) == PREFERENCE_TRAINING // 2
 
 
 def test_dates_are_read_back_by_an_independent_parser() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from finetune.errors import FinetuneError
 from finetune.finished_run.load import finished_run as open_run
 from finetune.finished_run.serving_rules import RANKS, ServingVerdict, judge_for_vllm, whole_names
-from finetune.finished_run.vllm_adapter import converted, in_one_rank
+from finetune.finished_run.vllm_adapter import by_expert, converted, in_one_rank
 from finetune.untrusted.safetensors_header import TensorFacts, read_header
 from tests.support.models.multimodal import save_multimodal
 from tests.support.models.tiny import save_tiny, tiny_model
@@ -120,13 +122,65 @@ def test_twelve_kinds_and_more() -> None:
     assert (len(ACCEPTED), len(CONVERTED), len(REFUSED)) == (9, 5, 8)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("mixtral", {}, "target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj: vLLM reads experts in"),
+        ("qwen3_moe", {"target_parameters": EXPERTS[:1]}, "target_parameters: mlp.experts.gate_up_proj: vLLM takes"),
+        ("qwen3_moe", {"alpha_pattern": {"q_proj": 2}}, "target_parameters beside a pattern have no form"),
+    ],
+)
+def test_experts_that_are_refused(family: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    sizes = MIXTURE if family == "qwen3_moe" else {"num_local_experts": 4}
     verdict = verdict_of(
-        tiny_model("qwen3_moe", **sizes), tmp_path, target_modules=["q_proj"], target_parameters=parameters
+        tiny_model(family, **sizes),
+        tmp_path,
+        **{"target_modules": ["q_proj"], "target_parameters": EXPERTS, **settings},
     )
-    assert [reason[:17] for reason in verdict.refusals] == ["target_parameters"]
+    assert len(verdict.refusals) == 1
+    assert verdict.refusals[0].startswith(words)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "olmoe"])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "target_modules": ["q_proj", "v_proj"]}], ids=str)
+def test_each_expert_by_its_name_is_the_trained_model(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """B A added to the checkpoint's own tensors, which have the names that vLLM's loader has."""
+    sizes = MIXTURE | {"shared_expert_intermediate_size": 48} if family == "qwen2_moe" else MIXTURE
+    if family == "olmoe":
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    base = save_tiny(tmp_path / "base", family, **sizes)
+    run = open_run(finished_run(tmp_path, base, lora={"r": 4, **settings, "target_parameters": EXPERTS}))
+    found = json.loads((run.product / "adapter_config.json").read_text("utf-8"))
+    config = json.loads((base / "config.json").read_text("utf-8"))
+    verdict = judge_for_vllm(found, read_header(run.product / "adapter_model.safetensors"), config)
+    assert (verdict.conversions, verdict.rank) == (("experts",), 4)
+    tensors, plain = converted(run, found, verdict)
+    assert plain["target_parameters"] is None
+    assert sum(".experts." in key for key in tensors) == 2 * 4 * 3 * 2  # layers, experts, projections, A and B
+
+    weights = load_file(base / "model.safetensors")
+    scale = plain["lora_alpha"] / (plain["r"] ** 0.5 if plain["use_rslora"] else plain["r"])
+    for key, a in tensors.items():
+        path, _, part = key.removeprefix(PREFIX).partition(".lora_")
+        if part == "A.weight":
+            assert a.shape[0] == plain["r"]
+            weights[f"{path}.weight"] += scale * tensors[key.replace("lora_A", "lora_B")] @ a
+    served = Path(shutil.copytree(base, tmp_path / "served"))
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    trained = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run.product)))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(served)), trained, rtol=1e-4, atol=1e-4)
+    assert (trained - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
+
+
+def test_tensors_of_experts_that_do_not_belong_together() -> None:
+    key = f"{PREFIX}model.layers.0.mlp.experts"
+    alone = {f"{key}.lora_A.weight": torch.zeros(8, 32), f"{key}.lora_B.weight": torch.zeros(64, 8)}
+    with pytest.raises(FinetuneError, match="its tensors are not those of gate_up_proj and down_proj"):
+        by_expert(alone, {"r": 2})
 
 
 def test_a_quantised_base(tmp_path: Path) -> None:

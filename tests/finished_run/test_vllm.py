@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import FinetuneError
@@ -268,3 +269,41 @@ def test_tables_are_vllms_own(tmp_path: Path) -> None:
         assert adapters == (name not in none), name
         if adapters:
             assert embeddings == (sorted(serving_rules.ENDS) if name in ends else []), name
+
+
+PACK = """
+import sys
+from safetensors.torch import save_file
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import PackedLoRALayerWeights
+from vllm.lora.peft_helper import PEFTHelper
+
+folder, result = sys.argv[1:]
+names = ("gate_proj", "down_proj", "up_proj")  # w1, w2, w3
+expected = {f"experts.{expert}.{name}" for expert in range(4) for name in names} | {"q_proj"}
+helper = PEFTHelper.from_local_dir(folder, 64)
+loaded = LoRAModel.from_local_checkpoint(folder, expected, helper, lora_model_id=1, device="cpu")
+mixture = "model.layers.1.mlp.experts"
+each = [loaded.loras[f"{mixture}.{expert}.{name}"] for expert in range(4) for name in names]
+packed = PackedLoRALayerWeights.pack_moe(each, mixture)
+parts = zip(names, packed.lora_a, packed.lora_b, packed.scaling)
+save_file({name: scaling * (b.float() @ a.float()) for name, a, b, scaling in parts}, result)
+"""
+
+
+def test_vllms_loader_packs_each_expert(tmp_path: Path) -> None:
+    """vLLM computes mixtures on GPUs only (Triton). Its loader reads the converted one as peft's change of weights."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    base = save_tiny(tmp_path / "base", "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    lora = {"r": 4, "use_rslora": True, "target_modules": ["q_proj"], "target_parameters": experts}
+    run = finished_run(tmp_path, base, lora=lora)
+    folder = hand_over(run, "vllm", None, print)["folder"]
+    command = [PYTHON, "-c", PACK, str(folder), str(tmp_path / "packed.safetensors")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    packed = load_file(tmp_path / "packed.safetensors")
+    mixture: Any = tuned(base, run / "adapter").base_model.model.model.layers[1].mlp.experts
+    deltas = {wrapper.parameter_name: wrapper.get_delta_weight("default") for wrapper in (mixture, mixture.base_layer)}
+    gate, up = deltas["gate_up_proj"].chunk(2, dim=1)
+    for name, delta in {"gate_proj": gate, "up_proj": up, "down_proj": deltas["down_proj"]}.items():
+        torch.testing.assert_close(packed[name], delta, rtol=1e-5, atol=1e-6)

@@ -294,7 +294,12 @@ def test_several_machines_get_the_line_of_each() -> None:
     line = str(caught.value).rpartition(": torchrun ")[2]
     read = get_args_parser().parse_args(["1" if word == "R" else word for word in shlex.split(line)])
     assert (read.nnodes, read.node_rank, read.nproc_per_node, read.master_addr) == ("2", 1, "4", "ADDRESS_OF_0")
-    assert [read.training_script, *read.training_script_args] == ["finetune/train.py", str(RECIPE), "budget.nodes=2"]
+    assert [read.module, read.training_script, *read.training_script_args] == [
+        True,
+        "finetune.train",
+        str(RECIPE),
+        "budget.nodes=2",
+    ]
 
 
 @pytest.mark.slow

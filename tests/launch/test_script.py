@@ -84,11 +84,11 @@ def test_torchrun_and_the_trainer_read_the_words(
     text = text_for("torchrun", strategy, nodes, gpus)
     words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
     if strategy == "single":
-        assert words[:2] == ["python", "finetune/train.py"]
+        assert words[:3] == ["python", "-m", "finetune.train"]
         return
     assert words[0] == "torchrun"
     read = get_args_parser().parse_args(words[1:])
-    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert (read.module, read.training_script, read.training_script_args[0]) == (True, "finetune.train", str(RECIPE))
     assert int(read.nnodes.split(":")[-1]) * int(read.nproc_per_node) == ranks  # --standalone makes it 1:1
     assert read.standalone is (nodes == 1)
     if nodes > 1:
@@ -110,7 +110,7 @@ def test_accelerate_and_the_trainer_read_the_words(
     words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
     assert words[:2] == ["accelerate", "launch"]
     read = launch_command_parser().parse_args(words[2:])
-    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert (read.module, read.training_script, read.training_script_args[0]) == (True, "finetune.train", str(RECIPE))
     assert (read.num_processes, read.num_machines or 1) == (ranks, nodes)
     expected = "cpu_2proc" if not gpus and strategy != "single" else strategy
     assert read.config_file == f"accelerate_configs/{expected}.yaml"
@@ -138,7 +138,7 @@ def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_pa
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "16"}
     words = said_by(text, tmp_path, **job)
     assert words[:3] == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=16"]
-    started = {"single": ["python", "finetune/train.py"]}.get(strategy, ["torchrun", "--standalone"])
+    started = {"single": ["python", "-m"]}.get(strategy, ["torchrun", "--standalone"])
     assert words[3:5] == (["bash", "-c"] if nodes > 1 else started)
     assert str(RECIPE) in words
 
@@ -242,6 +242,28 @@ def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) 
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_CPUS_PER_TASK": "1"}
     assert str(recipe) in "\n".join(said_by(text, tmp_path, **job))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("on", ["slurm", *BY_HAND])
+def test_no_path_of_this_checkout_is_in_the_file(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine has the package elsewhere. It is found there by its name, and so are Accelerate's configs."""
+    monkeypatch.chdir(tmp_path)
+    text = script(plan_launch(Path("llama3_fsdp"), [], launcher=on))
+    assert str(ROOT) not in text
+    (tmp_path / "accelerate").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "accelerate").chmod(0o755)
+    (tmp_path / "start.sh").write_text(text)
+    if on == "accelerate":
+        path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        process = subprocess.run(
+            ["bash", "start.sh"],
+            env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        words = process.stdout.splitlines()
+        assert Path(words[words.index("--config_file") + 1]).samefile(ROOT / "accelerate_configs" / "fsdp2.yaml")
+        assert words[-3:] == ["-m", "finetune.train", "llama3_fsdp"]
 
 
 def test_it_loads_no_torch() -> None:

@@ -123,9 +123,48 @@ def test_where_two_readings_are_plausible_all_are_offered(table: list[dict[str, 
     assert found[0].columns["instruction"] == first
 
 
-def test_preference_rows_say_what_they_need() -> None:
-    with pytest.raises(DataError, match="need preference tuning"):
-        readings(ENTRY, rows(prompt=question, chosen=answer, rejected=statement))
+ASKED = [{"role": "user", "content": "Why?"}]
+SAID = [{"role": "assistant", "content": "So."}]
+
+
+@pytest.mark.parametrize(
+    ("table", "format", "columns"),
+    [
+        (rows(prompt=question, chosen=answer, rejected=statement), "preference", {"instruction": "prompt"}),
+        (rows(instruction=question, chosen=answer, rejected=statement), "preference", {}),
+        (
+            rows(frage=question, thema=lambda n: "Technik", antwort_win=answer, antwort_lose=statement),
+            "preference", {"instruction": "frage", "chosen": "antwort_win", "rejected": "antwort_lose"},
+        ),
+        (
+            rows(system=lambda n: "Be brief.", question=question, accepted=answer, rejected=statement, score=str),
+            "preference", {"instruction": "question", "chosen": "accepted"},
+        ),
+        (
+            rows(prompt=question, chosen=lambda n: ASKED + SAID, rejected=lambda n: ASKED + SAID, score_chosen=int),
+            "preference", {},
+        ),
+        (
+            rows(question=question, chosen=lambda n: SAID, rejected=lambda n: SAID),
+            "preference", {"instruction": "question"},
+        ),
+        (rows(prompt=question, completion=answer, label=lambda n: n % 2 == 0), "kto", {"instruction": "prompt"}),
+        (rows(prompt=lambda n: ASKED, completion=lambda n: SAID, label=lambda n: n % 2), "kto", {}),
+        (rows(messages=lambda n: ASKED + SAID, kto_tag=lambda n: n < 5), "kto",
+         {"completion": "messages", "label": "kto_tag"}),
+        (rows(question=question, answer=answer, liked=lambda n: n < 5), "kto",
+         {"instruction": "question", "completion": "answer", "label": "liked"}),
+        # A category is no judgement.
+        (rows(question=question, answer=answer, label=lambda n: n % 2), "alpaca",
+         {"instruction": "question", "output": "answer"}),
+        (rows(question=question, answer=answer, label=lambda n: n % 4), "alpaca",
+         {"instruction": "question", "output": "answer"}),
+    ],
+)  # fmt: skip
+def test_pairs_and_judged_answers_are_found(table: list[dict[str, Any]], format: str, columns: dict[str, str]) -> None:
+    (reading,) = readings(ENTRY, table)
+    assert (reading.format, dict(reading.columns)) == (format, columns)
+    assert reading.objective == {"preference": "dpo", "kto": "kto", "alpaca": "supervised"}[format]
 
 
 def test_nested_texts_come_with_the_line_that_flattens_them() -> None:

@@ -140,10 +140,16 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(check_rows(recipe.data).values()) == proposal.counts.rows
 
 
+PAIR = ("chosen", "rejected")
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
-    "preferences": (
-        "a.jsonl", lambda: lines(lambda n: {"prompt": "a", "chosen": "b", "rejected": "c"}), "need preference tuning"
+    "equal answers": (
+        "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
+        "chosen equals rejected in each of 40 pairs",
+    ),
+    "transcripts": (
+        "a.jsonl", lambda: lines(lambda n: {f"{name}": f"\n\nHuman: {n}\n\nAssistant: {name}" for name in PAIR}),
+        "is a transcript of Human: and Assistant:, not one answer",
     ),
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
@@ -164,6 +170,58 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "say which: --columns '{instruction: en, output: de}'",
     ),
 }  # fmt: skip
+
+
+# File -> (content, objective, columns, keys of the recipe).
+PREFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str, dict[str, str]]] = {
+    "texts": (
+        lambda n: {"question": german(n)[0], "chosen": german(n)[1], "rejected": "No."}, "dpo",
+        {"instruction": "question"},
+    ),
+    "dialogues": (
+        lambda n: {"prompt": german(n)[0], "chosen": filled(CHAT, n), "rejected": [*filled(CHAT, n)[:-1], SHORT]},
+        "dpo", {},
+    ),
+    "labels": (
+        lambda n: {"prompt": german(n)[0], "completion": german(n)[1], "label": n % 2 == 0}, "kto",
+        {"instruction": "prompt"},
+    ),
+}  # fmt: skip
+SHORT = {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize("gpus", ["cpu", "2x24GB"])
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_become_recipes_with_their_objective(
+    name: str, gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, objective, columns = PREFERENCES[name]
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_bytes(lines(make))
+    assert main(["init", "a.jsonl", "--gpus", gpus]) == 0
+    printed = capsys.readouterr().out
+    recipe = load_recipe("a.yaml", here=True).recipe
+    assert recipe.training.objective == objective
+    assert recipe.data.train[0].columns == columns
+    assert recipe.training.learning_rate == (1e-4 if gpus == "cpu" else 1e-5)
+    assert recipe.training.num_train_epochs == 1
+    assert sum(check_rows(recipe.data).values()) == COUNT
+    assert len(Path("a.yaml").read_text().splitlines()) <= 25
+    shown = {"dpo": ("  chosen     ", "  rejected   "), "kto": ("  wanted     ", "  unwanted   ")}[objective]
+    assert [printed.count(words) for words in shown] == {"dpo": [5, 5], "kto": [3, 2]}[objective]
+    assert "not used" not in printed
+    assert printed.count("  user       ") == 5  # a pair's prompt once
+    assert f"training.objective: {objective} moves a model that answers already" in printed
+
+
+def test_columns_of_pairs_may_be_said(tmp_path: Path) -> None:
+    (file := tmp_path / "a.jsonl").write_bytes(lines(lambda n: {"a": f"Why {n}", "b": f"So {n}.", "c": f"No {n}."}))
+    told = propose(str(file), gpus="cpu", columns="instruction=a,chosen=b,rejected=c")
+    assert (told.reading.format, told.entry.columns) == (
+        "preference", {"instruction": "a", "chosen": "b", "rejected": "c"}
+    )  # fmt: skip
+    with pytest.raises(FinetuneError, match="needs chosen and rejected"):
+        propose(str(file), gpus="cpu", columns="instruction=a,chosen=b")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -311,6 +369,25 @@ def test_tool_calls_are_shown(
     monkeypatch.chdir(tmp_path)
     assert main(["init", "traces.jsonl"]) == 0
     assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "told"), [("cpu", True), ("24GB", False)])
+def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool, tmp_path: Path) -> None:
+    """The line names a template, with which the rows are accepted. Qwen3's own template writes tools."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    turns = [{"role": "user", "content": "Rain in Ulm?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    plain = {"messages": [turns[0], {"role": "assistant", "content": "No."}]}
+    rows = [plain, *[{"tools": [tool], "messages": turns}] * 12]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    found = propose(str(tmp_path / "rows.jsonl"), gpus=gpus)
+    lines = [line for line in found.lines if line.startswith("rows with tools: ")]
+    assert len(lines) == told
+    if told:
+        (file := tmp_path / "my.yaml").write_text(found.text, "utf-8")
+        template = next(word.strip("()") for word in lines[0].split() if "tools.jinja" in word)
+        assert main(["check", str(file), "--data"]) == 2
+        assert main(["check", str(file), "--data", f"data.chat_template={ROOT / template}"]) == 0
 
 
 def test_a_system_column_is_the_system_turn(tmp_path: Path) -> None:

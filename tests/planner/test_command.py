@@ -316,6 +316,7 @@ def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -
     for change in told["changes"]:
         assert change["needed_bytes"] <= told["gpu_bytes"]
         assert "quantization" in change["change"], "a bfloat16 base of 16 GB is on no 12 GB card"
+        assert change["change"] in "\n".join(told["advice"]), "the text's lines are in the JSON too"
 
 
 @pytest.mark.slow

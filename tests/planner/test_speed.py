@@ -10,6 +10,8 @@ import pytest
 
 from finetune.planner.plan_recipe import Plan, plan_recipe
 from finetune.planner.roofline import CHIPS, compute_seconds, roofline_json, roofline_lines
+from finetune.planner.trace.flops import COPY, FUSED_UPDATE
+from finetune.planner.trace.step_work import FUSED_BYTES
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
 from tests.support.models.tiny import save_tiny
@@ -56,6 +58,30 @@ def test_compiled_layers_leave_products_and_attention(base: Path, auto: Plan) ->
     text = "\n".join(roofline_lines(auto))
     assert f"{written['speed']['tokens_per_second']:,.0f} with training.compile: false" in text
     assert "training.compile" not in "\n".join(roofline_lines(off))
+
+
+def test_a_fused_update_is_one_kernel_that_stands_for_many(base: Path) -> None:
+    """With training.compile: false the plan has the update as written: its temporaries, bytes and kernels."""
+    training = {"global_batch_size": 3, "pure_bf16": True, "mixed_precision": "bf16"}
+    auto = planned(recipe(base, lora=None, training=training))
+    off = planned(recipe(base, lora=None, training=training | {"compile": False}))
+    fused = {op: times for op, times in auto.work.operations.items() if op.kind == FUSED_UPDATE}
+    weights = auto.phases["step"].peak.parts["gradients"] // 2
+    assert sum(op.nbytes * times for op, times in fused.items()) == FUSED_BYTES * weights
+    assert {op.kind for op in off.work.operations}.isdisjoint({FUSED_UPDATE})
+
+    chip = CHIPS["H100"]
+    as_written = compute_seconds(auto.work.as_written(), chip, "step")
+    assert as_written == pytest.approx(compute_seconds(off.work, chip, "step"))
+    assert compute_seconds(auto.work, chip, "step") < as_written / 10
+    copies = sum(times for op, times in auto.work.operations.items() if (op.phase, op.place) == ("step", COPY))
+    assert copies == 2 * sum(fused.values()), "of keys and factors"
+    assert auto.work.launches("step") - copies == off.work.launches("step")
+
+    temporaries = {name: plan.phases["step"] for name, plan in (("fused", auto), ("written", off))}
+    beside = {name: step.peak.parts["other"] - step.end["other"] for name, step in temporaries.items()}
+    assert beside["fused"] < 1024
+    assert 0 <= beside["written"] - 6 * 4 * 512 * 64 < 1024, "six float32 tensors of the embeddings [512, 64]"
 
 
 def test_the_host_has_so_long_for_each_operation(auto: Plan) -> None:

@@ -186,6 +186,22 @@ def test_tables_name_every_row() -> None:
     assert "…" not in text
 
 
+@pytest.mark.parametrize(
+    ("sizes", "device", "expected"),
+    [
+        ([1, 1], "cpu", "1 process on the CPU, 2 steps"),
+        ([2], "cpu", "2 processes on the CPU, 2 steps"),
+        ([1, 4, 4], "NVIDIA L4", "1 and 4 processes on NVIDIA L4, 2 steps"),
+    ],
+)
+def test_the_heading_counts_the_processes_that_ran(sizes: list[int], device: str, expected: str) -> None:
+    """Not those that this machine could run: a recipe for one process runs in one."""
+    rows = [finished(f"row{number}") | {"world_size": size} for number, size in enumerate(sizes)]
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_tables(result(*rows) | {"device": device}, console)
+    assert expected in console.export_text()
+
+
 def test_the_picture(tmp_path: Path) -> None:
     names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"]
     draw(result(*[finished(name) for name in names], REFUSED), tmp_path / "compare.png")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
-from finetune.report.preview_views import as_page, facts_lines
+from finetune.report.preview_views import as_page, facts_lines, print_preview
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
 from tests.support.models.tiny import SPECIAL_TOKENS, save_tiny
@@ -134,7 +136,7 @@ def test_answers_truncated_at_the_row_are_found(tmp_path: Path, model: Path) -> 
     texts = {finding.severity: finding for finding in view.findings}
     assert "answer truncated at data.max_length" in texts["warning"].text
     assert texts["warning"].places[0].endswith("rows.jsonl:2")
-    assert texts["note"].text == "1 document truncated at data.max_length"
+    assert texts["note"].text.startswith("1 document truncated at data.max_length: 75 % of the tokens are cut;")
 
 
 def test_refused_rows_are_errors_and_the_good_ones_are_shown(
@@ -231,3 +233,84 @@ def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path
     tokens = list(pieces(encoder.texts, document))
     assert len(tokens) == len(document.input_ids)
     assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in tokens)
+
+
+# -- preferences -------------------------------------------------------------------------------------------------------
+
+
+def answered(chosen: str, rejected: str) -> dict[str, Any]:
+    turns = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+    return {"prompt": [QUESTION], "chosen": turns[0], "rejected": turns[1]}
+
+
+def write_preferences(folder: Path, model: Path, rows: list[dict[str, Any]], objective: str, **data: Any) -> Path:
+    recipe = yaml.safe_load(write(folder, model, rows, **data).read_text())
+    recipe["training"]["objective"] = objective
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    return folder / "recipe.yaml"
+
+
+def test_a_pair_is_one_prompt_and_two_answers(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_preferences(
+        tmp_path,
+        model,
+        [answered("one 東京", "two"), answered("same", "same"), answered("three", "four five six")],
+        "dpo",
+    )
+    view = preview(load_recipe(recipe).recipe, 9)
+    assert len(view.rows) == 2  # the equal pair is no pair
+    row = view.rows[0]
+    prompt = f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert "".join(piece.text for piece in row.pieces) == prompt
+    assert not any(piece.learned for piece in row.pieces)
+    texts = {answer.name: "".join(piece.text for piece in answer.pieces) for answer in row.answers}
+    assert texts == {"chosen": "one 東京<|im_end|>\n", "rejected": "two<|im_end|>\n"}
+    learned = ["".join(piece.text for piece in answer.pieces if piece.learned) for answer in row.answers]
+    assert learned == ["one 東京<|im_end|>", "two<|im_end|>"]
+    assert row.learned == sum(answer.learned for answer in row.answers)
+    assert view.facts["documents"] == 2
+    assert sum(count for *_, count in view.histogram) == 4  # documents of two pairs
+    assert view.facts["tokens_longest"] == view.longest[0][1] < max(shown.tokens for shown in view.rows)
+    assert facts_lines(view)[0].startswith("2 pairs, ")
+    means = [sum(row.answers[side].learned for row in view.rows) / 2 for side in (0, 1)]
+    assert [view.facts["chosen_tokens_mean"], view.facts["rejected_tokens_mean"]] == means
+    assert f"chosen {means[0]:,.0f}, rejected {means[1]:,.0f}" in "\n".join(facts_lines(view))
+    assert [finding.text for finding in view.findings] == ["1 pair left out: the chosen answer is the rejected one"]
+
+    printed = {}
+    for width in (120, 60):
+        console = Console(width=width, file=StringIO())
+        print_preview(view, console)
+        printed[width] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert main(["preview", str(recipe), "-n", "1"]) == 0
+    assert re.search(r"⟦one 東京<\|im_end\|>⟧\n+rejected:", capsys.readouterr().out)
+    assert re.search(r"chosen: \d+ supervised +rejected: \d+ supervised *\n", printed[120])
+    assert re.search(r"⟦one 東京.*⟧ *⟦two<\|im_end\|>⟧", printed[120])
+    assert re.search(r"chosen: \d+ supervised\n⟦one 東京<\|im_end\|>⟧\n+rejected: \d+ supervised\n⟦two", printed[60])
+    page = as_page(view, "recipe.yaml")
+    assert page.count(">rejected: ") == 2
+    assert main(["preview", str(recipe), "-n", "1", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)["rows"]
+    assert [answer["name"] for answer in shown["answers"]] == ["chosen", "rejected"]
+
+
+def test_judged_answers_are_shown_with_their_label(tmp_path: Path, model: Path) -> None:
+    rows = [
+        {"prompt": [QUESTION], "completion": [{"role": "assistant", "content": text}], "label": text == "good"}
+        for text in ("good", "bad")
+    ]
+    for made, places in ((rows, ["1", "2"]), ([answered("good", "bad")], ["1, example 1 of 2", "1, example 2 of 2"])):
+        view = preview(load_recipe(write_preferences(tmp_path, model, made, "kto")).recipe, 9)
+        assert [row.label for row in view.rows] == ["wanted", "unwanted"]
+        assert [row.place.rsplit(":", 1)[1] for row in view.rows] == places
+        assert not any(row.answers for row in view.rows)
+        assert facts_lines(view)[0].startswith("2 judged answers, ")
+
+
+def test_an_answer_that_is_cut_or_has_no_end_is_found_in_either_half(tmp_path: Path, model: Path) -> None:
+    rows = [answered("very " * 100, "short"), answered("short", "very " * 100), answered("one", "two")]
+    view = preview(load_recipe(write_preferences(tmp_path, model, rows, "dpo", truncation="right")).recipe, 0)
+    (warning,) = [finding for finding in view.findings if finding.severity == "warning"]
+    assert warning.text.startswith("2 pairs of ")
+    assert "an answer truncated at data.max_length teaches no end" in warning.text
+    assert [place.rsplit(":", 1)[1] for place in warning.places] == ["1", "2"]

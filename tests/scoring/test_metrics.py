@@ -126,10 +126,32 @@ def test_a_relative_tolerance() -> None:
     assert scores_of(Metric.of(choice), ["104", "106", "96"], items) == [1.0, 0.0, 1.0]
 
 
-def test_patterns_are_searched_and_bounded() -> None:
+# (answer, score counted by hand) of regex, which has no reference; found anywhere unless the pattern is anchored
+DATES = r"^\d{4}-\d\d-\d\d$"
+WORDS = r"(?i)\b(yes|no)\b"
+BY_PATTERN: dict[str, list[tuple[str, float]]] = {
+    DATES: [
+        ("2024-05-06", 1), ("on 2024-05-06", 0), ("6 May", 0), (" 2024-05-06\n", 1), ("2024-5-6", 0), ("", 0),
+        ("2024-05-06.", 0), ("9999-99-99", 1), ("24-05-06", 0), ("<think>2024-05-06</think>6 May", 0),
+        ("<think>6 May</think>2024-05-06", 1), ("2024-05-06\n2024-05-07", 0),
+    ],
+    WORDS: [
+        ("Yes.", 1), ("I say NO to it", 1), ("nothing", 0), ("yesterday", 0), ("Eyes", 0), ("(yes)", 1), ("no-one", 1), ("maybe", 0),
+    ],
+}  # fmt: skip
+
+
+def test_patterns_counted_by_hand() -> None:
+    assert sum(map(len, BY_PATTERN.values())) == 20
+    for pattern, rows in BY_PATTERN.items():
+        metric = Metric.of(read_metric(f"regex:pattern={pattern}"))
+        answers = [answer for answer, _ in rows]
+        scores = scores_of(metric, answers, [Scored("-", "rows:1")] * len(rows))
+        assert list(zip(answers, scores, strict=True)) == rows
+
+
+def test_patterns_are_bounded() -> None:
     item = Scored("-", "rows:1")
-    dates = Metric.of(read_metric(r"regex:pattern=^\d{4}-\d\d-\d\d$"))
-    assert scores_of(dates, ["2024-05-06", "on 2024-05-06", "6 May"], [item] * 3) == [1.0, 0.0, 0.0]
     slow = Metric("regex", {"pattern": r"^(a|aa)+$"})
     with pytest.raises(FinetuneError, match="more than 1 s; write one without nested repetitions"):
         scores_of(slow, ["a" * 40 + "b"], [item])

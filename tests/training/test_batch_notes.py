@@ -106,11 +106,19 @@ def test_a_warmup_longer_than_the_run(tiny_llama: Path, chats: Path, capsys: pyt
 
 
 def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
-    recipe = recipe_with(tiny_llama, chats, max_steps=1)
-    assert list(few_steps(recipe, plan_of(recipe, 45))) == [
-        "training.max_steps: 1 step is few; for 20 or more set training.max_steps=20"
-    ]
-    assert list(few_steps(recipe, plan_of(recipe_with(tiny_llama, chats, max_steps=20), 45))) == []
+    """The remedy is never the same number again: it is the epochs, or settings that give more steps."""
+    for rows, remedy in (
+        (450, "; without it there are 29: 450 rows x 1 epoch"),
+        (45, "; for 20 or more leave it out and set training.global_batch_size=2"),
+        (4, "; for 20 or more add rows, or leave it out and set training.global_batch_size=1 "
+            "training.num_train_epochs=5"),
+    ):  # fmt: skip
+        recipe = recipe_with(tiny_llama, chats, max_steps=1)
+        assert list(few_steps(recipe, plan_of(recipe, rows))) == [f"training.max_steps: 1 step is few{remedy}"]
+    mended = recipe_with(tiny_llama, chats, "training.num_train_epochs=5", global_batch_size=1)
+    assert list(few_steps(mended, plan_of(mended, 4))) == []
+    recipe = recipe_with(tiny_llama, chats, max_steps=20)
+    assert list(few_steps(recipe, plan_of(recipe, 45))) == []
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from finetune.architecture.attention import ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
 from finetune.errors import EnvironmentMismatch
-from finetune.wording import counted
+from finetune.wording import counted, error_in_one_line
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
 MOST_GRAPHS = 16
@@ -71,7 +71,7 @@ class CompiledLayers:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-                self.stop(_in_one_line(error))
+                self.stop(error_in_one_line(error))
         return type(layer).forward(layer, *args, **kwargs)
 
     @contextmanager
@@ -178,7 +178,7 @@ class CompiledLayers:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-            reason = _in_one_line(error)
+            reason = error_in_one_line(error)
             if self.required:
                 raise EnvironmentMismatch(
                     f"training.compile: {name} cannot be compiled here: {reason}; set training.compile: auto, or false"
@@ -319,11 +319,3 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_mapped(each, change) for each in value])
     return value
-
-
-def _in_one_line(error: BaseException) -> str:
-    """The error and its cause, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
-    cause = f" ({_in_one_line(error.__cause__)})" if error.__cause__ is not None else ""
-    return f"{type(error).__name__}: {first}{cause}"

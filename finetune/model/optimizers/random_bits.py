@@ -36,10 +36,23 @@ def random_bits(key: int, first: int, count: int, device: torch.device) -> Tenso
     32-bit hash (Wellons, Prospecting for Hash Functions, 2018). Products wrap around, as int32 products do in torch.
     """
     bits = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    bits.mul_(_signed(key & _BITS_32 | 1)).add_(_signed(key >> 32))
+    multiplier, offset = multiplier_and_offset(key)
+    bits.mul_(multiplier).add_(offset)
     _shifted_xor_(bits, 16).mul_(_signed(0x7FEB352D))
     _shifted_xor_(bits, 15).mul_(_signed(0x846CA68B))
     return _shifted_xor_(bits, 16)
+
+
+def multiplier_and_offset(key: int) -> tuple[int, int]:
+    """The key's halves as int32: the index is multiplied by the first one and added to the second."""
+    return _signed(key & _BITS_32 | 1), _signed(key >> 32)
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """lowbias32 of int32 numbers, as in `random_bits`, without writing in place: for a compiler."""
+    bits = (numbers ^ numbers >> 16 & 0xFFFF) * _signed(0x7FEB352D)
+    bits = (bits ^ bits >> 15 & 0x1FFFF) * _signed(0x846CA68B)
+    return bits ^ bits >> 16 & 0xFFFF
 
 
 def _shifted_xor_(bits: Tensor, places: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from finetune.model.optimizers.random_bits import key_of, random_bits
 
 # Elements that are computed in float32 at a time, counted from the start of the full tensor. Six such tensors live
-# at once: 192 MiB, on a GPU enough to hide what starting a kernel costs.
+# at once: 192 MiB, on a GPU enough to hide what starting a kernel costs. A power of two, for fused_update.py.
 ROUNDED_CHUNK = 1 << 23
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a float32 that bfloat16 lacks, and those that it has
 
@@ -31,6 +31,11 @@ class Range(NamedTuple):
     start: int  # in the flattened weight
     begin: int  # in the flat tensor
     end: int
+
+
+# Updates a range of weight, first and second moment, flat, in place: tensors, gradient, range, the parameter group, the
+# step's number, the seed.
+UpdateRange = Callable[[Sequence[Tensor], Tensor, Range, dict[str, Any], int, int], None]
 
 
 def all_of(tensor: Tensor) -> tuple[Tensor, int]:
@@ -60,6 +65,7 @@ class RoundedAdamW(torch.optim.AdamW):
         super().__init__(params, **settings, foreach=False)
         self._seed, self._local_part = seed, local_part
         self._ranges: dict[int, list[Range]] = {}
+        self.update_range: UpdateRange | None = None  # in place of `update_in_chunks`: fused_update.py
 
     def round_as(self, ranges: Iterable[tuple[Tensor, Range]]) -> None:
         """Round each range of these flat tensors like the weight it belongs to. An engine has put them in the
@@ -90,16 +96,24 @@ class RoundedAdamW(torch.optim.AdamW):
         held = [local, *(self._local_part(state[name])[0] for name in ("exp_avg", "exp_avg_sq"))]
         gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
         flat = [tensor.view(-1) for tensor in held]
+        update = self.update_range or update_in_chunks
         for each in self._ranges.get(id(parameter), [Range(place, start, 0, local.numel())]):
-            key = key_of(self._seed, step, each.place)
-            for chunk, first, begin, end in chunks(each, ROUNDED_CHUNK):
-                parts = [tensor[begin:end] for tensor in flat]
-                slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
-                values = adamw_update([part.float() for part in parts], slope, group, step)
-                for use, (part, value) in enumerate(zip(parts, values, strict=True)):
-                    if part.dtype == torch.bfloat16:
-                        round_at_random(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
-                    part.copy_(value)
+            update(flat, gradient, each, group, step, self._seed)
+
+
+def update_in_chunks(
+    tensors: Sequence[Tensor], gradient: Tensor, range_: Range, group: dict[str, Any], step: int, seed: int
+) -> None:
+    """Update one range of weight, first and second moment, flat, in place, by torch's own operations."""
+    key = key_of(seed, step, range_.place)
+    for chunk, first, begin, end in chunks(range_, ROUNDED_CHUNK):
+        parts = [tensor[begin:end] for tensor in tensors]
+        slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
+        values = adamw_update([part.float() for part in parts], slope, group, step)
+        for use, (part, value) in enumerate(zip(parts, values, strict=True)):
+            if part.dtype == torch.bfloat16:
+                round_at_random(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
+            part.copy_(value)
 
 
 def chunks(range_: Range, size: int) -> Iterator[tuple[int, int, int, int]]:

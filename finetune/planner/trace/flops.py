@@ -50,13 +50,14 @@ NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 # Where an operation runs: on the device, on the host (an offloaded update), or as a copy between the two.
 ON_DEVICE, ON_HOST, COPY = "device", "host", "copy"
 _COPIES = ("copy_", "_to_copy")
+FUSED_UPDATE = "fused_update"  # RoundedAdamW's: stand_ins.py
 
 
 class Operation(NamedTuple):
     """Operations that cost the same."""
 
     phase: str  # forward, backward, step
-    kind: str  # product, attention or other
+    kind: str  # product, attention, FUSED_UPDATE or other
     flops: int
     nbytes: int  # read and written; a copy between host and device counts the bytes that cross, once
     itemsize: int  # bytes of the first operand's numbers
@@ -155,6 +156,8 @@ def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
     """An operation's kind, and its floating-point operations."""
+    if name == FUSED_UPDATE:
+        return FUSED_UPDATE, 0
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
     name = name.removesuffix("_")  # in place
@@ -187,6 +190,8 @@ def _bytes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """Operands once, results once, and an operand that is written in place once more."""
     if name == "embedding":  # the rows that are looked up and their copies, not the whole table
         return 2 * _size(result)
+    if name == FUSED_UPDATE:
+        args = args[:4]  # the weight, its moments and its gradient; the others are a few numbers
     total, counted = 0, set()
     arguments = {argument.name: argument for argument in func._schema.arguments}
     for key, value in (*zip(arguments, args, strict=False), *kwargs.items()):

@@ -1,7 +1,8 @@
 """DeepSpeed's engine on tensors without data. Its own code runs, for rank 0 among any number of ranks.
 
 The engine is Python over torch's operations, so it can be traced like the rest. Only its compiled parts cannot. An NVMe
-offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it.
+offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it. RoundedAdamW's update is
+compiled on a GPU; `fuse_update` makes it one operation.
 """
 
 from __future__ import annotations
@@ -17,15 +18,35 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
+from finetune.model.optimizers.fused_update import FusedUpdate
+from finetune.model.optimizers.rounded_adamw import RoundedAdamW
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use; communication of ranks on one machine
+
+
+def fuse_update(optimizer: torch.optim.Optimizer) -> None:
+    """RoundedAdamW's update in one operation, as its kernel on a GPU: it reads and writes, and allocates nothing."""
+    if isinstance(optimizer, RoundedAdamW):
+        optimizer.update_range = FusedUpdate(_fused_update)
+
+
+@torch.library.custom_op("finetune::fused_update", mutates_args=("weight", "average", "square"))
+def _fused_update(
+    weight: Tensor, average: Tensor, square: Tensor, gradient: Tensor, keys: Tensor, first: Tensor, factors: Tensor
+) -> None:
+    raise AssertionError("a trace computes nothing")
+
+
+@_fused_update.register_fake
+def _(*_: Tensor) -> None:
+    pass
 
 
 @contextmanager

@@ -8,8 +8,12 @@ from dataclasses import astuple, dataclass, field, replace
 
 from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.trace.flops import Operation
+from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK
+from finetune.planner.trace.flops import FUSED_UPDATE, Operation
 
+# Of one bfloat16 weight, read and written: by RoundedAdamW's fused update, and by the update as written in its kernels
+# for each chunk (tests/planner/test_speed.py counts them).
+FUSED_BYTES, WRITTEN_BYTES, WRITTEN_KERNELS = 14, 576, 66
 STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/update.py reduces once a step
 
 
@@ -31,8 +35,23 @@ class StepWork:
         return sum(times * op.nbytes for op, times in self.operations.items() if (op.phase, op.place) == (phase, place))
 
     def launches(self, phase: str) -> float:
-        """A phase's operations if layers run as written. Each launches one kernel or more."""
-        return sum(times for op, times in self.operations.items() if op.phase == phase)
+        """A phase's operations if nothing is compiled. Each launches one kernel or more."""
+        return sum(times * _kernels(op) for op, times in self.operations.items() if op.phase == phase)
+
+    def as_written(self) -> StepWork:
+        """The work if nothing is compiled."""
+        operations = {
+            op._replace(nbytes=op.nbytes * WRITTEN_BYTES // FUSED_BYTES) if op.kind == FUSED_UPDATE else op: times
+            for op, times in self.operations.items()
+        }
+        return replace(self, operations=operations, compiles=False)
+
+
+def _kernels(operation: Operation) -> int:
+    """Operations that one stands for where nothing is compiled."""
+    if operation.kind != FUSED_UPDATE:
+        return 1
+    return WRITTEN_KERNELS * math.ceil(operation.nbytes // FUSED_BYTES / ROUNDED_CHUNK)
 
 
 def per_step(

@@ -13,6 +13,7 @@ A trace replaces these names while it runs. Most are not public, and hold for th
     DeepSpeed's accelerator and compiled parts     stand_ins.engine_without_ranks
     bitsandbytes' paged memory                     fake_model.host_pages
     masks, DTensor's shapes, FSDP2's chunks        fake_model.no_data
+    RoundedAdamW's compiled update                 stand_ins.fuse_update: one operation, without temporaries
 """
 
 from __future__ import annotations
@@ -250,6 +251,8 @@ def trace(
                 if mesh is not None:  # torch's device mesh keeps the ranks [ranks] int32 in host memory
                     mesh_ranks = torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
+            if gpu and recipe.training.compile is not False:
+                stand_ins.fuse_update(unwrap_optimizer(parts.optimizer))
             model = cast(PreTrainedModel, parts.unwrapped_model)
             stage_layers: tuple[range, ...] = ()
             if parts.pipeline is not None:

@@ -16,7 +16,7 @@ KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "shareg
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
 TrainOn = Literal["assistant", "completion", "each_turn", "all"]
-Truncation = Literal["error", "right", "drop"]
+Truncation = Literal["error", "right", "drop", "split"]
 Drop = Literal["empty", "duplicate"]
 
 
@@ -94,7 +94,9 @@ class Data(Section):
         "as an example of its own; for templates that write earlier answers differently. all: every token.",
     )
     truncation: Truncation = Field(
-        "error", description="For documents longer than max_length. right: cut their end. drop: leave them out."
+        "error",
+        description="For documents longer than max_length. right: cut their end. drop: leave them out. split: cut "
+        "texts without a prompt into consecutive pieces, which keeps every token; other documents are refused.",
     )
     chat_template: Local | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The date that templates print as today's.")

@@ -74,7 +74,8 @@ class Training(Section):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Decoder layers as fused kernels (torch.compile). auto: on a GPU, if the first step can compile.",
+        description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. auto: on "
+        "a GPU, if it can compile.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: int = Field(42, ge=0, le=2**63 - 1, description="Seed of row order, adapter initialisation and dropout.")

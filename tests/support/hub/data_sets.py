@@ -123,6 +123,12 @@ def gsm8k(draw: Draw) -> Row:
     return {"question": text(draw, 15, 30), "answer": steps}
 
 
+def metamath(draw: Draw) -> Row:
+    first, second = draw.randint(2, 30), draw.randint(2, 30)
+    row = {"type": "GSM_Rephrased", "query": text(draw, 15, 30), "original_question": text(draw, 15, 30)}
+    return row | {"response": f"{text(draw, 40, 80)}\n#### {first + second}\nThe answer is: {first + second}"}
+
+
 def sql_context(draw: Draw) -> Row:
     table, column = draw.choice(WORDS), draw.choice(WORDS)
     query = f"SELECT {column} FROM {table} WHERE {draw.choice(WORDS)} = '{text(draw, 1, 2)}'"
@@ -168,6 +174,42 @@ def magicoder(draw: Draw) -> Row:
     return row | {"problem": text(draw, 15, 30), "solution": solution}
 
 
+def answers(draw: Draw) -> tuple[str, str]:
+    """A better and a worse one. Their words differ, so that a tiny model can tell them apart after a few steps."""
+    return text(draw, 20, 40, WORDS[:20]), text(draw, 20, 40, WORDS[20:])
+
+
+def ultrafeedback(draw: Draw) -> Row:
+    """Both answers are whole dialogues that begin with the prompt."""
+    prompt, (better, worse) = text(draw, 5, 12), answers(draw)
+    asked = {"content": prompt, "role": "user"}
+    chosen, rejected = ([asked, {"content": answer, "role": "assistant"}] for answer in (better, worse))
+    row: Row = {"prompt": prompt, "prompt_id": identity(draw), "chosen": chosen, "rejected": rejected}
+    return row | {"messages": chosen, "score_chosen": 8.5, "score_rejected": 6.0}
+
+
+def orca_pairs(draw: Draw) -> Row:
+    chosen, rejected = answers(draw)
+    system = "You are a patient assistant." if draw.random() < 0.8 else ""
+    return {"system": system, "question": text(draw, 5, 12), "chosen": chosen, "rejected": rejected}
+
+
+def kto_mix(draw: Draw) -> Row:
+    wanted, chosen_and_rejected = draw.random() < 0.5, answers(draw)
+    prompt = [{"content": text(draw, 5, 12), "role": "user"}]
+    completion = [{"content": chosen_and_rejected[0 if wanted else 1], "role": "assistant"}]
+    return {"prompt": prompt, "completion": completion, "label": wanted}
+
+
+def smoltalk2_pairs(draw: Draw) -> Row:
+    row = ultrafeedback(draw)
+    variables = {"custom_instructions": "", "enable_thinking": False, "python_tools": [], "xml_tools": []}
+    return {name: row[name] for name in ("chosen", "rejected", "prompt")} | {
+        "chat_template_kwargs": variables,
+        "source": "preference_mixture",
+    }
+
+
 def medical_o1(draw: Draw) -> Row:
     thought = ". ".join(text(draw, 20, 40) for _ in range(3))
     return {"Question": text(draw, 10, 20), "Complex_CoT": thought, "Response": text(draw, 20, 40)}
@@ -201,6 +243,7 @@ DATA_SETS = {
     "open-thoughts/OpenThoughts-114k": DataSetPage(113_957, "Apache-2.0", {DEFAULT: open_thoughts}),
     "open-r1/OpenR1-Math-220k": DataSetPage(93_733, "Apache-2.0", {DEFAULT: open_r1}),
     "openai/gsm8k": DataSetPage(7_473, "MIT", {"main": gsm8k}, ("train", "test")),
+    "meta-math/MetaMathQA": DataSetPage(395_000, "MIT", {DEFAULT: metamath}),
     "b-mc2/sql-create-context": DataSetPage(78_577, "CC-BY-4.0", {DEFAULT: sql_context}),
     "beomi/KoAlpaca-v1.1a": DataSetPage(21_155, "see its page", {DEFAULT: ko_alpaca}),
     "CohereLabs/aya_dataset": DataSetPage(202_362, "Apache-2.0", {DEFAULT: aya}, ("train", "test")),
@@ -210,6 +253,17 @@ DATA_SETS = {
     "FreedomIntelligence/medical-o1-reasoning-SFT": DataSetPage(19_704, "Apache-2.0", {"en": medical_o1}),
     "roneneldan/TinyStories": DataSetPage(
         2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": DataSetPage(
+        61_135, "MIT", {DEFAULT: ultrafeedback}, ("train_prefs", "test_prefs")
+    ),
+    "Intel/orca_dpo_pairs": DataSetPage(12_859, "Apache-2.0", {DEFAULT: orca_pairs}),
+    "trl-lib/kto-mix-14k": DataSetPage(13_500, "see its page", {DEFAULT: kto_mix}, ("train", "test")),
+    "HuggingFaceTB/smoltalk2": DataSetPage(
+        230_501,
+        "see its page",
+        {"Preference": smoltalk2_pairs},
+        ("llama_3.1_tulu_3_8b_preference_mixture_no_think", "tulu_3_8b_pref_mix_Qwen3_32B_Qwen3_0.6B_think"),
     ),
 }
 

@@ -124,7 +124,7 @@ def _shards(recipe: Recipe, strategy: Strategy) -> int:
 
 
 def _tokens(recipe: Recipe) -> int:
-    return recipe.training.per_device_batch_size * recipe.data.max_length
+    return recipe.training.per_device_batch_size * recipe.data.row_tokens
 
 
 def _trained_whole(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:

@@ -34,7 +34,7 @@ from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
 from tests.support.runs.recipe_results import sha256_of
-from tests.support.models.thinking_families import GPT_OSS, QWEN35
+from tests.support.models.thinking_families import GPT_OSS, QWEN35, SMOLLM3
 
 STEPS = 6  # of a recipe whose rows are the Hub's: so many rows are served
 HELD_OUT = 20  # rows of each other split
@@ -48,10 +48,13 @@ SAMPLED = 50
 _END = "<|im_end|>"
 _PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
 _SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+# The variables that SmolLM3's rows give: its own template writes them into the system turn.
+_TOOLS_AND_MORE = "{{- custom_instructions or '' }}{%- if xml_tools or python_tools %}{{- 'tools' }}{% endif %}"
 TEMPLATES = {
     "Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}")),
     "Qwen/Qwen3.5-": QWEN35,
     "google/gemma-3-": GEMMA.replace("<end_of_turn>", _END),
+    "HuggingFaceTB/SmolLM3-": f"{_TOOLS_AND_MORE}{SMOLLM3}",
     "unsloth/gpt-oss-": GPT_OSS.replace("<|return|>", _END),
 }
 
@@ -70,6 +73,10 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     give_template(recipe.model.name_or_path, model.folder)
     made = changes(recipe, strategy, model, processes=ranks, folder=folder)
     settings = {key: value for change in made for key, value in change.settings.items() if key.startswith(NEEDED)}
+    adapter = None
+    if recipe.model.adapter is not None:
+        adapter = adapter_of_first(Path(recipe.model.adapter), model.folder, ranks, folder / "first", steps)
+        settings["model.adapter"] = str(adapter)
     words = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
     job = TrainingJob(path.resolve(), words, ranks, folder)
     with running_hub(users=writer()) as hub:
@@ -86,7 +93,22 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     row["seconds"] = round(time.monotonic() - began, 1)
     if code:
         return row | {"ok": False, "reason": failure_reason(job.run_dir, job.log.read_text("utf-8"))}
-    return row | seen(recipe, job.run_dir, model.folder)
+    return row | seen(recipe, job.run_dir, model.folder, adapter)
+
+
+def adapter_of_first(named: Path, model: Path, ranks: int, folder: Path, steps: int) -> Path:
+    """The adapter that a recipe goes on with: of the recipe that its path names, trained on the same tiny model."""
+    path = ROOT / "recipes" / f"{named.parent.name}.yaml"
+    recipe = load_recipe(path).recipe
+    folder.mkdir()
+    # Of its model and strategy alone: its data, rates and schedule are as written.
+    words = [f"model.name_or_path={model}", "model.revision=main", "budget.gpus=0", "budget.nodes=1"]
+    job = TrainingJob(path.resolve(), tuple(words), ranks, folder)
+    with running_hub(users=writer()) as hub:
+        serve_data_of(recipe, hub, steps)
+        code = run(job, hub)
+    assert code == 0, failure_reason(job.run_dir, job.log.read_text("utf-8"))
+    return job.run_dir / named.name
 
 
 def name_base(name: str, folder: Path) -> None:
@@ -118,12 +140,15 @@ def serve_data_of(recipe: Recipe, hub: Hub, steps: int) -> None:
 
 
 def rows_for(recipe: Recipe, entry: DataSet, steps: int) -> int:
-    """So many that their tokens are those of the steps over the recipe's epochs."""
+    """So many that their tokens are those of the steps over the recipe's epochs; without packing, themselves. A row of
+    preferences is a pair, or an answer."""
+    training = recipe.training
+    if not recipe.data.packing or recipe.preferences is not None:
+        return ceil(steps * training.global_batch_size / training.num_train_epochs)
     tokenizer, page = train_tokenizer(BUILT_IN), DATA_SETS[entry.path]
     rows = rows_of(entry.path, entry.name or DEFAULT, page.splits[0], SAMPLED)
     texts = [json.dumps(row.get("messages", row), ensure_ascii=False) for row in rows]
     each = sum(len(tokenizer.encode(text)) for text in texts) / SAMPLED
-    training = recipe.training
     return ceil(steps * training.global_batch_size * recipe.data.max_length / training.num_train_epochs / each)
 
 
@@ -155,12 +180,12 @@ def _was_sent(hub: Hub, name: str) -> bool:
     return any(line.path.startswith(address) and ".parquet" in line.path and line.status < 400 for line in hub.log)
 
 
-def seen(recipe: Recipe, run_dir: Path, base: Path) -> dict[str, Any]:
+def seen(recipe: Recipe, run_dir: Path, base: Path, adapter: Path | None = None) -> dict[str, Any]:
     """What a finished run's files say, and whether it is what a training should be."""
     lines = read_lines(run_dir / "metrics.jsonl")
     rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
     losses = [line["loss"] for line in lines if line["kind"] == "eval"]
-    unchanged = sorted({*unchanged_tensors(recipe, run_dir, base), *stated_unchanged(run_dir)})
+    unchanged = sorted({*unchanged_tensors(recipe, run_dir, base, adapter), *stated_unchanged(run_dir)})
     row = {"steps": len(rates), "first_rate": rates[0], "highest_rate": max(rates), "last_rate": rates[-1]}
     row |= {"loss_before": losses[0], "loss_after": losses[-1], "evaluations": len(losses), "unchanged": unchanged}
     stay = [name for name in unchanged if not (recipe.training.pure_bf16 and "norm" in name)]
@@ -174,13 +199,19 @@ def stated_unchanged(run_dir: Path) -> list[str]:
     return list(receipt["change"]["unchanged_tensors"])
 
 
-def unchanged_tensors(recipe: Recipe, run_dir: Path, base: Path) -> list[str]:
-    """Of the last checkpoint's: a weight that is the base's, an adapter's second matrix that is still zero."""
+def unchanged_tensors(recipe: Recipe, run_dir: Path, base: Path, adapter: Path | None = None) -> list[str]:
+    """Of the last checkpoint's: a weight that is the base's, an adapter's second matrix that is still zero, or still
+    that of the adapter that it began with."""
     newest, _ = newest_valid(run_dir)
     assert newest is not None
     trained = read_checkpoint(newest)[0]["model"]
     if recipe.lora is not None:
         assert any("lora_B" in name for name in trained)
+        if adapter is not None:
+            began = load_file(adapter / "adapter_model.safetensors")
+            names = {name: name.replace(".default", "") for name in trained}
+            assert {*names.values()} == began.keys()
+            return [name for name in trained if torch.equal(trained[name].float(), began[names[name]].float())]
         return [name for name, tensor in trained.items() if "lora_B" in name and not tensor.any()]
     start = load_file(base / "model.safetensors")
     assert trained.keys() <= start.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.train import main as train
 from tests.support.models.tiny import tiny_model
+from tests.support.runs.cells import launch
 from tests.support.runs.preferences import (
     lines_of,
     preference_recipe,
@@ -156,3 +158,26 @@ def test_a_killed_run_goes_on_bitwise(kind: str, base: Path, tmp_path: Path) -> 
             }
     weights = [load_file(each / "model" / "model.safetensors") for each in (run, tmp_path / "whole" / "run")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_it_goes_on_with_another_number_of_ranks(kind: str, base: Path, tmp_path: Path) -> None:
+    changes = {"training": {"num_train_epochs": 3}, "save_steps": 6, "save_total_limit": 9}
+    whole = preference_recipe(tmp_path / "whole", base, kind, changes)
+    assert train([str(whole)]) == 0
+    stopped = preference_recipe(tmp_path / "stopped", base, kind, changes)
+    assert launch([stopped], ranks=1) == [0]  # this process would keep the folder's lock
+    run = tmp_path / "stopped" / "run"
+    for checkpoint in sorted((run / "checkpoints").iterdir())[1:]:  # as if it had been killed before these
+        shutil.rmtree(checkpoint)
+    state = json.loads((run / "run_state.json").read_text("utf-8"))
+    (run / "run_state.json").write_text(json.dumps(state | {"state": "running"}), "utf-8")
+    first = next((run / "checkpoints").iterdir()).name
+    assert launch([stopped], ranks=2, words=["accelerate_config=ddp"]) == [0]
+    again = [line for line in lines_of(run) if line["step"] > int(first.rpartition("-")[2])]
+    theirs = {line["step"]: line for line in lines_of(tmp_path / "whole" / "run")}
+    assert len(again) > 5
+    for line in again:
+        for name in ("loss", "grad_norm", "reward_chosen", "logps_chosen"):
+            assert line[name] == pytest.approx(theirs[line["step"]][name], rel=1e-5, abs=1e-5), (name, line["step"])

@@ -1,0 +1,282 @@
+"""RoundedAdamW's update as one kernel, made by torch.compile: the same random bits, 14 bytes of traffic a weight.
+
+As written (`update_in_chunks`), the update is 66 kernels that read and write 576 bytes a weight. Here everything
+between reading a weight and writing it back stays in registers. Per launch the kernel reads bfloat16 weight, gradient
+and two moments, and writes three of them back.
+
+There is one graph for each pair of number formats (weight's, gradient's). All numbers that change from step to step or
+from weight to weight are tensors: keys, first index, factors. The number of rows is a symbol. So nothing is compiled
+again during a run.
+
+    elements      0 .. 15 | 16 .. 31 | ... | a rest below one row
+                  `rows` rows, at least 2 (torch.compile makes a graph of its own for 1)
+    rest          copied into a row of its own, updated there by the same graph, copied back
+
+Rows are 16 elements long, so that a compiler knows that it may load 16 bytes at a time. A range that does not begin at
+a multiple of 16 bytes also goes through copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import EnvironmentMismatch
+from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
+from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
+from finetune.recipe.schema import Recipe
+from finetune.wording import error_in_one_line
+
+ROW = 16  # elements
+FEWEST_ROWS = 2
+# Chunks of ROUNDED_CHUNK elements in one launch, at most. 2^27 elements take a GPU half a millisecond, several times
+# what a launch costs the host.
+CHUNKS = 16
+VECTOR_BYTES = 16
+# By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
+# some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
+IN_ONE_KERNEL = {
+    "realize_opcount_threshold": 1 << 20,
+    "realize_reads_threshold": 1 << 20,
+    "assert_indirect_indexing": False,  # keys are indexed by a shifted position, which cannot be outside
+}
+# A trial's weight lies on the edge of a chunk, and its last elements fill no row.
+TRIAL_ELEMENTS, TRIAL_BEFORE_EDGE = 4096 + 5, 1000
+# The share of a trial's elements that may be rounded to the other neighbour. A float32 result that differs in its last
+# bit crosses a random threshold once in 2^15.
+MOST_OTHERS = 0.005
+# Bytes that a trial's update may allocate: keys, factors and the rest's copies, in blocks of 512. A temporary of 4
+# bytes an element would be 16 KiB more.
+MOST_ALLOCATED = 8192
+
+Compute = Callable[..., Any]
+
+
+def update_rows(
+    weight: Tensor, average: Tensor, square: Tensor, gradient: Tensor, keys: Tensor, first: Tensor, factors: Tensor
+) -> None:
+    """AdamW's update of some rows in place, computed in float32; bfloat16 results are stochastically rounded.
+
+    Args:
+        weight, average, square, gradient: [rows, ROW].
+        keys: int32 [CHUNKS + 1, 3, 2], of each chunk and each tensor that is rounded: `multiplier_and_offset`.
+        first: int32 [], the first element's index, counted from the first chunk that `keys` has.
+        factors: float32 [7], as `update_factors` has them.
+    """
+    decay, to_average, keep_square, to_square, correction, epsilon, rate = factors.unbind()
+    slope = gradient.float()
+    mean = average.float()
+    mean = mean + to_average * (slope - mean)
+    variance = square.float() * keep_square + to_square * slope * slope
+    denominator = variance.sqrt() / correction + epsilon
+    value = weight.float() * decay + rate * mean / denominator
+    place = first + torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)
+    key, index = keys[place >> ROUNDED_CHUNK.bit_length() - 1], place & ROUNDED_CHUNK - 1
+    for use, (tensor, result) in enumerate(((weight, value), (average, mean), (square, variance))):
+        if tensor.dtype == torch.bfloat16:
+            bits = hashed(index * key[..., use, 0] + key[..., use, 1])
+            result = ((result.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
+        tensor.copy_(result)
+
+
+def update_factors(group: dict[str, Any], step: int) -> list[float]:
+    """The numbers that an update multiplies by, in float64, as torch's scalar operations take them."""
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    corrected_rate, correction = -rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    return [1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, correction, group["eps"], corrected_rate]
+
+
+class FusedUpdate:
+    """Updates a range as `update_in_chunks` does, in one call of `compute` for up to CHUNKS chunks.
+
+    Args:
+        compute: `update_rows`, compiled. The planner has a stand-in.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def __call__(
+        self, tensors: Sequence[Tensor], gradient: Tensor, range_: Range, group: dict[str, Any], step: int, seed: int
+    ) -> None:
+        device, key = gradient.device, key_of(seed, step, range_.place)
+        factors = torch.tensor(update_factors(group, step), dtype=torch.float32).to(device, non_blocking=True)
+        for launch, first, begin, end in chunks(range_, CHUNKS * ROUNDED_CHUNK):
+            held = range(first // ROUNDED_CHUNK, (first + end - begin - 1) // ROUNDED_CHUNK + 1)
+            table = [[[0, 0]] * 3] * (CHUNKS + 1)  # copies fill their last row, so they may reach one chunk further
+            for chunk in held:
+                keys_of_chunk = (key_of(key, launch * CHUNKS + chunk, use) for use in range(3))
+                table[chunk] = [list(multiplier_and_offset(each)) for each in keys_of_chunk]
+            keys = torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
+            parts = [tensor[begin:end] for tensor in (*tensors, gradient)]
+            rows = 0
+            if all(part.storage_offset() * part.itemsize % VECTOR_BYTES == 0 for part in parts):
+                rows = (end - begin) // ROW
+            if rows >= FEWEST_ROWS:
+                self._rows([part[: rows * ROW] for part in parts], keys, first, factors)
+                parts, first = [part[rows * ROW :] for part in parts], first + rows * ROW
+            # Copies of at most one chunk: in bfloat16 four of 16 MiB.
+            for at in range(0, len(parts[0]), ROUNDED_CHUNK):
+                self._copied([part[at : at + ROUNDED_CHUNK] for part in parts], keys, first + at, factors)
+
+    def _copied(self, parts: Sequence[Tensor], keys: Tensor, first: int, factors: Tensor) -> None:
+        count = len(parts[0])
+        rows = max(FEWEST_ROWS, -(-count // ROW))
+        copies = [part.new_zeros(rows * ROW) for part in parts]
+        for part, copy in zip(parts, copies, strict=True):
+            copy[:count].copy_(part)
+        self._rows(copies, keys, first, factors)
+        for part, copy in zip(parts[:3], copies, strict=False):
+            part.copy_(copy[:count])
+
+    def _rows(self, flat: Sequence[Tensor], keys: Tensor, first: int, factors: Tensor) -> None:
+        # torch.compile would look at the tensor behind a view, and make a graph for each size of that. `data` is none.
+        rows = [tensor.view(-1, ROW).data for tensor in flat]
+        self._compute(*rows, keys, torch.tensor(first, dtype=torch.int32), factors)
+
+
+def compiled_update(backend: Any = "inductor") -> Compute:
+    """`update_rows` compiled, one graph for any number of rows."""
+    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
+    compiled = torch.compile(update_rows, backend=backend, fullgraph=True, options=options)
+
+    def compute(*tensors: Tensor) -> None:
+        for rows in tensors[:4]:
+            torch._dynamo.mark_dynamic(rows, 0)  # torch documents it under this name
+        compiled(*tensors)
+
+    return compute
+
+
+@dataclass
+class UpdateKernel:
+    """A run's RoundedAdamW, and whether its update is one kernel: decided once, for all steps."""
+
+    optimizer: RoundedAdamW
+    required: bool  # what cannot be compiled, or not rightly, is an error
+    stopped: str | None = None  # why the update runs as written
+    seconds: float = 0.0  # of compiling and comparing
+    others: float = 0.0  # the share of a trial's elements that are rounded to the other neighbour
+    formats: list[str] = field(default_factory=list)
+
+    def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
+        """Update as written on every rank where one does, because copies of a weight have to stay equal. Every rank
+        calls it. `total` sums a tensor over the ranks.
+        """
+        stopped = int(total(torch.tensor(int(self.stopped is not None), device=device)))
+        if stopped and self.stopped is None:
+            self.stopped = "another rank cannot, for its own reason"
+            self.optimizer.update_range = None
+        if stopped and self.required:
+            raise EnvironmentMismatch(
+                f"training.compile: true: the optimizer's update: {self.stopped}; set training.compile: auto, or false"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """For the receipt."""
+        fused = self.stopped is None
+        return {
+            "fused": fused,
+            "left_off": self.stopped,
+            "seconds": round(self.seconds, 1) if fused else None,
+            "rounded_otherwise": self.others if fused else None,
+            "formats": self.formats,
+        }
+
+    def __str__(self) -> str:
+        if self.stopped is not None:
+            return f"optimizer: its update is not one kernel: {self.stopped}"
+        return f"optimizer: its update is one kernel, compiled and compared in {self.seconds:.0f} s"
+
+
+def choose_update(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device, backend: Any = "inductor"
+) -> UpdateKernel | None:
+    """Fuse RoundedAdamW's update, where the recipe allows it, on a GPU, after it has matched the update as written.
+
+    None for other optimizers, which have kernels of their own.
+
+    Args:
+        backend: torch.compile's.
+    """
+    if not isinstance(optimizer, RoundedAdamW):
+        return None
+    chosen = UpdateKernel(optimizer, required=recipe.training.compile is True and device.type == "cuda")
+    if device.type != "cuda":
+        chosen.stopped = "on a CPU"
+    elif recipe.training.compile is False:
+        chosen.stopped = "training.compile: false"
+    if chosen.stopped is not None:
+        return chosen
+    began, update = time.perf_counter(), FusedUpdate(compiled_update(backend))
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    try:
+        for dtype in sorted({weight.dtype for weight in weights}, key=str):
+            chosen.formats.append(str(dtype).removeprefix("torch."))
+            chosen.others = max(chosen.others, compare_updates(update, dtype, device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of whatever class: torch has no public names for those of its compiler
+        chosen.stopped = error_in_one_line(error)
+        return chosen
+    chosen.seconds = time.perf_counter() - began
+    optimizer.update_range = update
+    return chosen
+
+
+def compare_updates(update: FusedUpdate, dtype: torch.dtype, device: torch.device) -> float:
+    """The share of elements of a weight and its moments that `update` rounds to the other neighbour.
+
+    Raises ValueError where anything else differs from the update as written, or where memory is allocated for it.
+    """
+    as_written, _ = _updated(None, dtype, device)
+    _updated(update, dtype, device)  # compiles it
+    fused, allocated = _updated(update, dtype, device)
+    if allocated > MOST_ALLOCATED:
+        raise ValueError(f"compiled, it allocates {allocated:,} bytes for {TRIAL_ELEMENTS:,} elements")
+    others = 0.0
+    for name, expected in as_written.items():
+        found, expected = fused[name].double(), expected.double()
+        # Neighbours are 2^-8 to 2^-7 apart. Where terms cancel, the last bit of a term is more than that.
+        allowed = expected.abs() * (2.0**-7 if dtype == torch.bfloat16 else 1e-5) + 1e-6 * expected.abs().max()
+        if not bool(((found - expected).abs() <= allowed).all()):
+            furthest = float((found - expected).abs().max())
+            raise ValueError(f"compiled, {name} in {dtype} differs by up to {furthest:.2g}")
+        others = max(others, float((found != expected).double().mean()))
+    if dtype == torch.bfloat16 and others > MOST_OTHERS:
+        raise ValueError(f"compiled, {others:.1%} of the elements are rounded otherwise")
+    return others
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """All bytes that were allocated so far on a GPU, given back or not; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
+
+
+def _updated(update: FusedUpdate | None, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], int]:
+    """A weight and its moments after two steps, and bytes that the second one allocated. `update` computes that."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> Tensor:
+        return torch.randn(TRIAL_ELEMENTS, generator=generator).to(device, dtype)
+
+    weight = nn.Parameter(drawn())
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = RoundedAdamW(
+        [weight], seed=1, local_part=lambda tensor: (tensor, ROUNDED_CHUNK - TRIAL_BEFORE_EDGE), **settings
+    )
+    for chosen in (None, update):
+        optimizer.update_range = chosen
+        weight.grad = drawn()
+        before = allocated_bytes(device)
+        optimizer.step()
+    allocated, state = allocated_bytes(device) - before, optimizer.state[weight]
+    names = {"the first moment": "exp_avg", "the second moment": "exp_avg_sq"}
+    return {"the weight": weight.detach()} | {name: state[key] for name, key in names.items()}, allocated

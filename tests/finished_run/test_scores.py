@@ -1,0 +1,33 @@
+"""The verdict on scored answers: a sentence that follows from the paired interval, and none from too few rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.finished_run.scores import compared, score_verdict, scores_in_words
+
+RIGHT, WRONG = 1.0, 0.0
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned", "expected"),
+    [
+        ([WRONG] * 99 + [RIGHT], [RIGHT] * 93 + [WRONG] * 7, "Better: exact 1 -> 93 of 100 (difference 86 to 97)."),
+        ([RIGHT] * 20, [WRONG] * 20, "Worse: exact 20 -> 0 of 20 (difference -20 to -20)."),
+        ([RIGHT, WRONG] * 50, [WRONG, RIGHT] * 50, "No difference in exact that 100 rows can show."),
+        ([0.25] * 40, [0.5] * 40, "Better: exact 0.250 -> 0.500 (difference 0.250 to 0.250)."),
+        ([WRONG] * 9, [RIGHT] * 9, "9 rows cannot show whether exact changed; answer 10 or more."),
+        ([WRONG], [RIGHT], "1 row cannot show whether exact changed; answer 10 or more."),
+    ],
+)
+def test_the_verdict(base: list[float], tuned: list[float], expected: str) -> None:
+    assert score_verdict("exact", compared(base, tuned), len(base)) == expected
+
+
+def test_the_table_ends_with_a_verdict_on_each_metric() -> None:
+    metrics = {"exact": compared([WRONG] * 12, [RIGHT] * 12), "chrf": compared([0.5] * 12, [0.5] * 12)}
+    figures = {"data": "held-out rows", "rows": 12, "max_new_tokens": 8, "notes": [], "metrics": metrics}
+    assert scores_in_words(figures).splitlines()[-2:] == [
+        "Better: exact 0 -> 12 of 12 (difference 12 to 12).",
+        "No difference in chrf that 12 rows can show.",
+    ]
