@@ -147,7 +147,7 @@ RENAMED: dict[str, str] = {
     "pref_ftx": "dpo.sft_weight",
     "rpo_alpha": "dpo.sft_weight",
     "cpo_alpha": "dpo.sft_weight",
-    "loss_weights": "dpo.sft_weight, the weight of sft beside 1 for the other loss",
+    "loss_weights": "dpo.sft_weight (the weight of sft where the other loss has 1)",
     "ref_model": "dpo.reference",
     "kto_chosen_weight": "kto.desirable_weight",
     "kto_rejected_weight": "kto.undesirable_weight",
