@@ -36,7 +36,7 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
 Measure = Literal["loss", "reward_accuracy", "reward_margin"]
-REWARDS: tuple[Measure, ...] = ("reward_accuracy", "reward_margin")
+COMPARED_REWARDS: tuple[Measure, ...] = ("reward_accuracy", "reward_margin")
 EVALUATIONS = 6  # of each row, where rows learn differently
 LARGEST_RESULT = 64 * 2**20  # of compare.json
 
@@ -277,9 +277,9 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
         "losses": [line["loss"] for line in train],
         "final_loss": train[-1]["loss"],
         "held_out": [[line["step"], line["loss"]] for line in lines if line["kind"] == "eval"],
-        "held_out_rewards": {name: points for name in REWARDS if (points := _points(lines, name))},
+        "held_out_rewards": {name: points for name in COMPARED_REWARDS if (points := _points(lines, name))},
         # A step of judged answers may have wanted ones alone, and so no margin.
-        "final_rewards": {name: line[name] for name in REWARDS for line in train if name in line},
+        "final_rewards": {name: line[name] for name in COMPARED_REWARDS for line in train if name in line},
         "phases": {name: _phase(records) for name, records in by_phase.items() if records},
     }
 
