@@ -20,13 +20,13 @@ from finetune.report.pictures import new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "preference_failures.png"
-STEPS, PAIRS = 20, 80
+STEPS, PAIRS = 12, 48
 # Run: what differs from the recipe, the label, the colour.
 RUNS = {
-    "right": ((), "learning rate 2e-4", "#2a7f4f"),
-    "low": (("training.learning_rate=5e-6",), "5e-6: too low", "#888888"),
-    "high": (("training.learning_rate=3e-3",), "3e-3: too high", "#b4451f"),
-    "adapter_off": (("dpo.reference=adapter_off",), "2e-4, reference: adapter_off", "#3f6fb5"),
+    "right": ((), "learning rate 5e-5", "#2a7f4f"),
+    "low": (("training.learning_rate=2e-6",), "2e-6: too low", "#888888"),
+    "high": (("training.learning_rate=5e-4",), "5e-4: too high", "#b4451f"),
+    "adapter_off": (("dpo.reference=adapter_off",), "5e-5, reference: adapter_off", "#3f6fb5"),
 }
 SHOWN = {
     "reward_margin": "margin",
@@ -39,7 +39,7 @@ def curve(name: str) -> list[dict[str, float]]:
     """The steps of one run, which is trained unless it is there."""
     run = ROOT / "runs" / f"preference_{name}"
     if not (run / "adapter").is_dir():
-        words = [f"data.train.0.split=train[:{PAIRS}]", "samples.count=0", "eval_steps=1.0", "save_steps=1.0"]
+        words = [f"data.train.0.split=train[:{PAIRS}]", "data.eval=null", "samples.count=0", "save_steps=12"]
         command = [sys.executable, "-m", "finetune.cli.main", "train", "benchmarks/skills/shorter.yaml"]
         subprocess.run([*command, *words, *RUNS[name][0], f"output_dir={run}"], cwd=ROOT, check=True)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
