@@ -207,7 +207,7 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
     if (mapped := columns_of_pairs(row, names)) is not None:
         dpo = "training.objective: dpo" + (f" and columns: {in_yaml(mapped)}" if mapped else "")
         alone = in_yaml(_columns_of_chosen(row, mapped))
-        return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone, columns: {alone}"
+        return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone columns: {alone}"
     if suggested := _probable_columns(row):
         return (
             f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"

@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
+from finetune.importers.preferences import (
+    carry_judged,
+    carry_simpo,
+    carry_trl_losses,
+    leave_lengths_of_parts,
+    switch_off_dropout,
+)
 from finetune.importers.shared import (
     TEMPLATES,
     carry_batch_size,
@@ -25,6 +32,7 @@ from finetune.importers.shared import (
     keep_to_linear_layers,
     renamed_columns,
 )
+from finetune.recipe.sections.training import Objective
 
 # Tracker -> other keys that turn it on in axolotl, besides its switch.
 _TRACKERS = {
@@ -78,10 +86,39 @@ def convert(foreign: ForeignConfig) -> None:
             foreign.leave("plugins", "differs", "what it adds is not offered", plugin)
     carry_strategy(foreign)
     _adapter(foreign)
-    _data(foreign)
+    rl = foreign.get("rl")
+    objective: Objective = "supervised"
+    if rl is not None:
+        objective = "kto" if rl == "kto" else "dpo"
+    _data(foreign, objective)
     carry_held_out(foreign, "val_set_size")
     _training(foreign)
+    if objective != "supervised":
+        _preferences(foreign, str(rl), objective)
+    else:
+        for beginning in ("rl_beta", "dpo_", "kto_", "simpo_", "cpo_", "precompute_ref"):
+            foreign.leave_unused(beginning, "belongs to training with rl")
     _precision(foreign)
+
+
+def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
+    """training.objective with its section. axolotl hands these keys to TRL's trainers."""
+    foreign.write("training.objective", objective, "rl")
+    foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", default=0.1)
+    if foreign.get("dpo_beta") is not None:
+        foreign.leave("dpo_beta", "same", "axolotl does not read it any more; rl_beta is the key")
+    match rl:
+        case "kto":
+            keys = {"wanted": "kto_desirable_weight", "unwanted": "kto_undesirable_weight"}
+            carry_judged(foreign, **keys, micro_batch="micro_batch_size")
+        case "simpo":
+            carry_simpo(foreign, alpha="cpo_alpha")
+        case "ipo":
+            foreign.write("dpo.loss_type", "ipo", "rl: ipo")
+        case _:
+            carry_trl_losses(foreign, "dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing")
+    leave_lengths_of_parts(foreign, ("max_prompt_len", "trl.max_completion_length"))
+    switch_off_dropout(foreign, "TRL's disable_dropout")
 
 
 def _adapter(foreign: ForeignConfig) -> None:
@@ -220,7 +257,7 @@ def _precision(foreign: ForeignConfig) -> None:
         foreign.write("quantization.bnb_4bit_compute_dtype", dtype, key)
 
 
-def _data(foreign: ForeignConfig) -> None:
+def _data(foreign: ForeignConfig, objective: Objective) -> None:
     """The data section: rows, their length and packing, the supervised part, the template. Raises RecipeError."""
     key = "datasets" if foreign.peek("datasets") else "pretraining_dataset"
     if not _is_list_of_sections(foreign.peek(key)):
@@ -228,16 +265,22 @@ def _data(foreign: ForeignConfig) -> None:
     test_sets = foreign.peek("test_datasets")
     if test_sets is not None and not _is_list_of_sections(test_sets):
         foreign.refuse("test_datasets", "a list of data sets is needed")
-    foreign.write("data.train", [_entry(foreign, f"{key}.{index}") for index in range(len(foreign.peek(key)))], key)
+    count = len(foreign.peek(key))
+    foreign.write("data.train", [_entry(foreign, f"{key}.{index}", objective) for index in range(count)], key)
     if test_sets:
-        entries = [_entry(foreign, f"test_datasets.{index}") for index in range(len(test_sets))]
+        entries = [_entry(foreign, f"test_datasets.{index}", objective) for index in range(len(test_sets))]
         foreign.write("data.eval", entries, "test_datasets")
     foreign.carry("data.max_length", "sequence_len", default=512)
-    foreign.carry("data.packing", "sample_packing", default=False)
+    if objective == "supervised":
+        foreign.carry("data.packing", "sample_packing", default=False)
+    elif foreign.get("sample_packing") is not None:
+        foreign.leave("sample_packing", "same", "a step's answers are packed, and do not see each other")
     excess = foreign.get("excess_length_strategy")
     origin = "excess_length_strategy" if excess else "axolotl's default"
     foreign.write("data.truncation", _TRUNCATION.get(str(excess or "drop").lower(), "error"), origin)
-    if foreign.get("train_on_inputs") is True:
+    if objective != "supervised":
+        foreign.get("train_on_inputs")  # answers alone are supervised there too
+    elif foreign.get("train_on_inputs") is True:
         foreign.write("data.train_on", "all", "train_on_inputs")
     _template(foreign, key)
 
@@ -246,7 +289,7 @@ def _is_list_of_sections(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _entry(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
+def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict[str, Any]:
     """One entry of data.train or data.eval."""
     for name, usual in _USUAL.items():
         if foreign.peek(f"{entry_key}.{name}") in usual:
@@ -269,7 +312,10 @@ def _entry(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
     kind, files = foreign.get(f"{entry_key}.ds_type"), foreign.get(f"{entry_key}.data_files")
     if foreign.get(f"{entry_key}.trust_remote_code"):
         foreign.leave(f"{entry_key}.trust_remote_code", "look", "code of data sets is never run")
-    layout, columns = _layout(foreign, entry_key)
+    if objective == "supervised":
+        layout, columns = _layout(foreign, entry_key)
+    else:
+        layout, columns = "auto", _answer_columns(foreign, entry_key, objective)
     roles, renames = foreign.get(f"{entry_key}.roles"), {}
     if isinstance(roles, dict):  # our role -> its names in the data set: a list, or a single one
         for role, names in roles.items():
@@ -319,12 +365,53 @@ def _layout(foreign: ForeignConfig, entry_key: str) -> tuple[str, dict[str, str]
     return layout or "auto", renamed_columns(**shared)
 
 
+# The question's column in a row of a strategy's name: chatml.intel, llama3.icr. None: the answers are dialogues.
+_QUESTIONS = {
+    "intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt", "default": "prompt",
+    "argilla": "instruction", "argilla_chat": None,
+}  # fmt: skip
+
+
+def _answer_columns(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict[str, str]:
+    """`columns` of a data set of pairs, or of judged answers, from its strategy and its fields."""
+    type_key = f"{entry_key}.type"
+    kind = foreign.get(type_key)
+    answers = ("chosen", "rejected") if objective == "dpo" else ("completion", "label")
+    if isinstance(kind, dict):
+        foreign.leave(type_key, "differs", "custom texts around the fields; the chat template's turns take their place")
+        fields = {ours: kind.get(f"field_{ours}") for ours in ("system", *answers)}
+        return renamed_columns(instruction=kind.get("field_prompt", "prompt"), **fields)
+    family, _, strategy = str(kind).partition(".")
+    if family == "chat_template" and strategy in ("", "default"):
+        turns = foreign.get(f"{entry_key}.field_messages", "messages")
+        fields = {name: foreign.get(f"{entry_key}.field_{name}") for name in answers}
+        return renamed_columns(prompt=turns, system=foreign.get(f"{entry_key}.field_system"), **fields)
+    if family in ("chatml", "llama3", "chat_template") and strategy in _QUESTIONS:
+        question = _QUESTIONS[strategy]
+        if objective == "dpo" and strategy in ("ultra", "argilla_chat"):
+            return {}  # messages, of which the first ones are the prompt
+        if strategy == "default":
+            foreign.leave(type_key, "look", "there the question is in prompt, input, question or instruction")
+        if objective == "dpo" and strategy == "argilla":
+            return {"chosen": "chosen_response", "rejected": "rejected_response"}
+        return renamed_columns(instruction=question)
+    foreign.leave(type_key, "look", "the columns are read by their names; look at them by: finetune preview")
+    return {}
+
+
 def _template(foreign: ForeignConfig, key: str) -> None:
     """Alpaca's rows are a text with headings; other rows follow the chat template that is named."""
     entry_keys = [f"{key}.{index}" for index in range(len(foreign.peek(key)))]
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
-    if "alpaca" in kinds:
+    own = [kind for kind in ("chatml", "llama3") if kind in kinds]
+    if own and foreign.peek("rl"):  # these strategies write a template's tokens themselves
+        foreign.write("data.chat_template", TEMPLATES[own[0]], f"type: {own[0]}")
+        if name or jinja:
+            foreign.leave(
+                "chat_template" if name else "chat_template_jinja", "look", "the strategy's own turns are used"
+            )
+    elif "alpaca" in kinds:
         foreign.write("data.chat_template", TEMPLATES["alpaca"], "type: alpaca")
         reason = "rows with an input: it follows the instruction here, without the heading ### Input: and its sentence"
         foreign.leave(f"{key}.*.type", "look", reason, "alpaca")

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig, as_count
+from finetune.importers.preferences import carry_judged, carry_simpo, carry_supervised_part, switch_off_dropout
 from finetune.importers.shared import (
     carry_held_out,
     carry_named_template,
@@ -18,6 +19,7 @@ from finetune.importers.shared import (
     renamed_columns,
 )
 from finetune.recipe.sections.base import MOST
+from finetune.recipe.sections.training import Objective
 from finetune.recipe.yaml_text import shown
 
 _TEMPLATE_NAMES = {"llama3": "llama3", "chatml": "chatml", "alpaca": "alpaca_turns"}
@@ -53,12 +55,21 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
     _method(foreign)
-    _data(foreign, pretraining=stage == "pt")
+    objectives: dict[Any, Objective] = {"dpo": "dpo", "kto": "kto"}
+    objective = objectives.get(stage, "supervised")
+    if objective == "dpo" and foreign.peek("pref_loss") == "kto_pair":
+        objective = "kto"
+    _data(foreign, objective, pretraining=stage == "pt")
     recomputes = foreign.get("disable_gradient_checkpointing") is not True
     if not recomputes:
         foreign.write("training.activation_checkpointing", False, "disable_gradient_checkpointing")
     learning_rate = hf_trainer.TRAINER_DEFAULTS["learning_rate"]
     hf_trainer.carry_training(foreign, learning_rate=learning_rate, recompute=recomputes)
+    if objective != "supervised":
+        _preferences(foreign, objective)
+    else:
+        for beginning in ("pref_", "dpo_", "kto_", "simpo_", "ref_model", "ld_alpha"):
+            foreign.leave_unused(beginning, "belongs to another stage")
     if hf_trainer.carry_precision(foreign, "no") == "fp16":
         foreign.write("model.dtype", "float16", "fp16")
         if "quantization.load_in_4bit" in foreign.carried:
@@ -70,6 +81,44 @@ def convert(foreign: ForeignConfig) -> None:
     for key in _ADAMW_IN_DISGUISE:
         if foreign.get(key):
             foreign.leave(key, "differs", "not offered; AdamW takes its place")
+
+
+def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
+    """training.objective with its section."""
+    foreign.write("training.objective", objective, "stage")
+    foreign.carry(f"{objective}.beta", "pref_beta", default=0.1)
+    loss = foreign.get("pref_loss", "sigmoid")
+    if objective == "kto":
+        if loss == "kto_pair":
+            foreign.leave("pref_loss", "differs", "a pair is two judged answers here, of which each has its own loss")
+        keys = {"wanted": "kto_chosen_weight", "unwanted": "kto_rejected_weight"}
+        carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
+        if foreign.get("pref_ftx"):
+            foreign.leave("pref_ftx", "differs", "kto has no supervised part here")
+    elif loss == "simpo":
+        carry_simpo(foreign)
+    elif loss in ("sigmoid", "ipo"):
+        foreign.write("dpo.loss_type", loss, "pref_loss" if foreign.peek("pref_loss") else "LLaMA-Factory's default")
+        if foreign.get("dpo_label_smoothing"):
+            foreign.leave("dpo_label_smoothing", "differs", "sigmoid has none here; dpo.loss_type: robust has another")
+    else:
+        foreign.refuse("pref_loss", "sigmoid, ipo, simpo and kto_pair are offered; keep LLaMA-Factory for others")
+    weight = foreign.get("pref_ftx") if objective == "dpo" else None
+    if weight:
+        carry_supervised_part(foreign, "pref_ftx", weight, "of each answer, then over answers")
+    switch_off_dropout(foreign, "LLaMA-Factory switches dropout off")
+
+    reference = foreign.get("ref_model")
+    is_read = objective == "kto" or loss != "simpo"
+    if reference and is_read:
+        foreign.write(f"{objective}.reference", reference, "ref_model")
+        for key in ("ref_model_adapters", "ref_model_quantization_bit"):
+            if foreign.get(key):
+                foreign.leave(key, "differs", "the reference is loaded as ref_model's files say; merge adapters first")
+    elif is_read and "model.adapter" in foreign.carried:
+        foreign.write(f"{objective}.reference", "adapter_off", "LLaMA-Factory's, whose reference is the base alone")
+        reason = "the reference there is the base without this adapter; reference: start counts from what it has learnt"
+        foreign.leave("adapter_name_or_path", "look", reason)
 
 
 def _method(foreign: ForeignConfig) -> None:
@@ -129,11 +178,11 @@ def _names(value: Any) -> list[str]:
     return unchanged
 
 
-def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
-    entries = _data_sets(foreign, "dataset", pretraining)
+def _data(foreign: ForeignConfig, objective: Objective, *, pretraining: bool) -> None:
+    entries = _data_sets(foreign, "dataset", pretraining, objective)
     foreign.write("data.train", entries, "dataset")
     if foreign.peek("eval_dataset"):
-        foreign.write("data.eval", _data_sets(foreign, "eval_dataset", pretraining), "eval_dataset")
+        foreign.write("data.eval", _data_sets(foreign, "eval_dataset", pretraining, objective), "eval_dataset")
     carry_held_out(foreign, "val_size")
     foreign.carry("data.max_length", "cutoff_len", default=2048)
 
@@ -145,13 +194,19 @@ def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
     elif packing is not None:
         origin = "packing"
     is_packed = bool(neat or (pretraining if packing is None else packing))
-    foreign.write("data.packing", is_packed, origin)
+    if objective != "supervised":  # a step's answers are packed, and do not see each other
+        is_packed = False
+    else:
+        foreign.write("data.packing", is_packed, origin)
     if is_packed and not neat:
         reason = "documents in one row do not see each other here, as with neat_packing"
         foreign.leave("packing", "differs", reason, True)
 
     foreign.write("data.truncation", "right", "LLaMA-Factory's, which shortens question and answer of a chat in turn")
-    if foreign.get("train_on_prompt"):
+    if objective != "supervised":
+        foreign.leave_unused("train_on_prompt", "answers alone are supervised")
+        foreign.leave_unused("mask_history", "answers alone are supervised")
+    elif foreign.get("train_on_prompt"):
         foreign.write("data.train_on", "all", "train_on_prompt")
     elif foreign.get("mask_history"):
         foreign.write("data.train_on", "completion", "mask_history")
@@ -166,7 +221,7 @@ def _data(foreign: ForeignConfig, *, pretraining: bool) -> None:
         foreign.leave("mix_strategy", "differs", "data sets are mixed by weight: how often each row is seen an epoch")
 
 
-def _data_sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict[str, Any]]:
+def _data_sets(foreign: ForeignConfig, key: str, pretraining: bool, objective: Objective) -> list[dict[str, Any]]:
     """Data sets by their names in dataset_info.json, which is read if it is on this machine."""
     folder, most_rows = foreign.get("dataset_dir", "data"), foreign.count("max_samples")
     known_sets = json_near(foreign.folder, f"{folder}/dataset_info.json", f"../../{folder}/dataset_info.json")
@@ -178,7 +233,7 @@ def _data_sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict
     entries = []
     for name in [name for names in foreign.names(key) for name in _names(names)]:
         known = _checked_entry(known_sets or {}, name)
-        entry = _data_set(foreign, f"{key}: {name}", name, known, str(folder), most_rows)
+        entry = _data_set(foreign, f"{key}: {name}", name, known, str(folder), most_rows, objective)
         if pretraining:  # the text is in the column that an instruction would be in
             text = renamed_columns(text=entry.pop("columns", {}).get("instruction"))
             entry["format"] = "text"
@@ -207,13 +262,19 @@ def _checked_entry(known_sets: Mapping[str, Any], name: str) -> Mapping[str, Any
 
 
 def _data_set(
-    foreign: ForeignConfig, place: str, name: str, known: Mapping[str, Any] | None, folder: str, most_rows: int | None
+    foreign: ForeignConfig,
+    place: str,
+    name: str,
+    known: Mapping[str, Any] | None,
+    folder: str,
+    most_rows: int | None,
+    objective: Objective,
 ) -> dict[str, Any]:
     """An entry for data.train. Settings in LLaMA-Factory's entry that it cannot express are listed as left out."""
     if known is None:
         return data_set_entry(f"{folder}/{name}.json", split=f"train[:{most_rows}]" if most_rows else None)
     tags, columns = known.get("tags") or {}, known.get("columns") or {}
-    _leave_unknown_keys(foreign, place, known)
+    _leave_unknown_keys(foreign, place, known, objective)
     renames = {"system": columns.get("system"), "tools": columns.get("tools")}
     more: dict[str, Any] = {"format": "alpaca", "split": _first_rows(foreign, place, known, most_rows)}
     if known.get("formatting", "alpaca") == "alpaca":
@@ -232,22 +293,50 @@ def _data_set(
         more["roles"] = {name: role for name, role in roles.items() if _KNOWN_ROLES[layout].get(name) != role}
         if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
             foreign.leave(place, "differs", "turns are read by from and value, or role and content", dict(tags))
+    if objective != "supervised":
+        more["format"], roles = "auto", _KNOWN_ROLES["sharegpt"] | _KNOWN_ROLES["messages"]
+        more["roles"] = {name: role for name, role in more.get("roles", {}).items() if roles.get(name) != role}
+        renames = _answer_columns(renames, columns, objective)
     more["columns"] = renamed_columns(**renames)
     if "hf_hub_url" in known:
         return data_set_entry(known["hf_hub_url"], name=known.get("subset"), revision=known.get("revision"), **more)
     return data_set_entry(f"{folder}/{known.get('file_name') or name + '.json'}", **more)
 
 
-def _leave_unknown_keys(foreign: ForeignConfig, place: str, known: Mapping[str, Any]) -> None:
+def _answer_columns(
+    renames: Mapping[str, str | None], columns: Mapping[str, str], objective: Objective
+) -> dict[str, str | None]:
+    """The columns of pairs or judged answers, from those that supervised rows would have.
+
+    Turns are the prompt of a pair, and of a judged answer the whole dialogue. Texts become chats.
+    """
+    turns = next((theirs for ours, theirs in renames.items() if ours in ("messages", "conversations")), None)
+    kept = {ours: renames.get(ours) for ours in ("system", "tools")}
+    if objective == "dpo" or {"chosen", "rejected"} <= {*columns}:
+        kept |= {"chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
+        if turns:
+            return {"prompt": turns, **kept}
+        return {"instruction": renames.get("instruction"), "input": renames.get("input"), **kept}
+    kept["label"] = columns.get("kto_tag")
+    if turns:
+        return {"completion": turns, **kept}
+    question = {"instruction": renames.get("instruction"), "input": renames.get("input")}
+    return {**question, "completion": renames.get("output") or "output", **kept}
+
+
+def _leave_unknown_keys(foreign: ForeignConfig, place: str, known: Mapping[str, Any], objective: Objective) -> None:
     """List the keys in an entry of dataset_info.json that nothing here reads."""
-    read = set(_ENTRY_KEYS)
+    read, read_columns = set(_ENTRY_KEYS), set(_ENTRY_COLUMNS)
+    if objective != "supervised":
+        read.add("ranking")
+        read_columns |= {"chosen", "rejected", "kto_tag"}
     if "hf_hub_url" in known or "file_name" in known:
         read |= _OTHER_PLACES
     for key, value in known.items():
         if key not in read and value not in (None, False, ""):
             foreign.leave(f"{place}: {key}", "differs", f"{key} is not read", value)
     for key, value in (known.get("columns") or {}).items():
-        if key not in _ENTRY_COLUMNS and value is not None:
+        if key not in read_columns and value is not None:
             foreign.leave(f"{place}: columns.{key}", "differs", f"{key} are not read", value)
     for key, value in (known.get("tags") or {}).items():
         if key not in (*_ROLE_OF_TAG, "role_tag", "content_tag") and value is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.importers import LeftOut, Level
 from finetune.output_stream import printable
-from finetune.recipe.schema import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.schema import Budget, Data, Dpo, Hub, Kto, Lora, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.yaml_text import plain_scalar, shorten
 
 _WIDTH = 100  # a comment that would reach further gets its own line
@@ -20,6 +20,8 @@ _SECTIONS: dict[str, Any] = {
     "lora": Lora,
     "data": Data,
     "training": Training,
+    "dpo": Dpo,
+    "kto": Kto,
     "hub": Hub,
 }
 HEADINGS: dict[Level, str] = {

@@ -1,4 +1,5 @@
-"""TRL's SFT configuration, and alignment-handbook's, into a recipe. Its defaults are those of SFTConfig 1.16."""
+"""TRL's SFT, DPO, KTO and SimPO configurations, and alignment-handbook's, into a recipe. Its defaults are those of
+SFTConfig, DPOConfig, KTOConfig and the experimental CPOConfig in TRL 1.16."""
 
 from __future__ import annotations
 
@@ -6,6 +7,14 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig
+from finetune.importers.preferences import (
+    carry_judged,
+    carry_simpo,
+    carry_supervised_part,
+    carry_trl_losses,
+    leave_lengths_of_parts,
+    switch_off_dropout,
+)
 from finetune.importers.shared import (
     carry_remote_code,
     data_set_entry,
@@ -13,6 +22,7 @@ from finetune.importers.shared import (
     keep_to_linear_layers,
     renamed_columns,
 )
+from finetune.recipe.sections.training import Objective
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -27,22 +37,77 @@ TRL_DEFAULTS: dict[str, Any] = {
     "bnb_4bit_quant_type": "nf4",
     "use_bnb_nested_quant": False,
 }
+PREFERENCE_RATE = 1e-6
+# Keys of DPOConfig, former ones too, that no supervised training has.
+_OF_PAIRS = (
+    "beta", "precompute_ref_log_probs", "ref_model_sync_steps", "sync_ref_model", "f_divergence_type", "rpo_alpha",
+    "ld_alpha", "max_prompt_length", "loss_weights", "use_weighting", "reference_free", "generate_during_eval",
+)  # fmt: skip
+_SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
+    objective = _objective(foreign)
     if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # two names for the next token's cross-entropy
         foreign.get("loss_type")
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
     _adapter(foreign)
-    _data(foreign)
-    hf_trainer.carry_training(
-        foreign, learning_rate=TRL_DEFAULTS["learning_rate"], recompute=TRL_DEFAULTS["gradient_checkpointing"]
-    )
+    _data(foreign, objective)
+    rate = TRL_DEFAULTS["learning_rate"] if objective == "supervised" else PREFERENCE_RATE
+    hf_trainer.carry_training(foreign, learning_rate=rate, recompute=TRL_DEFAULTS["gradient_checkpointing"])
+    if objective != "supervised":
+        _preferences(foreign, objective)
     _number_formats(foreign)
+
+
+def _objective(foreign: ForeignConfig) -> Objective:
+    """training.objective, from the keys of TRL's trainers: a configuration does not name its trainer."""
+    losses = foreign.peek("loss_type")
+    names = [losses] if isinstance(losses, str) else losses or []
+    if "kto" in names or any(foreign.peek(key) is not None for key in ("desirable_weight", "undesirable_weight")):
+        return "kto"
+    others = [name for name in names if name not in _SUPERVISED_LOSSES]
+    if others or any(foreign.peek(key) is not None for key in (*_OF_PAIRS, "cpo_alpha", "simpo_gamma")):
+        return "dpo"
+    return "supervised"
+
+
+def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
+    """training.objective with its section, from DPOConfig, KTOConfig or CPOConfig."""
+    is_simpo = foreign.peek("loss_type") in ("simpo", ["simpo"])
+    trainer = {"dpo": "TRL's DPO", "kto": "TRL's KTO"}[objective]
+    foreign.write("training.objective", objective, "TRL's CPO with loss_type simpo" if is_simpo else trainer)
+    foreign.carry(f"{objective}.beta", "beta", default=0.1)
+    if objective == "kto":
+        if foreign.get("loss_type", "kto") not in ("kto", ["kto"]):
+            foreign.refuse("loss_type", "kto is offered for judged answers; keep TRL for others")
+        keys = {"wanted": "desirable_weight", "unwanted": "undesirable_weight"}
+        carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
+    elif is_simpo:
+        foreign.get("loss_type")
+        if foreign.get("alpha"):
+            foreign.leave("alpha", "differs", "AlphaPO's rewards are not offered; SimPO's take their place")
+        if foreign.get("label_smoothing"):
+            foreign.leave("label_smoothing", "differs", "SimPO's loss has none here")
+        carry_simpo(foreign, alpha="cpo_alpha")
+    else:
+        for key in ("cpo_alpha", "simpo_gamma"):
+            if foreign.peek(key) is not None:
+                foreign.refuse(key, "of TRL's CPO trainer, loss_type: simpo is offered")
+        carry_trl_losses(foreign, "loss_type", "loss_weights", "label_smoothing")
+        if weight := foreign.get("rpo_alpha"):
+            carry_supervised_part(foreign, "rpo_alpha", weight)
+    if foreign.get("f_divergence_type", "reverse_kl") != "reverse_kl":
+        foreign.leave("f_divergence_type", "differs", "rewards are log-ratios, as with reverse_kl")
+    leave_lengths_of_parts(foreign, ("max_prompt_length", "max_completion_length"))
+    if foreign.get("disable_dropout", True):
+        switch_off_dropout(foreign, "disable_dropout")
+    elif "lora.lora_dropout" not in foreign.carried:
+        foreign.leave("disable_dropout", "same", "models of today have no dropout")
 
 
 def _adapter(foreign: ForeignConfig) -> None:
@@ -98,7 +163,7 @@ def _number_formats(foreign: ForeignConfig) -> None:
         foreign.write("training.pure_bf16", True, f"{key}: weights are trained in it")
 
 
-def _data(foreign: ForeignConfig) -> None:
+def _data(foreign: ForeignConfig, objective: Objective) -> None:
     text = renamed_columns(text=foreign.get("dataset_text_field"))
     entries = _data_sets(foreign)
     if text:
@@ -109,6 +174,15 @@ def _data(foreign: ForeignConfig) -> None:
     foreign.carry(
         "data.max_length", "max_length", "max_seq_length", "model_max_length", default=TRL_DEFAULTS["max_length"]
     )
+    if objective != "supervised":
+        # Answers are supervised after their prompt, and micro-batches are packed without a document seeing another.
+        foreign.write(
+            "data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default"
+        )
+        if foreign.peek("truncation_mode") == "keep_end":
+            foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
+        _template(foreign)
+        return
     is_packed = foreign.carry("data.packing", "packing", default=TRL_DEFAULTS["packing"])
     if is_packed and foreign.get("packing_strategy", "bfd") != "bfd":
         foreign.leave("packing_strategy", "differs", "rows are filled with whole documents; none is split")
@@ -128,6 +202,10 @@ def _data(foreign: ForeignConfig) -> None:
         reason = "in rows with a prompt and a completion TRL supervises the completion: then data.train_on: completion"
         foreign.leave("completion_only_loss", "look", reason, "not given")
 
+    _template(foreign)
+
+
+def _template(foreign: ForeignConfig) -> None:
     key, template = foreign.first("chat_template", "chat_template_path")
     if template and key == "chat_template_path" and not str(template).endswith(".jinja"):
         foreign.leave(key, "look", "a tokenizer's folder; name a file of Jinja text")
@@ -179,6 +257,12 @@ def _held_out(foreign: ForeignConfig) -> None:
         return
     if size:
         foreign.leave(key, "look", "a number of rows; write data.eval: {fraction: ...}")
+        return
+    splits = foreign.names("dataset_splits")
+    held_out = [split for split in splits if "test" in split]
+    if foreign.peek("dataset_mixer") and held_out:
+        entries = [data_set_entry(name, split=held_out[0]) for name in foreign.mapping("dataset_mixer")]
+        foreign.write("data.eval", entries, "dataset_splits")
         return
     split = foreign.get("dataset_test_split", "test")
     if foreign.peek("dataset_name"):

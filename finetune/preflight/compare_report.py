@@ -16,10 +16,15 @@ from rich.table import Table
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
 from finetune.preflight.compare_rows import STRATEGY_KEY
-from finetune.preflight.comparison import MEMORY_NOTES, TRAFFIC_NOTES, Comparison, Row, compare
+from finetune.preflight.comparison import MEMORY_NOTES, TRAFFIC_NOTES, Comparison, Measure, Row, compare, points_of
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
+MEASURES: dict[Measure, str] = {
+    "loss": "loss",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
+}
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
 TICK_CHARACTERS = 21  # below a group of bars
@@ -93,7 +98,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         tables = []
         ranking = result.get("ranking") or []
         if ranking:
-            tables.append(_ranking_table(ranking, head, device))
+            tables.append(_ranking_table(ranking, head, device, result["ranked_by"]))
         if not ranking or memory_differs(rows, ranking):
             tables.append(_memory_table(rows, head, device, host=result["device"] != "cpu"))
         else:
@@ -138,20 +143,40 @@ def traffic_differs(rows: Sequence[Row]) -> bool:
     return len({moved_per_step(row) for row in rows}) > 1
 
 
-def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str) -> tuple[str, Table]:
-    """The rows by their best held-out loss, the lowest first."""
-    held_out = ranking[0]["step"] is not None
-    title = f"{'Best held-out loss' if held_out else 'Final training loss'}, the lowest first ({device})"
+def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, measure: Measure) -> tuple[str, Table]:
+    """The rows by their best held-out figure: the lowest loss, or the highest reward accuracy or margin, first."""
+    when = "Final training" if ranking[0]["step"] is None else "Best held-out"
+    order = "lowest" if measure == "loss" else "highest"
+    title = f"{when} {MEASURES[measure]}, the {order} first ({device})"
     table = Table(box=SIMPLE_HEAD)
     table.add_column(head, overflow="fold")
-    for name in ("loss", *["seeds"] * any(len(entry["rows"]) > 1 for entry in ranking), "at step", "s a step"):
+    with_seeds = any(len(entry["rows"]) > 1 for entry in ranking)
+    beside: list[Measure] = list(ranking[0].get("beside", {}))
+    names = [MEASURES[measure], *[MEASURES[name] for name in beside], *["seeds"] * with_seeds, "at step", "s a step"]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in ranking:
-        seeds = len(entry["rows"])
-        loss = f"{entry['best']:.4f}" + (f" ± {entry['spread']:.4f}" if seeds > 1 else "")
-        cells = [loss, *[str(seeds)] * (len(table.columns) == 5), str(entry["step"] or "-"), f"{entry['seconds']:.2f}"]
-        table.add_row(escape(entry["name"]), *cells)
+        cells = [_best_cell(entry, measure), *[_figure(name, entry["beside"][name]) for name in beside]]
+        cells += [str(len(entry["rows"]))] * with_seeds
+        table.add_row(escape(entry["name"]), *cells, str(entry["step"] or "-"), f"{entry['seconds']:.2f}")
     return title, table
+
+
+def _best_cell(entry: dict[str, Any], measure: Measure) -> str:
+    """An entry's best figure, with half the range over its seeds."""
+    if len(entry["rows"]) > 1:
+        return f"{_figure(measure, entry['best'])} ± {_figure(measure, entry['spread'])}"
+    return _figure(measure, entry["best"])
+
+
+def _figure(measure: Measure, value: float) -> str:
+    match measure:
+        case "loss":
+            return f"{value:.4f}"
+        case "reward_accuracy":
+            return f"{value:.1%}"
+        case "reward_margin":
+            return f"{value:.3g}"
 
 
 def _losses_in_words(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -253,30 +278,34 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> None:
-    """Held-out loss of every row by step: a colour for each setting, a line for each seed, the best one thick."""
+    """Held-out loss, or reward, of every row by step: a colour for each setting, a line for each seed, the best one
+    thick."""
     from matplotlib import colormaps
 
     figure = new_figure(figsize=(9.0, 5.5))
     axes = figure.subplots()
     by_name = {row["name"]: row for row in rows}
-    held_out = any(len(row["held_out"]) > 1 for row in rows)
+    measure: Measure = result["ranked_by"]
+    held_out = any(len(points_of(row, measure)) > 1 for row in rows)
+    measure = measure if held_out else "loss"  # of training lines the loss alone is kept
+    factor = 100 if measure == "reward_accuracy" else 1
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
     for place, entry in enumerate(result["ranking"]):
         for number, name in enumerate(entry["rows"]):
             row = by_name[name]
-            points = row["held_out"] if held_out else list(enumerate(row["losses"], 1))
-            loss = f"{entry['best']:.4f}" + (f" ± {entry['spread']:.4f}" if len(entry["rows"]) > 1 else "")
+            points = points_of(row, measure) if held_out else list(enumerate(row["losses"], 1))
             axes.plot(
                 [step for step, _ in points],
-                [loss for _, loss in points],
+                [factor * value for _, value in points],
                 color=colours[place % len(colours)],
                 linewidth=2.6 if place == 0 else 1.4,
                 marker="o" if held_out else None,
                 markersize=3.5,
-                label=f"{entry['name']}: {loss}" if number == 0 else None,
+                label=f"{entry['name']}: {_best_cell(entry, result['ranked_by'])}" if number == 0 else None,
             )
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("held-out loss" if held_out else "training loss")
+    unit = ", %" if measure == "reward_accuracy" else ""
+    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURES[measure]}{unit}")
     where = where_it_ran(result, rows)
     axes.set_title(f"{Path(result['recipe']).stem}: {where}; the best first", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)

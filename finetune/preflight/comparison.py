@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
@@ -35,6 +35,8 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
+Measure = Literal["loss", "reward_accuracy", "reward_margin"]
+COMPARED_REWARDS: tuple[Measure, ...] = ("reward_accuracy", "reward_margin")
 EVALUATIONS = 6  # of each row, where rows learn differently
 LARGEST_RESULT = 64 * 2**20  # of compare.json
 
@@ -66,6 +68,22 @@ class Comparison:
     def learns_differently(self) -> bool:
         """Whether rows differ in what they learn, and not only in how it is computed: then their losses are ranked."""
         return len({row.curve for row in self.rows}) > 1
+
+    @property
+    def ranked_by(self) -> Measure:
+        """The held-out figure that ranks rows: the loss, or of preferences a reward.
+
+        Losses of preferences can be compared only between rows with one objective: another beta scales them.
+        """
+        recipes = [row.recipe for row in self.rows]
+        if any(recipe.preferences is None for recipe in recipes):
+            return "loss"
+        match recipes[0].training.metric_for_best_model:
+            case "eval_reward_accuracy":
+                return "reward_accuracy"
+            case "eval_reward_margin":
+                return "reward_margin"
+        return "loss" if len({repr(recipe.preferences) for recipe in recipes}) == 1 else "reward_accuracy"
 
     @property
     def eval_steps(self) -> int:
@@ -259,8 +277,22 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
         "losses": [line["loss"] for line in train],
         "final_loss": train[-1]["loss"],
         "held_out": [[line["step"], line["loss"]] for line in lines if line["kind"] == "eval"],
+        "held_out_rewards": {name: points for name in COMPARED_REWARDS if (points := _points(lines, name))},
+        # A step of judged answers may have wanted ones alone, and so no margin.
+        "final_rewards": {name: line[name] for name in COMPARED_REWARDS for line in train if name in line},
         "phases": {name: _phase(records) for name, records in by_phase.items() if records},
     }
+
+
+def _points(lines: Sequence[dict[str, Any]], name: str) -> list[list[Any]]:
+    return [[line["step"], line[name]] for line in lines if line["kind"] == "eval" and line.get(name) is not None]
+
+
+def points_of(row: Row, measure: Measure) -> list[list[Any]]:
+    """A row's held-out figures as [step, value]; empty if nothing is held out."""
+    if measure == "loss":
+        return list(row["held_out"])
+    return list(row["held_out_rewards"].get(measure, []))
 
 
 def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -282,7 +314,8 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
         "losses": loss_agreement(rows),
-        "ranking": ranking(rows) if comparison.learns_differently else [],
+        "ranking": ranking(rows, comparison.ranked_by) if comparison.learns_differently else [],
+        "ranked_by": comparison.ranked_by,
         "notes": notes(comparison),
     }
     write_json(comparison.folder / "compare.json", result)
@@ -307,13 +340,14 @@ def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
     return {key: farthest[key] for key in none} | {"groups": groups}
 
 
-def ranking(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows that differ only in their seed, together, ranked by their best held-out loss; by the final loss if nothing
-    is held out.
+def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
+    """Rows that differ only in their seed, together, ranked by their best held-out loss or reward; by the final
+    training figure if nothing is held out.
 
     Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the first
-    seed's), `seconds` of a step.
+    seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first seed's).
     """
+    best_of = min if by == "loss" else max
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["ok"]:
@@ -321,19 +355,29 @@ def ranking(rows: Sequence[Row]) -> list[dict[str, Any]]:
             groups.setdefault(json.dumps(settings, sort_keys=True), []).append(row)
     ranked = []
     for group in groups.values():
-        found = [min(row["held_out"], key=lambda point: point[1], default=(None, row["final_loss"])) for row in group]
-        losses = [loss for _, loss in found]
+        found = []
+        for row in group:
+            final = row["final_loss"] if by == "loss" else row["final_rewards"][by]
+            found.append(best_of(points_of(row, by), key=lambda point: point[1], default=(None, final)))
+        figures = [figure for _, figure in found]
+        first, step = group[0], found[0][0]
+        beside = {}
+        for measure in ("loss", *first.get("final_rewards", {})):
+            if measure != by and first.get("final_rewards"):
+                final = first["final_loss"] if measure == "loss" else first["final_rewards"][measure]
+                beside[measure] = dict(points_of(first, measure)).get(step, final)
         ranked.append(
             {
                 "name": without_seed(group[0]["name"]) or group[0]["name"],
                 "rows": [row["name"] for row in group],
-                "best": statistics.fmean(losses),
-                "spread": (max(losses) - min(losses)) / 2,
-                "step": found[0][0],
+                "best": statistics.fmean(figures),
+                "spread": (max(figures) - min(figures)) / 2,
+                "step": step,
                 "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
+                **({"beside": beside} if beside else {}),
             }
         )
-    return sorted(ranked, key=lambda entry: entry["best"])
+    return sorted(ranked, key=lambda entry: entry["best"], reverse=by != "loss")
 
 
 def without_seed(name: str) -> str:

@@ -139,6 +139,18 @@ RENAMED: dict[str, str] = {
     "enable_thinking": "data.train: [{chat_template_kwargs: {enable_thinking: ...}}]",
     "full_finetuning": "lora: null",
     "max_completion_length": "samples.max_new_tokens",
+    # preferences
+    "rl": "training.objective: dpo or kto",
+    "rl_beta": "dpo.beta",
+    "pref_beta": "dpo.beta",
+    "pref_loss": "dpo.loss_type",
+    "pref_ftx": "dpo.sft_weight",
+    "rpo_alpha": "dpo.sft_weight",
+    "cpo_alpha": "dpo.sft_weight",
+    "loss_weights": "dpo.sft_weight (the weight of sft where the other loss has 1)",
+    "ref_model": "dpo.reference",
+    "kto_chosen_weight": "kto.desirable_weight",
+    "kto_rejected_weight": "kto.undesirable_weight",
     # the Hub, as Trainer and axolotl call it
     "push_to_hub": "hub.push",
     "hub_model_id": "hub.repo_id",
@@ -160,7 +172,9 @@ REPLACED: dict[str, str] = {
     "preprocessing_num_workers": "rows are tokenised once, into a cache; remove the key",
     "remove_unused_columns": "columns that no format reads are named and not used; remove the key",
     "neftune_noise_alpha": "noise on embeddings is not offered; remove the key",
-    "stage": "this kit does supervised fine-tuning; remove the key",
+    "stage": "the training is named by training.objective: supervised, dpo or kto",
+    "precompute_ref_log_probs": "the reference's log-probabilities are always computed once; remove the key",
+    "max_prompt_length": "data.max_length is prompt and answer together; remove the key",
     "do_train": "the command says what is done; remove the key",
     "do_eval": "data.eval turns evaluation on; remove the key",
 }
@@ -229,23 +243,18 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
 
 
 # Key -> the training that the key asks for. No tool's supervised fine-tuning uses these keys.
-_PREFERENCES, _REWARDS = "preference training", "training by rewards"
+_PREFERENCES, _LOSS = "its own kind of preference training", "another preference loss"
+_REWARDS = "training by rewards"
 _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
     "axolotl": {
-        "rl": "preference training or training by rewards",
+        "rl": "training by rewards or by odds ratios",
         "reward_model": "a reward model's training",
         "process_reward_model": "a reward model's training",
         "qat": "training for quantised weights",
         "num_labels": "a classifier's training",
     },
-    "llamafactory": {"pref_beta": _PREFERENCES, "pref_loss": _PREFERENCES, "ref_model": _PREFERENCES},
+    "llamafactory": {},
     "trl": dict.fromkeys(
-        "beta desirable_weight undesirable_weight precompute_ref_log_probs ref_model_sync_steps sync_ref_model "
-        "f_divergence_type rpo_alpha ld_alpha cpo_alpha simpo_gamma max_prompt_length loss_weights "
-        "use_weighting".split(),
-        _PREFERENCES,
-    )
-    | dict.fromkeys(
         "reward_model_path reward_funcs reward_weights num_generations max_completion_length scale_rewards "
         "steps_per_generation reward_clip_range use_vllm".split(),
         _REWARDS,
@@ -262,13 +271,16 @@ _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
         "enable_kv_cache": "generating text",
     },
 }
-# With one of these values a key asks for supervised fine-tuning, or for nothing.
-_NO_TRAINING = (None, False, "", "sft", "pt")
+# With one of these values a key asks for training that a recipe offers, or for nothing.
+_NO_TRAINING = (None, False, "", "sft", "pt", "dpo", "ipo", "kto", "simpo")
 
 
 def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key that asks for another kind of training, and that kind; None for supervised fine-tuning."""
+    """The key that asks for another kind of training, and that kind; None for one that a recipe offers."""
+    is_simpo = "simpo" in str(values.get("loss_type"))  # that TRL's trainer may limit the answer's length for
     for key, training in _OTHER_TRAINING[tool].items():
+        if key == "max_completion_length" and is_simpo:
+            continue
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
     loss, stage, loss_types = values.get("loss"), values.get("stage"), values.get("loss_type")
@@ -276,17 +288,22 @@ def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | N
         return "loss._component_", _PREFERENCES
     if tool == "llamafactory" and stage not in _NO_TRAINING:
         return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
+    if tool == "llamafactory" and stage == "dpo" and values.get("pref_loss") in ("hinge", "orpo"):
+        return "pref_loss", _LOSS
     if not isinstance(loss_types, list):
         loss_types = [loss_types]
-    if tool == "trl" and any(isinstance(name, str) and name in _PREFERENCE_LOSSES for name in loss_types):
-        return "loss_type", _PREFERENCES
+    names = {name for name in loss_types if isinstance(name, str)} if tool == "trl" else set()
+    for known, training in ((_REWARD_LOSSES, _REWARDS), (_OTHER_LOSSES, _LOSS)):
+        if names & known:
+            return "loss_type", training
     return None
 
 
-# TRL's names for losses that compare two answers, or judge one.
-_PREFERENCE_LOSSES = frozenset(
-    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired discopop apo_zero "
-    "apo_down sigmoid_norm kto apo_zero_unpaired simpo alphapo grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split()
+# TRL's names for losses that are not offered.
+_REWARD_LOSSES = frozenset("grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split())
+_OTHER_LOSSES = frozenset(
+    "hinge exo_pair nca_pair bco_pair sppo_hard aot aot_pair aot_unpaired discopop apo_down sigmoid_norm "
+    "apo_zero_unpaired alphapo".split()
 )
 
 
@@ -301,8 +318,8 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
         value = value[part]
     raise RecipeError(
         [
-            f"{file}: {key}: is {shown(value)}; this kit does supervised fine-tuning of language models, and this file "
-            f"asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+            f"{file}: {key}: is {shown(value)}; this kit trains on answers and on preferences (dpo, kto), and this "
+            f"file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
         ]
     )
 

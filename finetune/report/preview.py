@@ -221,14 +221,24 @@ def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str,
         data_sets.append({"name": " ".join(filter(None, words)), "weight": entry.weight} | part)
     rows, per_step = prepared.facts["rows"], recipe.training.global_batch_size
     median, percentile_99 = np.percentile(lengths, [50, 99])
-    return prepared.facts | {
-        "data_sets": data_sets,
-        "tokens_median": float(median),
-        "tokens_99th": float(percentile_99),
-        "tokens_longest": int(lengths.max()),
-        "steps_per_epoch": math.ceil(rows / per_step),
-        "tokens_per_step": round(prepared.facts["tokens"] / rows * min(per_step, rows)),
-    }
+    answers: dict[str, float] = {}
+    if recipe.data.unit == "pairs" and prepared.pool.first_supervised is not None:
+        pairs = np.unique(prepared.split.train)
+        chosen = prepared.pool.first_supervised[pairs]
+        answers["chosen_tokens_mean"] = float(chosen.mean())
+        answers["rejected_tokens_mean"] = float((prepared.pool.supervised[pairs] - chosen).mean())
+    return (
+        prepared.facts
+        | answers
+        | {
+            "data_sets": data_sets,
+            "tokens_median": float(median),
+            "tokens_99th": float(percentile_99),
+            "tokens_longest": int(lengths.max()),
+            "steps_per_epoch": math.ceil(rows / per_step),
+            "tokens_per_step": round(prepared.facts["tokens"] / rows * min(per_step, rows)),
+        }
+    )
 
 
 def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[Oddity]:

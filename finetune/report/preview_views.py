@@ -120,6 +120,9 @@ def facts_lines(preview: Preview) -> list[str]:
         f"tokens of a document: median {facts['tokens_median']:,.0f}, 99 % up to {facts['tokens_99th']:,.0f}, longest "
         f"{facts['tokens_longest']:,} of {preview.max_length:,}",
     ]
+    if "chosen_tokens_mean" in facts:  # a model learns a difference in length first
+        chosen, rejected = facts["chosen_tokens_mean"], facts["rejected_tokens_mean"]
+        lines.append(f"supervised tokens of an answer, on average: chosen {chosen:,.0f}, rejected {rejected:,.0f}")
     if len(facts["data_sets"]) > 1:
         for part in facts["data_sets"]:
             documents, tokens = counted(part["documents"], preview.unit), counted(part["tokens"], "token")

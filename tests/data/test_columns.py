@@ -143,7 +143,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "preference texts": (
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
         "preference rows ('prompt', 'chosen', 'rejected'); set training.objective: dpo and columns: {instruction: "
-        "prompt}; for the better answers alone, columns: {instruction: prompt, output: chosen}",
+        "prompt}; for the better answers alone columns: {instruction: prompt, output: chosen}",
     ),
     "preference chats": ({"prompt": "Why?", "chosen": TURNS, "rejected": TURNS}, {}, "columns: {messages: chosen}"),
     "preference rows of other names": (

@@ -105,9 +105,10 @@ def test_check_refuses_what_training_would(
 
 
 OTHERS: list[Values] = [
-    TRL_SHORT | {"beta": 0.1}, TRL_SHORT | {"loss_type": ["sigmoid", "sft"]}, TRL_SHORT | {"num_generations": 8},
-    TRL_SHORT | {"desirable_weight": 1.0}, FACTORY_LLAMA | {"stage": "dpo", "pref_beta": 0.1},
-    FACTORY_LLAMA | {"stage": "kto"}, AXOLOTL_LORA_8B | {"rl": "dpo"}, AXOLOTL_LORA_8B | {"reward_model": True},
+    TRL_SHORT | {"loss_type": "hinge"}, TRL_SHORT | {"loss_type": ["sigmoid", "bco_pair"]},
+    TRL_SHORT | {"num_generations": 8}, TRL_SHORT | {"beta": 0.04, "max_completion_length": 256},
+    FACTORY_LLAMA | {"stage": "dpo", "pref_loss": "orpo"}, FACTORY_LLAMA | {"stage": "ppo"},
+    AXOLOTL_LORA_8B | {"rl": "orpo"}, AXOLOTL_LORA_8B | {"reward_model": True},
     TUNE_LORA | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
 ]  # fmt: skip
 
@@ -120,7 +121,7 @@ def test_another_training_leads_nobody_in_a_circle(
     (file := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
     assert main([verb, str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "this kit does supervised fine-tuning" in line
+    assert "this kit trains on answers and on preferences" in line
     assert "finetune import" not in line
 
 

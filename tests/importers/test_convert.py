@@ -177,12 +177,15 @@ def test_the_table_is_sorted_and_has_each_key_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["transformers", "trl"])
-def test_the_installed_libraries_still_have_their_keys(tool: str) -> None:
+def test_the_installed_libraries_still_have_their_keys(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line whose key was renamed upstream turns red, and then belongs to `older`."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from transformers import TrainingArguments
-    from trl import ModelConfig, ScriptArguments, SFTConfig
+    from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig
+    from trl.experimental.cpo import CPOConfig
 
-    kinds = [TrainingArguments] if tool == "transformers" else [SFTConfig, ModelConfig, ScriptArguments]
+    of_trl = [SFTConfig, DPOConfig, KTOConfig, CPOConfig, ModelConfig, ScriptArguments]
+    kinds = [TrainingArguments] if tool == "transformers" else of_trl
     names = {name for kind in kinds for name in kind.__dataclass_fields__}
     lines = [known for known in known_keys() if known.tool == tool]
     assert len(lines) > 10
@@ -194,15 +197,23 @@ def test_the_installed_libraries_still_have_their_keys(tool: str) -> None:
 
 @pytest.mark.slow
 def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path: Path) -> None:
-    from trl import ModelConfig, ScriptArguments, SFTConfig
+    from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig
 
-    names = {name for kind in (SFTConfig, ModelConfig, ScriptArguments) for name in kind.__dataclass_fields__}
-    assert len(names) > 120
-    result = imported(tmp_path, TRL_SHORT)
+    trainers = {SFTConfig: {}, DPOConfig: {"loss_type": "sigmoid"}, KTOConfig: {"loss_type": "kto"}}
+    arguments = [
+        (TRL_SHORT | own, name)
+        for trainer, own in trainers.items()
+        for name in sorted(
+            {name for kind in (trainer, ModelConfig, ScriptArguments) for name in kind.__dataclass_fields__}
+        )
+    ]
+    assert len(arguments) > 400
     unknown = set()
-    for name in sorted(names - set(TRL_SHORT)):
+    for values, name in arguments:
+        if name in TRL_SHORT:
+            continue
         try:
-            result = imported(tmp_path, TRL_SHORT | {name: "7"}, tool="trl")
+            result = imported(tmp_path, values | {name: "7"}, tool="trl")
         except RecipeError:
             continue  # read, and no number
         unknown |= {entry.key for entry in result.left_out if entry.reason == UNKNOWN}
@@ -422,19 +433,19 @@ WITHOUT_MORE: dict[int, Imported] = {}
 @pytest.mark.parametrize(
     ("values", "more", "text"),
     [
-        (AXOLOTL_LORA_8B, {"rl": "dpo"}, "rl: is dpo; this kit does supervised fine-tuning"),
+        (AXOLOTL_LORA_8B, {"rl": "grpo"}, "rl: is grpo; this kit trains on answers and on preferences"),
         (AXOLOTL_LORA_8B, {"datasets": None}, "datasets: is None; a list of data sets is needed"),
         (AXOLOTL_LORA_8B, {"datasets": "rows.json"}, "a list of data sets is needed"),
         (AXOLOTL_LORA_8B, {"lora_r": -3}, "lora_r: lora.r: "),
         (AXOLOTL_LORA_8B, {"learning_rate": "fast"}, "learning_rate: training.learning_rate: "),
         (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a whole number above 0"),
-        (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit does supervised fine-tuning"),
+        (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit trains on answers"),
         (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "only full and lora are offered"),
         (FACTORY_LLAMA, {"quantization_bit": 3}, "quantization_bit: is 3; 4 and 8 are offered"),
         (FACTORY_LLAMA, {"lora_rank": {"a": 1}}, "lora_rank: lora.r: "),
         (TRL_SHORT, {"dataset_name": None}, "dataset_name: is None; a data set is needed"),
         (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "lr_scheduler_kwargs: is half; write a section"),
-        (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit does"),
+        (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit trains"),
         ({"model": {}, "data": {}}, {}, "is already a recipe; check it by: finetune check"),
         ({"learning_rate": 1.0}, {}, "name the tool by --tool"),
     ],

@@ -221,10 +221,10 @@ def test_keys_of_reasoning(key: str, name: str, told: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "values",
     [
-        AXOLOTL_LORA_8B | {"rl": "dpo"}, AXOLOTL_LORA_8B | {"rl": "grpo"}, AXOLOTL_LORA_8B | {"reward_model": True},
-        FACTORY_LLAMA | {"stage": "dpo"}, FACTORY_LLAMA | {"stage": "kto"}, FACTORY_LLAMA | {"stage": "rm"},
-        FACTORY_LLAMA | {"pref_loss": "sigmoid"}, TRL_SHORT | {"beta": 0.1}, TRL_SHORT | {"loss_type": "sigmoid"},
-        TRL_SHORT | {"num_generations": 8}, TRL_SHORT | {"loss_type": ["ipo", "sft"]},
+        AXOLOTL_LORA_8B | {"rl": "orpo"}, AXOLOTL_LORA_8B | {"rl": "grpo"}, AXOLOTL_LORA_8B | {"reward_model": True},
+        FACTORY_LLAMA | {"stage": "dpo", "pref_loss": "hinge"}, FACTORY_LLAMA | {"stage": "rm"},
+        TRL_SHORT | {"loss_type": "grpo"}, TRL_SHORT | {"loss_type": "sigmoid_norm"},
+        TRL_SHORT | {"num_generations": 8}, TRL_SHORT | {"loss_type": ["ipo", "nca_pair"]},
         TUNE_LORA | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
     ],
 )  # fmt: skip
@@ -237,7 +237,7 @@ def test_another_training_is_one_line_that_sends_nobody_in_a_circle(
         assert main([verb, str(file)]) == 2
         told.append(" ".join(capsys.readouterr().err.split()))
     assert len(set(told)) == 1
-    assert "this kit does supervised fine-tuning" in told[0]
+    assert "this kit trains on answers and on preferences" in told[0]
     assert "finetune import" not in told[0]
     assert "finetune check" not in told[0]
 
@@ -245,3 +245,8 @@ def test_another_training_is_one_line_that_sends_nobody_in_a_circle(
 def test_supervised_training_by_another_word_is_taken(tmp_path: Path) -> None:
     for same in (AXOLOTL_LORA_8B | {"rl": None}, FACTORY_LLAMA | {"stage": "pt"}, TRL_SHORT | {"loss_type": "nll"}):
         imported(tmp_path, same)
+    for unused, key in (
+        (AXOLOTL_LORA_8B | {"rl_beta": 0.1}, "rl_beta"),
+        (FACTORY_LLAMA | {"pref_beta": 1}, "pref_beta"),
+    ):
+        assert levels(imported(tmp_path, unused))[key] == "same"

@@ -32,6 +32,7 @@ from finetune.preflight.comparison import (
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
 from tests.support.models.tiny import save_tiny, write_chats
+from tests.support.runs.preferences import preference_recipe
 from tests.support.runs.recipes import tiny, write_recipe
 
 GIB = 2**30
@@ -99,6 +100,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
         "steps": 2,
         "rows": list(rows),
         "losses": loss_agreement(rows),
+        "ranked_by": "loss",
         "notes": ["a note"],
     }
 
@@ -334,6 +336,67 @@ def test_rows_are_ranked_by_their_best_held_out_loss_over_seeds() -> None:
     assert (best["best"], best["spread"]) == pytest.approx((2.1, 0.1))
     assert (second["best"], second["spread"]) == pytest.approx((2.6, 0.1))
     assert second["rows"] == ["learning_rate=1e-3 seed=1", "learning_rate=1e-3 seed=2"]
+
+
+def rewarded(beta: str, accuracies: list[float], margins: list[float]) -> dict[str, Any]:
+    """A row on preferences with an evaluation every sixth step."""
+    points = {
+        "reward_accuracy": [[6 * place, value] for place, value in enumerate(accuracies)],
+        "reward_margin": [[6 * place, value] for place, value in enumerate(margins)],
+    }
+    final = {"reward_accuracy": accuracies[-1], "reward_margin": margins[-1]}
+    row = swept("1e-3", 1, [[6 * place, 0.7 - 0.01 * place] for place in range(len(accuracies))])
+    named = {"name": f"beta={beta}", "settings": {"dpo.beta": beta}}
+    return row | named | {"held_out_rewards": points, "final_rewards": final}
+
+
+def test_rows_on_preferences_are_ranked_by_the_highest_reward() -> None:
+    rows = [rewarded("0.1", [0.0, 0.6, 0.7], [0.0, 0.5, 0.2]), rewarded("0.5", [0.0, 0.8, 0.5], [0.0, 0.1, 0.4])]
+    best, second = ranking(rows, "reward_accuracy")
+    assert (best["name"], best["best"], best["step"]) == ("beta=0.5", 0.8, 6)
+    assert best["beside"] == {"loss": pytest.approx(0.69), "reward_margin": 0.1}
+    assert [entry["name"] for entry in ranking(rows, "reward_margin")] == ["beta=0.1", "beta=0.5"]
+    assert [entry["best"] for entry in ranking(rows, "loss")] == pytest.approx([0.68, 0.68])
+    console = Console(file=io.StringIO(), width=120)
+    summary = result(*rows) | {"ranking": [best, second], "ranked_by": "reward_accuracy", "varied": ["dpo.beta"]}
+    print_tables(summary, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Best held-out reward accuracy, the highest first" in shown
+    assert re.search(r"beta=0.5 +80.0% +0.6900 +0.1 +6 ", shown)
+    nothing_held_out = [row | {"held_out": [], "held_out_rewards": {}} for row in rows]
+    best, second = ranking(nothing_held_out, "reward_accuracy")
+    assert (best["name"], best["best"], best["step"]) == ("beta=0.1", 0.7, None)
+
+
+def test_rewards_of_a_job(tmp_path: Path) -> None:
+    """A step of judged answers may have wanted ones alone: then the margin of the step before it is the last."""
+    rewards = {"reward_accuracy": 1.0, "reward_margin": 0.5}
+    lines: list[dict[str, Any]] = [
+        {"kind": "eval", "step": 0, "loss": 0.7, "reward_accuracy": 0.0, "reward_margin": 0.0},
+        {"kind": "train", "step": 1, "loss": 0.7, "step_seconds": 1.0, **rewards},
+        {"kind": "train", "step": 2, "loss": 0.6, "step_seconds": 1.0, "reward_accuracy": 0.25},
+    ]
+    receipt = {"world_size": 1, "parameters": {"trained": 1, "frozen": 0}, "dtypes": {"master": "float32"}}
+    row = figures(lines, receipt)
+    assert row["final_rewards"] == {"reward_accuracy": 0.25, "reward_margin": 0.5}
+    assert row["held_out_rewards"] == {"reward_accuracy": [[0, 0.0]], "reward_margin": [[0, 0.0]]}
+
+
+@pytest.mark.parametrize(
+    ("vary", "metric", "by"),
+    [
+        ("training.learning_rate=1e-6,1e-5", "eval_loss", "loss"),
+        ("dpo.beta=0.1,0.5", "eval_loss", "reward_accuracy"),
+        ("dpo.loss_type=sigmoid,ipo", "eval_loss", "reward_accuracy"),
+        ("training.learning_rate=1e-6,1e-5", "eval_reward_margin", "reward_margin"),
+    ],
+)
+def test_the_figure_that_ranks(tiny_llama: Path, tmp_path: Path, vary: str, metric: str, by: str) -> None:
+    """Losses of two objectives cannot be compared; else the loss ranks, or what the recipe calls the best."""
+    changes = {"data": {"eval": {"fraction": 0.25}}, "training": {"metric_for_best_model": metric}}
+    recipe = preference_recipe(tmp_path / "dpo", tiny_llama, "dpo", changes)
+    asked = {"vary": [vary], "strategies": None, "folder": tmp_path / "c"}
+    assert comparison(recipe, **asked).ranked_by == by
 
 
 def test_what_is_the_same_in_all_rows_is_not_shown(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_a_recipe_on_a_gpu(name: str, tmp_path: Path) -> None:
     assert bool(found["quantized_layers"]) == (recipe.quantization is not None)
     assert (found["checkpointed_layers"] > 0) == bool(recipe.training.activation_checkpointing)
     masters = "bfloat16" if recipe.training.pure_bf16 else "float32"
+    assert ("optimizer_update" in found) == recipe.training.pure_bf16
+    assert found.get("optimizer_update", {}).get("fused", True), found["optimizer_update"]["left_off"]
     formats = OPTIMIZERS[recipe.training.optim].state_dtypes(masters)
     assert set(found["dtypes"]["optimizer_state"].split(", ")) <= set(formats)
 

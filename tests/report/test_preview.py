@@ -272,6 +272,9 @@ def test_a_pair_is_one_prompt_and_two_answers(tmp_path: Path, model: Path, capsy
     assert sum(count for *_, count in view.histogram) == 4  # documents of two pairs
     assert view.facts["tokens_longest"] == view.longest[0][1] < max(shown.tokens for shown in view.rows)
     assert facts_lines(view)[0].startswith("2 pairs, ")
+    means = [sum(row.answers[side].learned for row in view.rows) / 2 for side in (0, 1)]
+    assert [view.facts["chosen_tokens_mean"], view.facts["rejected_tokens_mean"]] == means
+    assert f"chosen {means[0]:,.0f}, rejected {means[1]:,.0f}" in "\n".join(facts_lines(view))
     assert [finding.text for finding in view.findings] == ["1 pair left out: the chosen answer is the rejected one"]
 
     printed = {}

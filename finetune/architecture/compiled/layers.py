@@ -36,7 +36,7 @@ from finetune.architecture.attention import ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
 from finetune.errors import EnvironmentMismatch
-from finetune.wording import counted, in_one_line
+from finetune.wording import counted, error_in_one_line
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
 MOST_GRAPHS = 16
@@ -71,7 +71,7 @@ class CompiledLayers:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-                self.stop(in_one_line(error))
+                self.stop(error_in_one_line(error))
         return type(layer).forward(layer, *args, **kwargs)
 
     @contextmanager
@@ -178,7 +178,7 @@ class CompiledLayers:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-            reason = in_one_line(error)
+            reason = error_in_one_line(error)
             if self.required:
                 raise EnvironmentMismatch(
                     f"training.compile: {name} cannot be compiled here: {reason}; set training.compile: auto, or false"

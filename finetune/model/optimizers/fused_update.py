@@ -30,17 +30,17 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
-from finetune.wording import in_one_line
+from finetune.wording import error_in_one_line
 
 ROW = 16  # elements
 FEWEST_ROWS = 2
 # Chunks of ROUNDED_CHUNK elements in one launch, at most. 2^27 elements take a GPU half a millisecond, several times
 # what a launch costs the host.
 CHUNKS = 16
-ALIGNED = 16  # bytes
+VECTOR_BYTES = 16
 # By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
 # some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
-OPTIONS = {
+IN_ONE_KERNEL = {
     "realize_opcount_threshold": 1 << 20,
     "realize_reads_threshold": 1 << 20,
     "assert_indirect_indexing": False,  # keys are indexed by a shifted position, which cannot be outside
@@ -115,7 +115,7 @@ class FusedUpdate:
             keys = torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
             parts = [tensor[begin:end] for tensor in (*tensors, gradient)]
             rows = 0
-            if all(part.storage_offset() * part.itemsize % ALIGNED == 0 for part in parts):
+            if all(part.storage_offset() * part.itemsize % VECTOR_BYTES == 0 for part in parts):
                 rows = (end - begin) // ROW
             if rows >= FEWEST_ROWS:
                 self._rows([part[: rows * ROW] for part in parts], keys, first, factors)
@@ -142,7 +142,7 @@ class FusedUpdate:
 
 def compiled_update(backend: Any = "inductor") -> Compute:
     """`update_rows` compiled, one graph for any number of rows."""
-    options: Any = OPTIONS if backend == "inductor" else None
+    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
     compiled = torch.compile(update_rows, backend=backend, fullgraph=True, options=options)
 
     def compute(*tensors: Tensor) -> None:
@@ -222,7 +222,7 @@ def choose_update(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-        chosen.stopped = in_one_line(error)
+        chosen.stopped = error_in_one_line(error)
         return chosen
     chosen.seconds = time.perf_counter() - began
     optimizer.update_range = update
@@ -257,7 +257,7 @@ def allocated_bytes(device: torch.device) -> int:
     """All bytes that were allocated so far on a GPU, given back or not; 0 elsewhere."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
 def _updated(update: FusedUpdate | None, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], int]:

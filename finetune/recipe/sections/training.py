@@ -84,7 +84,9 @@ class Training(Section):
         description="On a GPU: kernels that sum in one order, so that a resumed run is bitwise. Attention is slower.",
     )
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
-    early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
+    early_stopping_patience: Count | None = Field(
+        None, description="Evaluations without a better metric_for_best_model before the end."
+    )
     load_best_model_at_end: bool | None = Field(
         None, description="Export the best evaluation's weights, not the last. null: if early_stopping_patience is set."
     )
