@@ -52,7 +52,7 @@ def curve(name: str) -> list[dict[str, float]]:
 
 def draw(runs: dict[str, Any]) -> None:
     """The picture: a chart for each metric, a line for each run."""
-    figure = new_figure(figsize=(11, 3.2))
+    figure = new_figure(figsize=(11, 3.6))
     for place, (key, title) in enumerate(SHOWN.items(), 1):
         axes = figure.add_subplot(1, len(SHOWN), place)
         for name, (_, label, color) in RUNS.items():
@@ -60,7 +60,10 @@ def draw(runs: dict[str, Any]) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8, frameon=False)
+    for axes, linear, ticks in ((figure.axes[0], 0.5, (-10, -1, 0, 1, 10)), (figure.axes[2], 0.1, (-1, 0, 0.1, 1))):
+        axes.set_yscale("symlog", linthresh=linear)  # so that 0.35 is seen beside -17
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(PICTURE, dpi=110)
 
 
