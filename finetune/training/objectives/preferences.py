@@ -22,7 +22,7 @@ from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import LossSum, Reduce
 from finetune.training.objectives.answers import (
     AnswerBatch,
-    Document,
+    IdsAndLabels,
     answer_batches,
     mismatched_document,
     model_inputs,
@@ -74,7 +74,7 @@ class Pairs:
         assert chosen_tokens is not None
         units = rows.units(indices)
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             return rows.documents(int(indices[place]))
 
         result: list[MicroBatch] = []
@@ -179,7 +179,7 @@ class Judged:
         units = rows.units(indices)
         assert rows.pool.desirable is not None
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             return rows.documents(int(indices[place]))
 
         result: list[MicroBatch] = []
@@ -198,7 +198,7 @@ class Judged:
     ) -> list[tuple[AnswerBatch, list[int]]]:
         """This rank's micro-batches of each row's prompt with the next row's answer, and their places in the step."""
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             asked, answered = (rows.documents(int(indices[each % len(indices)]))[0] for each in (place, place + 1))
             return [mismatched_document(asked, answered, self._max_length)]
 
