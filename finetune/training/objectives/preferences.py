@@ -30,7 +30,7 @@ from finetune.training.objectives.answers import (
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceValues:
     """A reference's log-probabilities, float32."""
 
     answers: np.ndarray  # [the pool's documents, answers of each]
@@ -46,7 +46,7 @@ class Pairs:
 
     def __init__(self, settings: Dpo) -> None:
         self._settings = settings
-        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
         self.metric_names: tuple[str, ...] = (
             *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
             *("logps_chosen", "logps_rejected", "logp_chosen_by_token", "logp_rejected_by_token"),
@@ -141,7 +141,7 @@ class Pairs:
         return torch.from_numpy(self.reference.answers[units].reshape(-1))
 
 
-class Judged:
+class JudgedAnswers:
     """KTO. Counts judged answers. Its KL baseline is the mean over the step's mismatched answers on all ranks."""
 
     unit: Literal["rows"] = "rows"
@@ -154,7 +154,7 @@ class Judged:
 
     def __init__(self, settings: Kto, max_length: int) -> None:
         self._settings, self._max_length = settings, max_length
-        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
         self._kl: Tensor | None = None  # float32 []
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
