@@ -190,7 +190,7 @@ def _data_sets(key: str, entries: list[DataSet], folder: Path) -> Iterator[Recip
             }
             rows = "data/sample_chat.jsonl"
             if entry.format in ("preference", "kto"):
-                stand_in |= {"data_files": str(sample_preferences(entry.format, folder)), "format": entry.format}
+                stand_in |= {"data_files": str(sample_preferences(entry.format, folder, index)), "format": entry.format}
                 rows = f"data/sample_chat.jsonl, each last answer beside another chat's, as {entry.format} rows,"
             if entry.chat_template_kwargs:
                 stand_in["chat_template_kwargs"] = entry.chat_template_kwargs
@@ -200,18 +200,22 @@ def _data_sets(key: str, entries: list[DataSet], folder: Path) -> Iterator[Recip
             yield RecipeChange(settings, f"{key}: the first {FEW_ROWS} rows of {source.name}")
 
 
-def sample_preferences(layout: Literal["preference", "kto"], folder: Path) -> Path:
-    """The sample chats as rows of preferences: a chat's own last answer is better than the next chat's."""
+def sample_preferences(layout: Literal["preference", "kto"], folder: Path, index: int = 0) -> Path:
+    """The sample chats as rows of preferences: a chat's own last answer is better than a later chat's.
+
+    Args:
+        index: Of the data set. Each has another answer beside a chat's own, so that no two data sets have equal rows.
+    """
     chats = [json.loads(line)["messages"] for line in SAMPLE_CHAT.read_text("utf-8").splitlines()]
     rows: list[dict[str, Any]] = []
     for number, (*prompt, answer) in enumerate(chats):
-        other = chats[(number + 1) % len(chats)][-1]
+        other = chats[(number + 1 + index) % len(chats)][-1]
         if layout == "preference":
             rows.append({"prompt": prompt, "chosen": [answer], "rejected": [other]})
         else:
             wanted = number % 2 == 0
             rows.append({"prompt": prompt, "completion": [answer if wanted else other], "label": wanted})
-    file = folder / f"sample_{layout}.jsonl"
+    file = folder / f"sample_{layout}_{index}.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     return file
 

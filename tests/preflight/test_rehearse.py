@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
+from finetune.data.check import check_rows
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
@@ -354,6 +355,18 @@ class TestWhatIsSeen:
         recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", settings).recipe
         found = changes(recipe, read_strategy("single"), SHRUNK, processes=1, folder=tmp_path)
         assert any(change.note == RESUMES_ON_A_GPU for change in found) == told
+
+    @pytest.mark.parametrize(
+        ("name", "count"), [("smollm3_3b_full_apo_fsdp2_2x80gb", 2), ("smollm2_1.7b_lora_kto_1x8gb", 1)]
+    )
+    def test_preferences_of_the_hub_become_the_sample_chats(self, name: str, count: int, tmp_path: Path) -> None:
+        recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
+        found = changes(recipe, read_strategy("single"), SHRUNK, processes=1, folder=tmp_path)
+        settings = {key: value for change in found for key, value in change.settings.items()}
+        entries = [settings[f"data.train.{index}"] for index in range(count)]
+        checked = check_rows(Data.model_validate({"train": entries}))
+        assert [*checked.values()] == [36] * count
+        assert len({Path(entry["data_files"]).read_bytes() for entry in entries}) == count, "no rows are held out twice"
 
     @pytest.mark.parametrize("state", ["running", "finished"])
     def test_a_kill_that_came_after_the_end_is_none(
