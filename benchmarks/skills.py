@@ -286,7 +286,8 @@ def preference_sections(runs: dict[str, Any]) -> list[str]:
             f"{run['tokens']:,} tokens, {run['cpu_minutes']:.1f} CPU minutes with start, reference and evaluations.",
             f"On 50 held-out pairs the accuracy reached {last['reward_accuracy']:.0%}, the margin went from 0 to "
             f"{last['reward_margin']:.2f}, the chosen answers' log-probability by token from "
-            f"{first['logp_chosen_by_token']:.2f} to {last['logp_chosen_by_token']:.2f}, KL to {last['kl_by_token']:.2f}.",
+            f"{first['logp_chosen_by_token']:.2f} to {last['logp_chosen_by_token']:.2f}, "
+            f"KL to {last['kl_by_token']:.2f}.",
             f"Before is the supervised run, after is DPO. Change of {metric}: {measure_in_words(shown, is_share)}.",
             "",
             "| prompt | before | after |",
