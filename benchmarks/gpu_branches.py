@@ -35,6 +35,9 @@ SLOW_TESTS = ["proofs/test_recipes_on_gpu.py"]
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
+    "finetune/model/optimizers/fused_update.py allocated_bytes: device.type != 'cuda'": (
+        "a GPU's answer reads the allocator of CUDA; `benchmarks/gpu.py optimizer` asks it on a GPU"
+    ),
     "finetune/architecture/rotary.py _frequencies: device.type == 'cuda'": (
         "asked where the positions are on another device than the CPU; stand-ins compute on the host"
     ),

@@ -27,7 +27,7 @@ from finetune.data.formats import (
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
+from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.wording import counted
 
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
@@ -184,11 +184,16 @@ class RowReader:
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
-            "answers": dict(self._answers),
-            "as_chats": self._columns_as_chats(),
             "dropped": dict(self._dropped),
             "dialect": self._dialect(),
+            **self._facts_of_answers(),
         }
+
+    def _facts_of_answers(self) -> dict[str, Any]:
+        """Counts of pairs and judged answers; none for other rows."""
+        if self._source.entry.format not in FORMAT_OF_OBJECTIVE.values():
+            return {}
+        return {"answers": dict(self._answers), "as_chats": self._columns_as_chats()}
 
     def _columns_as_chats(self) -> str:
         """The `columns` that read rows of texts as chats."""

@@ -85,7 +85,10 @@ def _template_notes(store: StoredDocuments) -> Iterator[str]:
         texts = f"{counted(facts['rows_read'], 'text')}, {count:,} longer than data.max_length"
         yield f"{name}: {texts}, are {documents}: they are split, and no token is lost (truncation: split)"
     elif facts["documents"] > facts["rows_read"]:
-        yield f"{name}: {counted(facts['rows_read'], 'row')} are {documents}: each answer is one (train_on: each_turn)"
+        why = "each answer is one (train_on: each_turn)"
+        if store.desirable is not None:
+            why = "each chosen answer is a wanted one, each rejected answer an unwanted one"
+        yield f"{name}: {counted(facts['rows_read'], 'row')} are {documents}: {why}"
     if count := facts[OTHERWISE]:
         yield (
             f"{name}: rows with an answer that the chat template writes or asks for otherwise when it is the last: "

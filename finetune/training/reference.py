@@ -34,15 +34,15 @@ from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.objectives import objective_of
 from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
-from finetune.training.objectives.preferences import Judged, Pairs, Reference
+from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
 from finetune.training.run import Run, check_vocabulary
 from finetune.training.start import Start
 
-FILE = "reference.json"  # in the run folder
-VERSION = 1
+KEPT_IN_RUN = "reference.json"  # in the run folder
+REFERENCE_FORMAT = 1
 # A kept reference is compared with a live one on the first micro-batch: other weights under the same name differ more.
-SAME = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
-ARRAYS = ("answers", "mismatched", "held_out")
+AGREEING = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
+VALUES = ("answers", "mismatched", "held_out")
 
 
 def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int) -> dict[str, Any] | None:
@@ -56,13 +56,13 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
     section, objective = start.recipe.preferences, run.parts.objective
     if section is None or not section.needs_reference:
         return None
-    assert isinstance(objective, Pairs | Judged)
+    assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(start, section)
     log = run.terminal.log
-    own_file, kept_file = start.run_dir / FILE, cache_folder() / "references" / f"{key}.json"
+    own_file, kept_file = start.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
-    reference: Reference | None
+    reference: ReferenceValues | None
     if first_step > 0:
         reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
         if reference is None:
@@ -113,7 +113,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     key = reference_key(start, section)
     file = cache_folder() / "references" / f"{key}.json"
     objective = objective_of(recipe)
-    assert isinstance(objective, Pairs | Judged)
+    assert isinstance(objective, Pairs | JudgedAnswers)
     rows = start.prepared
     shapes = _shapes(rows.train, rows.eval, plan, objective)
     if _read_by_all(accelerator, file, key, shapes) is not None:
@@ -171,7 +171,7 @@ def reference_key(start: Start, section: Dpo | Kto) -> str:
     name = names.get(section.reference, section.reference)
     revision = recipe.model.revision if name == recipe.model.name_or_path else "main"
     parts = {
-        "version": VERSION,
+        "version": REFERENCE_FORMAT,
         "kind": section.reference,
         "model": recipe.model.model_dump(mode="json"),
         "files": _files_of(name, revision),
@@ -198,18 +198,20 @@ def _files_of(name: str, revision: str) -> list[Any]:
 
 
 def _shapes(
-    train: Rows, held_out: Rows | None, plan: BatchPlan, objective: Pairs | Judged
+    train: Rows, held_out: Rows | None, plan: BatchPlan, objective: Pairs | JudgedAnswers
 ) -> dict[str, tuple[int, ...]]:
     """The arrays of the run's reference."""
     shapes: dict[str, tuple[int, ...]] = {
         "answers": (len(train.pool.lengths), 2 if isinstance(objective, Pairs) else 1)
     }
-    if isinstance(objective, Judged):
+    if isinstance(objective, JudgedAnswers):
         shapes |= {"mismatched": (plan.total_rows,), "held_out": (0 if held_out is None else len(held_out),)}
     return shapes
 
 
-def _computed(forwards: Forwards, objective: Pairs | Judged, shapes: dict[str, tuple[int, ...]]) -> Reference:
+def _computed(
+    forwards: Forwards, objective: Pairs | JudgedAnswers, shapes: dict[str, tuple[int, ...]]
+) -> ReferenceValues:
     """The log-probabilities under the present model, in evaluation mode. Every rank calls it."""
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     rows = _all_units(forwards)
@@ -218,13 +220,13 @@ def _computed(forwards: Forwards, objective: Pairs | Judged, shapes: dict[str, t
     batches = answer_batches(forwards.plan, rows.documents, groups)
     for found, places in _log_probabilities(forwards, batches, "answers"):
         values["answers"][units[places]] = found.reshape(len(places), shapes["answers"][1])
-    if isinstance(objective, Judged):
+    if isinstance(objective, JudgedAnswers):
         for name, own_rows, steps in _streams(forwards):
             for first, indices in steps:
                 others = objective.mismatched_batches(forwards.plan, own_rows, indices)
                 for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
                     values[name][[first + place for place in places]] = found
-    return Reference(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
+    return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
 
 def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
@@ -259,7 +261,7 @@ def _all_units(forwards: Forwards) -> Rows:
     return forwards.train.pool.rows(units, None)
 
 
-def _agrees(forwards: Forwards, reference: Reference) -> bool:
+def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
     """Whether a kept reference is what the present model computes for the first micro-batch of every rank."""
     rows = _all_units(forwards)
     share = forwards.plan.per_device_batch_size * forwards.plan.world_size
@@ -269,7 +271,7 @@ def _agrees(forwards: Forwards, reference: Reference) -> bool:
     batches = answer_batches(forwards.plan, rows.documents, [[int(index)] for index in indices])
     for found, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
         kept = reference.answers[units[places]].reshape(-1)
-        differs += int((np.abs(found - kept) > SAME * np.maximum(np.abs(found), 1.0)).sum())
+        differs += int((np.abs(found - kept) > AGREEING * np.maximum(np.abs(found), 1.0)).sum())
     return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]
 
 
@@ -282,7 +284,7 @@ def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
 
 def _read_by_all(
     accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
-) -> Reference | None:
+) -> ReferenceValues | None:
     """Rank 0's kept reference on every rank; None if it has none."""
     found = _read(file, key, shapes) if accelerator.is_main_process else None
     if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
@@ -291,18 +293,18 @@ def _read_by_all(
     for name, shape in shapes.items():
         own = np.zeros(shape, np.float32) if found is None else getattr(found, name)
         values[name] = _summed(accelerator, own)
-    return Reference(**values)
+    return ReferenceValues(**values)
 
 
-def _as_json(key: str, reference: Reference) -> dict[str, Any]:
+def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
     content: dict[str, Any] = {"key": key}
-    for name in ARRAYS:
+    for name in VALUES:
         if (array := getattr(reference, name)) is not None:
             content[name] = base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
     return content
 
 
-def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> Reference | None:
+def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> ReferenceValues | None:
     """A kept reference; None if there is none, or if it is not what was written for this key (None: for any)."""
     content = read_sealed(file)
     if not isinstance(content, dict) or key not in (None, content.get("key")):
@@ -313,4 +315,4 @@ def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> Re
         if array.size != int(np.prod(shape)):
             return None
         values[name] = array.reshape(shape).copy()
-    return Reference(**values)
+    return ReferenceValues(**values)

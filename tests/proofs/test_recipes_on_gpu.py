@@ -38,7 +38,7 @@ TOGETHER = """
     llama3_3b_full_zero2_offload_2x24gb llama3_70b_full_fsdp2_2x8x80gb llama3_70b_lora_hsdp_2x8x80gb
     llama3_70b_qlora_fsdp2_4x24gb llama3_70b_qlora_zero3_4x48gb llama3_8b_full_fsdp2_grad_op_8x80gb
     llama3_8b_qlora_1f1b_2x12gb llama3_ddp llama3_fsdp llama3_full llama3_zero2 llama3_zero3 llama3_zero3_nvme
-    llama3_zero3_offload
+    llama3_zero3_offload smollm3_3b_full_apo_fsdp2_2x80gb
 """.split()
 PLAYED = (*QUICK, *ALONE, *TOGETHER)
 

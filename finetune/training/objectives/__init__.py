@@ -84,7 +84,7 @@ class Objective(Protocol):
 
 def objective_of(recipe: Recipe) -> Objective:
     """The objective that a recipe trains for."""
-    from finetune.training.objectives.preferences import Judged, Pairs
+    from finetune.training.objectives.preferences import JudgedAnswers, Pairs
     from finetune.training.objectives.supervised import Supervised
 
     match recipe.training.objective:
@@ -93,4 +93,4 @@ def objective_of(recipe: Recipe) -> Objective:
         case "dpo":
             return Pairs(recipe.dpo)
         case "kto":
-            return Judged(recipe.kto, recipe.data.max_length)
+            return JudgedAnswers(recipe.kto, recipe.data.max_length)

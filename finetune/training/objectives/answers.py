@@ -16,7 +16,7 @@ from finetune.tokens.batches import Documents, MicroBatch
 from finetune.tokens.encoder import IGNORE
 from finetune.training.batch_plan import BatchPlan
 
-Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int64, unshifted
+IdsAndLabels = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int64, unshifted
 # What the model's forward takes of a batch.
 MODEL_INPUTS = (*("input_ids", "position_ids", "shift_labels", "supervised"),
                 *("cu_seq_lens", "document_lengths", "answer_lengths"))  # fmt: skip
@@ -43,18 +43,18 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 class Groups:
     """Groups of places as rows: what is computed together. A group's documents are read once."""
 
-    documents_of: Callable[[int], list[Document]]
+    documents_of: Callable[[int], list[IdsAndLabels]]
     groups: Sequence[Sequence[int]]
-    read: dict[int, list[Document]] = field(default_factory=dict)
+    read: dict[int, list[IdsAndLabels]] = field(default_factory=dict)
 
-    def documents(self, row: int) -> list[Document]:
+    def documents(self, row: int) -> list[IdsAndLabels]:
         if row not in self.read:
             self.read[row] = [document for each in self.groups[row] for document in self.documents_of(each)]
         return self.read[row]
 
 
 def answer_batches(
-    plan: BatchPlan, documents_of: Callable[[int], list[Document]], groups: Sequence[Sequence[int]]
+    plan: BatchPlan, documents_of: Callable[[int], list[IdsAndLabels]], groups: Sequence[Sequence[int]]
 ) -> list[tuple[AnswerBatch, list[int]]]:
     """This rank's micro-batches of these groups of places, and the places in each."""
     grouped = Groups(documents_of, groups)
@@ -95,13 +95,13 @@ def planned_answers(
     return batch
 
 
-def prompt_tokens(document: Document) -> int:
+def prompt_tokens(document: IdsAndLabels) -> int:
     """The tokens before the first supervised one."""
     _, labels = document
     return int(np.argmax(labels != IGNORE))
 
 
-def mismatched_document(asked: Document, answered: Document, max_length: int) -> Document:
+def mismatched_document(asked: IdsAndLabels, answered: IdsAndLabels, max_length: int) -> IdsAndLabels:
     """One document's prompt with another's answer, cut at `max_length` tokens.
 
     Prompt a b and answer y z of the other: a b y z, of which y and z are supervised.

@@ -22,7 +22,7 @@ from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import LossSum, Reduce
 from finetune.training.objectives.answers import (
     AnswerBatch,
-    Document,
+    IdsAndLabels,
     answer_batches,
     mismatched_document,
     model_inputs,
@@ -30,7 +30,7 @@ from finetune.training.objectives.answers import (
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceValues:
     """A reference's log-probabilities, float32."""
 
     answers: np.ndarray  # [the pool's documents, answers of each]
@@ -46,7 +46,7 @@ class Pairs:
 
     def __init__(self, settings: Dpo) -> None:
         self._settings = settings
-        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
         self.metric_names: tuple[str, ...] = (
             *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
             *("logps_chosen", "logps_rejected", "logp_chosen_by_token", "logp_rejected_by_token"),
@@ -74,7 +74,7 @@ class Pairs:
         assert chosen_tokens is not None
         units = rows.units(indices)
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             return rows.documents(int(indices[place]))
 
         result: list[MicroBatch] = []
@@ -141,7 +141,7 @@ class Pairs:
         return torch.from_numpy(self.reference.answers[units].reshape(-1))
 
 
-class Judged:
+class JudgedAnswers:
     """KTO. Counts judged answers. Its KL baseline is the mean over the step's mismatched answers on all ranks."""
 
     unit: Literal["rows"] = "rows"
@@ -154,7 +154,7 @@ class Judged:
 
     def __init__(self, settings: Kto, max_length: int) -> None:
         self._settings, self._max_length = settings, max_length
-        self.reference: Reference | None = None  # None: zeros, for the worst step, which is undone
+        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
         self._kl: Tensor | None = None  # float32 []
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
@@ -179,7 +179,7 @@ class Judged:
         units = rows.units(indices)
         assert rows.pool.desirable is not None
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             return rows.documents(int(indices[place]))
 
         result: list[MicroBatch] = []
@@ -198,7 +198,7 @@ class Judged:
     ) -> list[tuple[AnswerBatch, list[int]]]:
         """This rank's micro-batches of each row's prompt with the next row's answer, and their places in the step."""
 
-        def documents_of(place: int) -> list[Document]:
+        def documents_of(place: int) -> list[IdsAndLabels]:
             asked, answered = (rows.documents(int(indices[each % len(indices)]))[0] for each in (place, place + 1))
             return [mismatched_document(asked, answered, self._max_length)]
 
