@@ -129,7 +129,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
-        ("mixtral", {}, "target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj: vLLM reads experts in"),
+        ("mixtral", {}, "target_parameters: mlp.experts.down_proj, mlp.experts.gate_up_proj: vLLM reads experts in"),
         ("qwen3_moe", {"target_parameters": EXPERTS[:1]}, "target_parameters: mlp.experts.gate_up_proj: vLLM takes"),
         ("qwen3_moe", {"alpha_pattern": {"q_proj": 2}}, "target_parameters beside a pattern have no form"),
     ],
