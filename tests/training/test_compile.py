@@ -55,6 +55,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return choice.compile_as_asked(recipe, strategy, model, torch.device("cuda", 0), say)
 
     monkeypatch.setattr(session, "compile_as_asked", asked)
+    monkeypatch.setattr(choice, "NOT_BY_AUTO", ())  # these runs compute in float32
 
 
 def test_the_curve_is_that_of_the_layers_as_they_are_written(

@@ -21,6 +21,7 @@ from finetune.recipe.strategy_fit import not_compiled
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SWITCHED_OFF = "training.compile: false"
 # Seen on an H200 and an H100 with torch 2.11: layers of a tiny Llama were not compiled after three minutes.
+NOT_BY_AUTO = ("no",)
 FLOAT32 = "in float32, which takes a GPU minutes to compile; training.compile: true compiles it"
 
 
@@ -57,7 +58,7 @@ def why_left_off(recipe: Recipe, strategy: Strategy, model: PreTrainedModel) -> 
     """Why layers run as they are written on any GPU; None where nothing is known against compiling them."""
     if recipe.training.compile is False:
         return SWITCHED_OFF
-    if recipe.training.compile == "auto" and recipe.training.mixed_precision == "no":
+    if recipe.training.compile == "auto" and recipe.training.mixed_precision in NOT_BY_AUTO:
         return FLOAT32
     return not_compiled(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model)
 

@@ -114,6 +114,7 @@ def plant_in_run(planted: str, patches: pytest.MonkeyPatch) -> None:
     backend = Faulty(fault) if where == "compiled" else Counting()
     patches.setattr(choice, "CompiledLayers", partial(CompiledLayers, backend=backend))
     patches.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    patches.setattr(choice, "NOT_BY_AUTO", ())  # the runs compute in float32
 
     def as_on_a_gpu(recipe: Any, strategy: Any, model: Any, device: torch.device, say: Any) -> CompiledLayers:
         if where and where != "compiled":
