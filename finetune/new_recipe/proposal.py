@@ -260,7 +260,8 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
     if not good:
         mistakes.raise_if_any()
     facts = reader.facts()
-    if facts["answers"]["pairs"] and facts["answers"]["pairs"] == facts["answers"]["equal"]:
+    answers = facts.get("answers")  # of preference rows alone
+    if answers and answers["pairs"] and answers["pairs"] == answers["equal"]:
         raise DataError(problems[-1:])  # nothing to prefer, in any row
     dropped = facts["dropped"]
     empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
