@@ -60,14 +60,15 @@ REQUEST = PlanRequest(
 )  # fmt: skip
 
 
-def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
-    (flat,) = batches_of(REQUEST)
+def test_batches_are_the_runs_own_but_for_what_stands_in_them(write: Write) -> None:
+    asks = replace(REQUEST, recipe=json.loads(write().read_text()))
+    (flat,) = batches_of(asks)
     assert flat["document_lengths"] == (7, 5, 9)
     assert flat["position_ids"].tolist() == [[*range(7), *range(5), *range(9)]]
-    (padded,) = batches_of(replace(REQUEST, flat=False))
+    (padded,) = batches_of(replace(asks, flat=False))
     assert padded["input_ids"].shape == (2, 12)
     assert "cu_seq_lens" not in padded
-    assert len(batches_of(replace(REQUEST, micro_batches=3))) == 3
+    assert len(batches_of(replace(asks, micro_batches=3))) == 3
 
 
 def test_another_recipe_has_the_runs_rows_as_it_deals_and_cuts_them(write: Write) -> None:
