@@ -128,7 +128,7 @@ def freeze(adapted: nn.Module) -> None:
 
 
 @contextmanager
-def without_adapters(adapted: Any) -> Iterator[None]:
+def as_the_base(adapted: Any) -> Iterator[None]:
     """Within the block, peft's model computes as its base. Afterwards the same weights are trained as before."""
     with adapted.disable_adapter():
         yield

@@ -33,7 +33,6 @@ ABOVE: dict[str, dict[str, Any]] = {
     "rank-stabilized": {"lora": {"use_rslora": True, "rank_pattern": {"o_proj": 2}}},
 }
 LONGER = {"training": {"max_steps": 12}, "eval_steps": 12}
-QUANTIZED = {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_the_export_is_the_sum_of_both(
     ended = evals(tmp_path / "first" / "run")
     began = evals(run)
     assert began[0] == pytest.approx(ended[-1], rel=1e-5)
-    assert abs(began[0] - began[-1]) > 3e-3, "else it would prove little"
+    assert abs(began[0] - began[-1]) > 5e-4, "else it would prove little"
     exported = load_file(run / "adapter" / "adapter_model.safetensors")
     for name, tensor in frozen.items():
         if ".lora_A." in name:
@@ -83,18 +82,21 @@ def test_the_export_is_the_sum_of_both(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3", "gpipe"])
-@pytest.mark.parametrize("method", [{}, QUANTIZED], ids=["lora", "qlora"])
-def test_every_strategy_gives_one_curve(
-    strategy: str, method: dict[str, Any], tmp_path: Path, base: Path, first: Path
-) -> None:
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_every_strategy_gives_one_curve(strategy: str, method: str, tmp_path: Path, base: Path, first: Path) -> None:
     skip_where_missing(strategy)
     gently = {"training": {"learning_rate": 1e-3}}
-    if method and strategy in ("fsdp2", "zero3"):
-        method = {"quantization": {**QUANTIZED["quantization"], "bnb_4bit_quant_storage": "float32"}}
-    recipe = on_top(tmp_path, base, first, gently, method)
+    closeness, changes = 2e-5, dict[str, Any]()
+    if method == "qlora":
+        dtype = "float32"
+        if strategy.startswith("zero"):  # which takes no quantised weights beside float32
+            dtype, closeness = "bfloat16", 2e-3
+        stored = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+        changes = {"quantization": stored, "training": {"mixed_precision": "no" if dtype == "float32" else "bf16"}}
+    recipe = on_top(tmp_path, base, first, gently, changes)
     assert launch([recipe], ranks=2, words=[f"accelerate_config={strategy}"]) == [0]
-    assert main([str(on_top(tmp_path / "alone", base, first, gently, method))]) == 0
-    assert evals(tmp_path / "run") == pytest.approx(evals(tmp_path / "alone" / "run"), rel=2e-5)
+    assert launch([on_top(tmp_path / "alone", base, first, gently, changes)], ranks=1) == [0]
+    assert evals(tmp_path / "run") == pytest.approx(evals(tmp_path / "alone" / "run"), rel=closeness)
 
 
 @pytest.mark.slow
