@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ OUT_OF_TIME = "not finished in time"
 OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe", "guard"
 
 
+@cache
 def recipes() -> dict[str, Path]:
     """The recipes for one GPU and one of the two models."""
     found = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}

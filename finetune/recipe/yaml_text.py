@@ -76,21 +76,48 @@ class Parsed:
     too_far: Place | None = None  # where aliases unfolded into too many values
 
 
+class _Exceeds(Exception):
+    """The text exceeds a limit."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw.problem)
+        self.flaw = flaw
+
+
 class _Loader(yaml.SafeLoader):
-    """Every plain scalar is text at first; `_scalar` decides."""
+    """Every plain scalar is text at first; `_scalar` decides. Limits are checked as the text is read."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth, self.documents, self.node_events = 0, 0, 0
+
+    def get_event(self) -> Any:
+        """The next event. Raises _Exceeds for too much depth, too many values, or a second document."""
+        event: Any = super().get_event()  # type: ignore[no-untyped-call]
+        place = _place(event.start_mark)
+        # A bomb of aliases has few events; `_value` counts what it unfolds into.
+        self.node_events += isinstance(event, yaml.NodeEvent)
+        if self.node_events > 2 * MAX_NODES:  # keys count here too
+            raise _Exceeds(Flaw(place, "", f"holds more than {MAX_NODES:,} values; a recipe is a page"))
+        self.documents += isinstance(event, yaml.DocumentStartEvent)
+        self.depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if self.depth > MAX_YAML_DEPTH:
+            raise _Exceeds(Flaw(place, "", f"is nested deeper than {MAX_YAML_DEPTH} levels; flatten it"))
+        if self.documents > 1:
+            raise _Exceeds(Flaw(place, "", "a second document begins here; a recipe is one document"))
+        return event
 
 
 def parse(text: str) -> Parsed:
     """Read one YAML document. Each mistake is a flaw; the rest is still read."""
     parsed = Parsed()
     try:
-        flaw = _limits(text)
-        if flaw:
-            parsed.flaws.append(flaw)
-            return parsed
         node = yaml.compose(text, Loader=_Loader)
+    except _Exceeds as error:
+        parsed.flaws.append(error.flaw)
+        return parsed
     except yaml.MarkedYAMLError as error:
         parsed.flaws.append(_syntax(text, error))
         return parsed
@@ -123,23 +150,6 @@ def yaml_value(text: str) -> Any:
 def dotted(path: Path) -> str:
     """`data.train.0.path`."""
     return ".".join(map(str, path))
-
-
-def _limits(text: str) -> Flaw | None:
-    """The first limit that the text exceeds (depth, values, documents), found without building anything."""
-    depth, documents, nodes = 0, 0, 0
-    for event in yaml.parse(text, Loader=_Loader):
-        # A bomb of aliases has few events; `_value` counts what it unfolds into.
-        nodes += isinstance(event, yaml.NodeEvent)
-        if nodes > 2 * MAX_NODES:  # keys count here too
-            return Flaw(_place(event.start_mark), "", f"holds more than {MAX_NODES:,} values; a recipe is a page")
-        documents += isinstance(event, yaml.DocumentStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_YAML_DEPTH:
-            return Flaw(_place(event.start_mark), "", f"is nested deeper than {MAX_YAML_DEPTH} levels; flatten it")
-        if documents > 1:
-            return Flaw(_place(event.start_mark), "", "a second document begins here; a recipe is one document")
-    return None
 
 
 def _syntax(text: str, error: yaml.MarkedYAMLError) -> Flaw:

@@ -8,6 +8,7 @@ import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,7 @@ def upward(uses: dict[str, set[str]]) -> list[str]:
     return sorted(wrong)
 
 
+@cache
 def uses(*, at_run_time: bool = False) -> dict[str, set[str]]:
     """Module -> modules that it imports; `at_run_time`: without those that only type checkers see."""
     hidden = {

@@ -113,7 +113,8 @@ def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> 
     assert (runs[0].folder / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_runs_share_each_chart(dpo: Path, kto: Path, tmp_path: Path) -> None:
+def test_several_runs_share_each_chart(dpo: Path, kto: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.planner.plan_of_run", lambda *_: (None, "not planned here"))
     runs = read_runs([dpo, kto])
     titles = [chart.title for chart in curves(runs)]
     assert titles[:3] == ["Loss", "Reward accuracy, %", "Reward margin, chosen less rejected"]
