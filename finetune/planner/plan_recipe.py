@@ -124,7 +124,8 @@ def plan_recipe(
         worst = max(stages, key=lambda each: max(each.needed, each.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
-    notes = [f"model: {source}"]
+    rows = {"pairs": "pairs of two answers, each of", "judged": "answers of"}.get(recipe.data.unit, "full rows of")
+    notes = [f"{rows} data.max_length", f"model: {source}"]
     if recipe.model.adapter is not None:
         notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")
     if recipe.training.mixed_precision == "fp16":
