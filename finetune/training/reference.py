@@ -8,7 +8,7 @@ values are kept in the cache folder too, under a key of everything that they dep
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
                 "run's; restore the file, or start again with training.resume=never"
             )
         objective.reference = reference
+        log(_line(section, shapes, key, "from the run folder"))
         return {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
@@ -93,9 +94,13 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
         if source == "computed":
             kept_file.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(kept_file, content)
-    answers = int(np.prod(shapes["answers"])) + sum(int(np.prod(shape)) for shape in list(shapes.values())[1:])
-    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})")
+    log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
     return {"kind": section.reference, "key": key, "from": source}
+
+
+def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
+    answers = sum(int(np.prod(shape)) for shape in shapes.values())
+    return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
 def names_second_model(section: Dpo | Kto) -> bool:
