@@ -191,9 +191,12 @@ def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
         return
     longer, every, longest = counts.too_long
     noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
-    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'}"
+    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'} longer than"
+    if recipe.data.unit == "pairs":
+        has = "has" if longer == 1 else "have"
+        are = f"about {longer:,} of {counted(every, noun)} {has} an answer that with its prompt is longer than"
     yield (
-        f"data.max_length: {are} longer than {recipe.data.row_tokens:,} tokens by the estimate, the longest about "
+        f"data.max_length: {are} {recipe.data.max_length:,} tokens by the estimate, the longest about "
         f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
     )
 
