@@ -154,6 +154,11 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
     if recipe.model.adapter is not None:
         note = f"model.adapter: new adapters instead of {recipe.model.adapter}, which fits the real model alone"
         yield RecipeChange({"model.adapter": None}, note)
+    preferences = recipe.preferences
+    if preferences is not None and preferences.reference not in ("start", "adapter_off"):
+        key = f"{recipe.training.objective}.reference"
+        note = f"{key}: start instead of {preferences.reference}, which fits the real model alone"
+        yield RecipeChange({key: "start"}, note)
     attention = recipe.model.attention
     if attention.startswith("flash"):
         yield RecipeChange(
@@ -238,7 +243,7 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
             "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,
             "samples.max_new_tokens": 4,
         },
-        f"training: {STEPS} steps of {counted(rows, 'row')}, {micro_batch} at a time on each rank",
+        f"training: {STEPS} steps of {counted(rows, recipe.data.row_noun)}, {micro_batch} at a time on each rank",
     )
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
