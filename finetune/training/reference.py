@@ -32,7 +32,7 @@ from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
-from finetune.training.objectives import objective_of
+from finetune.training.objectives import ChosenRows, objective_of
 from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
 from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
 from finetune.training.run import Run, check_vocabulary
@@ -228,7 +228,7 @@ def _computed(
     if isinstance(objective, JudgedAnswers):
         for name, own_rows, steps in _streams(forwards):
             for first, indices in steps:
-                others = objective.mismatched_batches(forwards.plan, own_rows, indices)
+                others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
                 for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
                     values[name][[first + place for place in places]] = found
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
