@@ -107,8 +107,8 @@ def preference_figures(name: str) -> dict[str, Any]:
         "supervised_minutes": sum(line["step_seconds"] for line in started if line["kind"] == "train") / 60,
         "supervised_cpu_minutes": json.loads((start / "cpu_seconds.json").read_text("utf-8")) / 60,
         "tokens": sum(line["tokens"] for line in steps),
-        "before": wilson(values[0]) if is_share else interval(values[0]).as_json(),
-        "after": wilson(values[1]) if is_share else interval(values[1]).as_json(),
+        "before": interval(values[0]).as_json(),
+        "after": interval(values[1]).as_json(),
         "difference": paired_interval(*values).as_json(),
         "held_out": [
             {"step": line["step"], **{key: round(line[key], 4) for key in shown}}
@@ -121,14 +121,6 @@ def preference_figures(name: str) -> dict[str, Any]:
             for old, new in list(zip(before, after, strict=True))[:SHOWN_ANSWERS]
         ],
     }
-
-
-def wilson(values: list[float]) -> dict[str, float]:
-    """A share with its 95 % interval, which has a width for 0 and for 1 too (Wilson 1927)."""
-    count, share, z = len(values), sum(values) / len(values), 1.96
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return {"mean": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
 
 
 def draw_preference(name: str, run: dict[str, Any]) -> None:
@@ -198,8 +190,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         "Four skills and two preferences that SmolLM2-135M learns on two CPU cores, trained and scored by",
         "`python benchmarks/skills.py`. Rows are held out: no question was trained on. Answers are greedy.",
-        "Intervals: 95 % bootstraps over 100 rows, for lengths over 50; of polite answers Wilson's. Minutes are the steps'",
-        "wall time. SQL and dates were trained beside other work, which about doubles it.",
+        "Intervals: 95 %, of shares Wilson's, else bootstraps; over 100 rows, for preferences over 50. Minutes are the",
+        "steps' wall time. SQL and dates were trained beside other work, which about doubles it.",
         "",
         "| skill | metric | before | after | training |",
         "|---|---|---|---|---|",

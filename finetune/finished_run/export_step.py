@@ -96,8 +96,8 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
         remove_folder(temporary)
         temporary.mkdir(parents=True)
         try:
-            product = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
             _copy_record(run_dir, temporary, step)
+            product = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
             record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
             write_json(temporary / EXPORT_RECORD, record)
             publish_folder(temporary, folder)

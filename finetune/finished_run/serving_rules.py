@@ -219,12 +219,13 @@ def _refused_settings(settings: Mapping[str, Any], architecture: str) -> list[st
         adapted = {name.rpartition(".")[2] for name in parameters}
         if architecture not in EXPERTS_BY_NAME:
             refusals.append(
-                f"target_parameters: {', '.join(sorted(parameters))}: vLLM reads experts in peft's layout for few mixtures, "
-                "and has passed over them without an error in others"
+                f"target_parameters: {', '.join(sorted(parameters))}: vLLM reads experts in peft's layout for few "
+                "mixtures, and has passed over them without an error in others"
             )
         elif adapted != EXPERT_PARAMETERS:
             refusals.append(
-                f"target_parameters: {', '.join(sorted(parameters))}: vLLM takes adapters on all projections of the experts"
+                f"target_parameters: {', '.join(sorted(parameters))}: vLLM takes adapters on all projections of the "
+                "experts"
             )
     if settings.get("bias", "none") != "none" or settings.get("lora_bias"):
         refusals.append("biases were trained, and vLLM loads none")

@@ -6,27 +6,26 @@ Each rank reads the whole file, which is small, and fills in the ranges that it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
 from finetune.model.build import build_model, decoder_parts
+from finetune.model.on_top import START, fetched_adapter_file, fill, frozen_parameters, is_on_top
 from finetune.model.packaged import published_name, resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,
-    PICKLED,
     WEIGHTS,
     config_mistake,
     folder_mistake,
-    lacks_weights,
     names_a_folder,
 )
 from finetune.recipe.schema import Recipe
@@ -55,7 +54,8 @@ class StartAdapter:
 
     def note(self, recipe: Recipe) -> str:
         """A line for the user. It also tells if the adapter was made for another base."""
-        line = f"model.adapter: training starts from {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
+        does = "a new adapter is trained on top of" if is_on_top(recipe) else "training starts from"
+        line = f"model.adapter: {does} {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
         model = recipe.model.name_or_path
         if self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
             line += f"; it was made for {self.base}, this recipe has {model}: see that the two are one model"
@@ -74,11 +74,11 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
         mistake, folder, revision = folder_mistake(name, recipe.lora), Path(name), None
     else:
         revision = recipe.model.adapter_revision
-        folder = _fetched(name, CONFIG, revision).parent
+        folder = fetched_adapter_file(name, CONFIG, revision).parent
         mistake = config_mistake(name, (folder / CONFIG).read_text(encoding="utf-8"), recipe.lora)
     if mistake is not None:
         raise FinetuneError(f"model.adapter: {mistake}")
-    file = folder / WEIGHTS if revision is None else _fetched(name, WEIGHTS, revision)
+    file = folder / WEIGHTS if revision is None else fetched_adapter_file(name, WEIGHTS, revision)
     try:
         base = str(look_at_adapter(folder).get("base_model_name_or_path") or "")
     except FinetuneError as error:
@@ -90,25 +90,6 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
     return StartAdapter(name, revision, file, sha256, base, keys)
 
 
-def _fetched(name: str, file: str, revision: str) -> Path:
-    """A Hub file's path on this machine. Ranks that ask at the same time wait for the one that downloads."""
-    from huggingface_hub import file_exists, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, file, revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        # LocalEntryNotFoundError is also an EntryNotFoundError, but says that the Hub could not be asked.
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError) and file == WEIGHTS:
-            pickled = file_exists(name, PICKLED, revision=revision)
-            raise FinetuneError(f"model.adapter: {lacks_weights(name, pickled=pickled)}") from error
-        reason = " ".join(str(error).split())[:300]
-        raise EnvironmentMismatch(
-            f"model.adapter: {file} of {name} could not be loaded: {reason}; name a local folder, or log in with "
-            "`hf auth login` for a private repository"
-        ) from error
-
-
 def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
     """Compare names and shapes with the model's, built without weights. Returns {the model's parameter: file's tensor}.
 
@@ -118,11 +99,18 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
 
     with silenced_peft():
         model = build_model(recipe, torch.device("meta"))
-        trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-        saved = get_peft_model_state_dict(model, state_dict=dict(trained), save_embedding_layers=False)
+        if is_on_top(recipe):
+            named, adapter_name = dict(frozen_parameters(model)), START
+            parameters: dict[str, Tensor] = dict(named)
+        else:
+            every = model.named_parameters(remove_duplicate=False)
+            named, adapter_name = {name: each for name, each in every if each.requires_grad}, "default"
+            parameters = model_tensors(model)  # tied ones once
+        saved = get_peft_model_state_dict(
+            model, state_dict=dict(named), adapter_name=adapter_name, save_embedding_layers=False
+        )
     # peft saves under names of its own. Its state dict holds the same tensor objects, so `id` finds the parameter.
-    parameters = model_tensors(model)  # tied ones once
-    parameter_of_tensor = {id(trained[parameter]): parameter for parameter in parameters}
+    parameter_of_tensor = {id(named[parameter]): parameter for parameter in parameters}
     expected = {key: parameter_of_tensor[id(tensor)] for key, tensor in saved.items()}
     try:
         with safe_open(file, framework="pt") as opened:
@@ -162,12 +150,21 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
     return {parameter: key for key, parameter in expected.items()}
 
 
+def building_on_top(adapter: StartAdapter) -> Callable[..., nn.Module]:
+    """A `build_model` that gives the frozen adapter its weights, on the ranks that have weights at all."""
+
+    def build(recipe: Recipe, device: torch.device, **options: Any) -> nn.Module:
+        model = build_model(recipe, device, **options)
+        if device.type != "meta":
+            fill(model, _tensors(adapter))
+        return model
+
+    return build
+
+
 def start_from(parts: Assembled, adapter: StartAdapter) -> None:
     """Fill the trained weights, in place on every rank. Raises FinetuneError if they are not finite."""
-    with safe_open(adapter.file, framework="pt") as opened:
-        tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
-    if bad := not_finite(tensors, 0):
-        raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
+    tensors = _tensors(adapter)
     # ZeRO's engine trains float32 masters and copies them into the model's parameters.
     if parts.engine is not None:
         load_masters(parts.engine, {name: tensor.float() for name, tensor in tensors.items()})
@@ -176,3 +173,12 @@ def start_from(parts: Assembled, adapter: StartAdapter) -> None:
     dtypes = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
     own_tensors = {name: tensor.to(dtypes[name]) for name, tensor in parts.of_this_stage(tensors).items()}
     load_model(parts.unwrapped_model, own_tensors)
+
+
+def _tensors(adapter: StartAdapter) -> dict[str, Tensor]:
+    """The file's tensors by the model's names. Raises FinetuneError if one is not finite."""
+    with safe_open(adapter.file, framework="pt") as opened:
+        tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
+    if bad := not_finite(tensors, 0):
+        raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
+    return tensors

@@ -32,6 +32,7 @@ from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
 from finetune.model.float8.layers import compute_in_float8
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
+from finetune.model.on_top import add_frozen_adapter, is_on_top
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.stored_structure import as_stored, fetch_weights
@@ -85,6 +86,8 @@ def build_model(
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with torch.device("meta" if model.device.type == "meta" else "cpu"):  # a GPU draws other numbers by a seed
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
+            if is_on_top(recipe):
+                add_frozen_adapter(adapted, recipe)
     if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, every, keep_products=recipe.training.keeps_products)

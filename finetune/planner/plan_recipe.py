@@ -126,7 +126,9 @@ def plan_recipe(
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
     rows = {"pairs": "pairs of two answers, each of", "judged": "answers of"}.get(recipe.data.unit, "full rows of")
     notes = [f"{rows} data.max_length", f"model: {source}"]
-    if recipe.model.adapter is not None:
+    if recipe.lora is not None and recipe.lora.on_top:
+        notes.append(f"model.adapter: {recipe.model.adapter} is frozen, in memory beside the new adapter")
+    elif recipe.model.adapter is not None:
         notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")
     if recipe.training.mixed_precision == "fp16":
         training = recipe.training.model_copy(update={"mixed_precision": "bf16"})

@@ -153,7 +153,10 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
     )
     if recipe.model.adapter is not None:
         note = f"model.adapter: new adapters instead of {recipe.model.adapter}, which fits the real model alone"
-        yield RecipeChange({"model.adapter": None}, note)
+        settings: dict[str, Any] = {"model.adapter": None}
+        if recipe.lora is not None and recipe.lora.on_top:
+            settings["lora.on_top"] = False
+        yield RecipeChange(settings, note)
     preferences = recipe.preferences
     if preferences is not None and preferences.reference not in ("start", "adapter_off"):
         key = f"{recipe.training.objective}.reference"

@@ -103,6 +103,14 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         return f"{name}: has {settings}, which is not offered here; merge it into its base and name the result"
     if lora is None:
         return None  # cross_checks.py reports it
+    if lora.on_top:
+        in_the_way = [key for key in ("use_dora", "modules_to_save", "target_parameters") if config.get(key)]
+        if init.startswith(MOVES_THE_BASE):
+            in_the_way.append(f"init_lora_weights: {init}")
+        if in_the_way:
+            has = ", ".join(in_the_way)
+            return f"{name}: has {has}, so nothing can be trained on top of it; merge it into its base first"
+        return None
     differing = list(_differing_settings(lora, config, init))
     if not differing:
         return None
@@ -110,7 +118,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         f"lora.{key} is {_in_yaml(ours)} and the adapter's {_in_yaml(theirs)}" for key, ours, theirs in differing
     )
     section = ", ".join(f"{key}: {_in_yaml(theirs)}" for key, _, theirs in differing)
-    return f"{name}: {problems}; write lora: {{{section}}}"
+    return f"{name}: {problems}; write lora: {{{section}}}, or train a new one on top of it: lora.on_top: true"
 
 
 def _differing_settings(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tuple[str, Any, Any]]:

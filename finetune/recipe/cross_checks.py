@@ -25,6 +25,7 @@ from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import DataSet, Generate, ModelSection, Quantization, Recipe, Training
+    from finetune.recipe.sections.lora import Lora
 
 # Each schedule's arguments, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -309,6 +310,8 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if recipe.model.adapter is not None and lora is None:
         remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
         yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
+    if lora is not None and lora.on_top:
+        yield from _on_top_mistakes(recipe, lora)
     if base is None:
         return
     if lora is None:
@@ -322,6 +325,19 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
         key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
         yield CrossCheck(key, problem, "set it to float16")
+
+
+def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:
+    """Settings by which the sum of two adapters is no plain adapter."""
+    key = "lora.on_top"
+    if recipe.model.adapter is None:
+        yield CrossCheck(key, "there is no adapter below", "name it in model.adapter, or set lora.on_top: false")
+    in_the_way = [name for name in ("use_dora", "modules_to_save", "target_parameters") if getattr(lora, name)]
+    if lora.takes_from_the_base:
+        in_the_way.append(f"init_lora_weights: {lora.init_lora_weights}")
+    for name in in_the_way:
+        remedy = "leave it out, or merge the adapter into its base first and name the result in model.name_or_path"
+        yield CrossCheck(key, f"the sum of two adapters cannot have lora.{name}", remedy)
 
 
 def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

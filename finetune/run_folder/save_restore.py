@@ -15,11 +15,14 @@ from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
+from finetune.model.on_top import is_on_top, stack, start_file
 from finetune.model.packaged import published_name
 from finetune.model.text_part import name_for_both, names_in_whole
+from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
 from finetune.run_folder.saving.background import Saves
+from finetune.run_folder.saving.manifest import sha256_of
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -171,12 +174,34 @@ def export_weights(
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
-        return export_adapter(any_model, weights, tokenizer, folder, base=base)
+        below = None
+        if is_on_top(recipe):
+            _refuse_another_below(recipe)
+            below = recipe
+        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below)
     return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
 
 
+def _refuse_another_below(recipe: Recipe) -> None:
+    """Raise FinetuneError if the frozen adapter's file is not the one in the run's receipt."""
+    receipt = Path(recipe.run_dir) / "receipt.json"
+    if receipt.is_file() and json.loads(receipt.read_text("utf-8"))["adapter"]["sha256"] != sha256_of(
+        start_file(recipe, WEIGHTS)
+    ):
+        raise FinetuneError(
+            f"model.adapter: {recipe.model.adapter} has changed since this run began, and the new adapter is of no use "
+            "without the old one; put the earlier file back"
+        )
+
+
 def export_adapter(
-    model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
+    model: PeftModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    *,
+    base: str,
+    below: Recipe | None = None,
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -186,6 +211,7 @@ def export_adapter(
         model: Unwrapped, maybe sharded.
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
+        below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
@@ -193,7 +219,10 @@ def export_adapter(
 
     def write(folder: Path) -> None:
         # "auto" would ask the Hub whether the vocabulary grew. Trained embeddings are in `weights` anyway.
-        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+        own = ["default"]
+        model.save_pretrained(str(folder), selected_adapters=own, state_dict=weights, save_embedding_layers=False)
+        if below is not None:
+            stack(folder, below, model, whole_names)
         if whole_names is not None:
             name_for_both(folder, model, whole_names)
         # peft writes these names as sets, and a set's order changes from process to process. Sort them.

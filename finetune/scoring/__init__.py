@@ -5,7 +5,7 @@
     sql.py          execution accuracy, in a child process (sql_child.py)
     function.py     a Python function of the user's own
     metrics.py      a metric's name to its scorer; the metrics that fit a data set
-    intervals.py    bootstrap intervals
+    intervals.py    95 % intervals
     general.py      the general set, general.jsonl: what was forgotten? (sources: general_licences.txt)
 
 No module here imports torch: answers come as texts.

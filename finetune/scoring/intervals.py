@@ -1,9 +1,16 @@
-"""Intervals for a mean score, by the bootstrap over rows (Efron 1979): percentiles of the means of resampled rows."""
+"""95 % intervals for a mean score.
+
+- A share of right answers has Wilson's interval (Wilson 1927): 96 to 100 % for 100 right ones
+  of 100, which a bootstrap takes for certain.
+- Other scores, and differences between two models, have the bootstrap over rows (Efron 1979): percentiles of the means
+  of resampled rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -24,18 +31,35 @@ class MeanInterval:
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
-def interval(scores: Sequence[float], seed: int = 0) -> MeanInterval:
-    """The mean of the scores and its interval. One row has an interval of no width, which says nothing."""
+def interval(scores: Sequence[float]) -> MeanInterval:
+    """The mean of the scores and its interval."""
+    if set(scores) <= {0.0, 1.0}:
+        return _wilson(int(sum(scores)), len(scores))
+    return _bootstrap(scores)
+
+
+def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInterval:
+    """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing.
+
+    Equal differences, or a single one, have an interval of no width, which says nothing.
+    """
+    return _bootstrap(np.subtract(after, before).tolist())
+
+
+def _wilson(right: int, count: int) -> MeanInterval:
+    share, z = right / count, NormalDist().inv_cdf((1 + LEVEL) / 2)
+    scale = 1 + z**2 / count
+    middle = (share + z**2 / (2 * count)) / scale
+    half = z / scale * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+    return MeanInterval(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def _bootstrap(scores: Sequence[float]) -> MeanInterval:
     values = np.asarray(scores, dtype=np.float64)
-    rng, count = np.random.default_rng(seed), len(values)
+    rng, count = np.random.default_rng(0), len(values)
     means, at_once = [], max(1, DRAWN_AT_ONCE // count)
     for start in range(0, RESAMPLES, at_once):
         drawn = rng.integers(count, size=(min(at_once, RESAMPLES - start), count))
         means.append(values[drawn].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return MeanInterval(float(values.mean()), float(low), float(high))
-
-
-def paired_interval(before: Sequence[float], after: Sequence[float], seed: int = 0) -> MeanInterval:
-    """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing."""
-    return interval(np.subtract(after, before).tolist(), seed)

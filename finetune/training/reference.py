@@ -11,6 +11,7 @@ import base64
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.metrics import Terminal
+from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto
 from finetune.strategies.assemble import assemble
@@ -75,7 +77,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
         return {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
-        computing = cast(Any, unwrapped).disable_adapter
+        computing = partial(as_the_base, unwrapped)
     reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
     source = "the cache"
     if names_second_model(section):  # keep_second_model has kept it

@@ -26,7 +26,7 @@ from finetune.architecture.compiled.choice import compile_as_asked
 from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
 from finetune.errors import Stopped
-from finetune.hub.start_adapter import start_from
+from finetune.hub.start_adapter import building_on_top, start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
@@ -34,7 +34,8 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
-from finetune.model.build import decoder_parts
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
 from finetune.model.optimizers.fused_update import choose_update
 from finetune.probe.padding import may_share_a_batch
@@ -196,9 +197,11 @@ def build(
     """Model, optimizer and receipt as of step `progress.step`."""
     recipe, first_step, device, log = start.recipe, progress.step, accelerator.device, output.terminal.log
     with phases("load"):
-        assembled = assemble(recipe, start.strategy, accelerator, launch=start.launch)
+        below = start.adapter if is_on_top(recipe) else None
+        build_it = build_model if below is None else building_on_top(below)
+        assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
         check_vocabulary(start.prepared, assembled.unwrapped_model)
-        if start.adapter is not None and first_step == 0:
+        if start.adapter is not None and below is None and first_step == 0:
             start_from(assembled, start.adapter)
         state = restore(recipe, assembled, first_step)
         load_scaler_state(accelerator, state.loss_scaler)

@@ -1,4 +1,4 @@
-"""Bootstrap intervals against scipy's."""
+"""Intervals against scipy's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ stats = pytest.importorskip("scipy.stats")
 
 
 @pytest.mark.parametrize("rows", [20, 100, 500])
-def test_intervals_agree_with_scipys(rows: int) -> None:
+def test_intervals_agree_with_scipys_bootstrap(rows: int) -> None:
     rng = np.random.default_rng(rows)
     base = (rng.random(rows) < 0.3).astype(float)
     tuned = np.maximum(base * (rng.random(rows) < 0.9), rng.random(rows) < 0.5).astype(float)
+    overlaps = rng.random(rows)
     for ours, values in (
-        (interval(tuned.tolist()), tuned),
+        (interval(overlaps.tolist()), overlaps),
         (paired_interval(base.tolist(), tuned.tolist()), tuned - base),
     ):
         theirs = stats.bootstrap(
@@ -27,9 +28,15 @@ def test_intervals_agree_with_scipys(rows: int) -> None:
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=max(1e-2, 1 / rows) + 1e-9)
 
 
+@pytest.mark.parametrize(("right", "count"), [(0, 50), (50, 50), (1, 1), (37, 100), (499, 500)])
+def test_a_share_has_scipys_wilson_interval(right: int, count: int) -> None:
+    ours = interval([1.0] * right + [0.0] * (count - right))
+    theirs = stats.binomtest(right, count).proportion_ci(method="wilson")
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
 def test_equal_scores_have_no_width() -> None:
     assert interval([0.5] * 10).as_json() == {"mean": 0.5, "low": 0.5, "high": 0.5}
-    assert interval([1.0]).as_json() == {"mean": 1.0, "low": 1.0, "high": 1.0}
 
 
 def test_the_same_scores_give_the_same_interval() -> None:

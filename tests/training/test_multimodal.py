@@ -53,7 +53,9 @@ def test_a_training_ends_in_an_adapter_for_the_whole_model(family: str, tmp_path
     assert main([str(page_of(family, tmp_path))]) == 0
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["text_part_of"] == (family if family in WITH_TEXT_CLASS else None)
-    assert (receipt["probe"]["precision"], set(receipt["probe"]["found"])) == ("float32", {"kept", "recomputed"})
+    # A family that rounds more than the bound in float32 is compared in float64, where no layer is recomputed.
+    found = {"float32": {"kept", "recomputed"}, "float64": {"kept"}}
+    assert set(receipt["probe"]["found"]) == found[receipt["probe"]["precision"]]
     assert receipt["probe"]["adapters"] == {key: receipt[key] for key in receipt["probe"]["adapters"]}
     assert receipt["reached_share"] > 0.99
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
