@@ -80,8 +80,11 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
 
 def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
     """The auxiliary loss coefficient for routers: the recipe's, else the model's own if it sets `output_router_logits:
-    true`, with which transformers adds that loss.
+    true`, with which transformers adds that loss. 0 for preferences: a forward for sums by answer adds none, and
+    training/batch_notes.py says so.
     """
+    if recipe.preferences is not None:
+        return 0.0
     if recipe.model.router_aux_loss_coef is not None:
         return recipe.model.router_aux_loss_coef
     text = config.get_text_config()

@@ -115,6 +115,10 @@ def check(
             batch_notes = result["batches"]["notes"]
         else:
             notes += far_rate(loaded.recipe)
+            if loaded.recipe.preferences is not None:
+                from finetune.training.batch_notes import router_left_out
+
+                notes += router_left_out(loaded.recipe)
         if model:
             from finetune.closed_form.recomputation import choose_recomputation
             from finetune.probe.probe import probe

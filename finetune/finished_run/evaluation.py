@@ -28,6 +28,7 @@ from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.probe.padding import may_share_a_batch
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import GeneralRow, general_rows, general_scores
@@ -115,6 +116,8 @@ def measure(
             if asked_general is not None:
                 general_answers[name] = generated_answers(model, tokenizer, asked_general, how, show_model)
     result: dict[str, Any] = {}
+    if answers or general_answers or losses:
+        result |= _started_from(recipe, say)
     if not measures_loss and prepared is not None:
         recorded = read_run(run.folder, recipe).exported_eval()
         wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
@@ -173,6 +176,17 @@ def measure(
         }
         say(general_in_words(result["general"]))
     return result, rows
+
+
+def _started_from(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str]:
+    """Says that the base is not the start of a training that went on with an adapter."""
+    start = recipe.model.adapter
+    if start is None:
+        return {}
+    say(
+        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
+    )
+    return {"started_from": start}
 
 
 def _general_set(rows: Sequence[GeneralRow], encoder: Encoder) -> ScoredSet:

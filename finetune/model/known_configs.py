@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
+from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, folder_of, in_hub_cache, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.untrusted.config_sizes import read_config
@@ -86,6 +86,16 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     if isinstance(config.get("text_config"), dict):
         config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
+
+
+def config_here(name_or_path: str, revision: str = "main") -> dict[str, Any] | None:
+    """config.json as it is written, if it is on this machine; the Hub is not asked."""
+    try:
+        folder = folder_of(name_or_path, revision)
+        file = Path(folder, "config.json") if folder is not None else shipped_config(name_or_path)
+        return read_config(file) if file is not None and file.is_file() else None
+    except FinetuneError:
+        return None
 
 
 def _as_number(content: dict[str, Any]) -> Any:

@@ -325,7 +325,7 @@ def _settings(
         packed = measured.rows
         bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, tokens)
         longest = round(counts.longest_bytes / bytes_a_token)
-        if measured.too_long and objective == "supervised":
+        if measured.too_long:
             longest = measured.too_long[2]
     else:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))

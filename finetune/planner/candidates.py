@@ -22,8 +22,10 @@ from finetune.errors import DoesNotFit
 from finetune.planner.remedies import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import PREFERENCE_RATES
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.sections.training import RECOMPUTATIONS_IF_COMPILED, Recomputation
+from finetune.wording import counted
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
@@ -72,8 +74,9 @@ def candidates(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
         lengths = [length for length in wanted.row_lengths if (length >= 2048) == long_rows]
         settings = product(lengths, _strategies(gpus), RECOMPUTATIONS_IF_COMPILED, ROWS)
         for length, strategy, recomputation, rows in settings:
-            if rows == 1 or rows * length <= TOKENS_AT_ONCE:
-                most = max(1, TOKENS_A_STEP // (length * ranks))
+            row_tokens = wanted.recipe.data.answers_a_row * length
+            if rows == 1 or rows * row_tokens <= TOKENS_AT_ONCE:
+                most = max(1, TOKENS_A_STEP // (row_tokens * ranks))
                 yield _variant(wanted, gpus, method, length, strategy, recomputation, min(rows, most))
 
 
@@ -98,6 +101,8 @@ def _variant(
     training["global_batch_size"] = rows_at_once * max(1, round(aim / rows_at_once))
     if not wanted.is_users or (method == "full") != (start.lora is None):
         training["learning_rate"] = 2e-5 if method == "full" else 2e-4
+        if start.preferences is not None:
+            training["learning_rate"] = PREFERENCE_RATES["full training" if method == "full" else "LoRA"][1]
     return start.model_copy(
         update={
             "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
@@ -136,7 +141,7 @@ def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Reci
     None if no variant fits.
     """
     strategies = _strategies(gpus)
-    lengths = wanted.row_lengths
+    lengths, answers = wanted.row_lengths, wanted.recipe.data.answers_a_row
     usual = _usual_length(wanted)
     for method, length in (*((method, usual) for method in wanted.methods), ("qlora", lengths[-1])):
         chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}
@@ -149,7 +154,7 @@ def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Reci
         "length": tuple(length for length in lengths if length == 2 * chosen["length"]),
         "strategy": strategies[:-1],
         "recomputation": RECOMPUTATIONS_IF_COMPILED[:-1],
-        "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // chosen["length"]),
+        "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // (answers * chosen["length"])),
     }
     for setting, values in better.items():
         for value in values:
@@ -161,12 +166,15 @@ def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Reci
 
 def variant_in_words(recipe: Recipe) -> str:
     """A variant in a line, for the search's progress."""
-    training = recipe.training
+    training, data = recipe.training, recipe.data
     method = "full"
     if recipe.lora is not None:
         method = "qlora" if recipe.quantization else "lora"
+    rows = str(training.per_device_batch_size)
+    if data.unit != "documents":
+        rows = counted(training.per_device_batch_size, data.row_noun)
     return (
-        f"{method}, {recipe.accelerate_config}, {training.per_device_batch_size} x {recipe.data.max_length:,} tokens, "
+        f"{method}, {recipe.accelerate_config}, {rows} x {data.row_tokens:,} tokens, "
         f"activation_checkpointing: {plain(training.activation_checkpointing)}"
     )
 

@@ -184,7 +184,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions
         text.insert(1, run_in_words(result["run"], result, gpus))
     else:
         text = [verdict(planned), run_in_words(result["run"], result, gpus), "", *plan_bars(planned), ""]
-        text += [f"assumed: {'; '.join(['full rows of data.max_length', *planned.notes])}"]
+        text += [f"assumed: {'; '.join(planned.notes)}"]
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"

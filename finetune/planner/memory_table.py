@@ -42,7 +42,7 @@ def plan_text(planned: Plan) -> str:
     if any(planned.host.values()):
         listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
         lines.append(f"in host memory of rank 0, of {planned.node} per machine, GiB at the peak of: {listed}")
-    return "\n".join([*lines, "full rows of data.max_length", *planned.notes])
+    return "\n".join([*lines, *planned.notes])
 
 
 def verdict(planned: Plan) -> str:

@@ -16,7 +16,7 @@ from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.errors import FinetuneError
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.optimizers import OPTIMIZERS, for_shards
+from finetune.recipe.optimizers import OPTIMIZERS, PREFERENCE_RATES, for_shards
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
 
@@ -124,7 +124,9 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
             says = "weights in bfloat16, where small updates round away"
         yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, says)]
     if recipe.lora is None:
-        yield [NOTHING, Option((("lora", {}), ("training.learning_rate", 2e-4)), 18, "adapters instead of all weights")]
+        rate = 2e-4 if recipe.preferences is None else PREFERENCE_RATES["LoRA"][1]
+        adapters: tuple[tuple[str, Any], ...] = (("lora", {}), ("training.learning_rate", rate))
+        yield [NOTHING, Option(adapters, 18, "adapters instead of all weights")]
     knob = [NOTHING]
     for tokens, cost in ((recipe.data.max_length // 2, 24), (recipe.data.max_length // 4, 48)):
         if tokens >= SHORTEST:

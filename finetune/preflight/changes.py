@@ -157,6 +157,11 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
         if recipe.lora is not None and recipe.lora.on_top:
             settings["lora.on_top"] = False
         yield RecipeChange(settings, note)
+    preferences = recipe.preferences
+    if preferences is not None and preferences.reference not in ("start", "adapter_off"):
+        key = f"{recipe.training.objective}.reference"
+        note = f"{key}: start instead of {preferences.reference}, which fits the real model alone"
+        yield RecipeChange({key: "start"}, note)
     attention = recipe.model.attention
     if attention.startswith("flash"):
         yield RecipeChange(
@@ -241,7 +246,7 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
             "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,
             "samples.max_new_tokens": 4,
         },
-        f"training: {STEPS} steps of {counted(rows, 'row')}, {micro_batch} at a time on each rank",
+        f"training: {STEPS} steps of {counted(rows, recipe.data.row_noun)}, {micro_batch} at a time on each rank",
     )
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"

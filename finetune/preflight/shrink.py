@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import Chat
+from finetune.data.formats import Chat, documents_in
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
@@ -127,7 +127,8 @@ def template_variables(data: Data) -> list[str]:
     for source in map(resolve, data.sets):
         if source.kind != "hub":
             first_rows = (row.read for row in islice(RowReader(source).rows(), SAMPLED_ROWS))
-            names += [name for row in first_rows if isinstance(row, Chat) for name in row.template_kwargs]
+            documents = (document for row in first_rows if row is not None for document in documents_in(row))
+            names += [name for chat in documents if isinstance(chat, Chat) for name in chat.template_kwargs]
     return list(dict.fromkeys(names))
 
 

@@ -52,7 +52,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
         "recomputed": training.activation_checkpointing,
         "new tokens": bool(recipe.model.new_tokens),
         "precision": [training.mixed_precision, training.pure_bf16, recipe.model.dtype],
-        "router": recipe.model.router_aux_loss_coef,
+        "router": recipe.model.router_aux_loss_coef if recipe.preferences is None else 0.0,
         "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }

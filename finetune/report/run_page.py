@@ -74,7 +74,10 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "rows": rows,
         "numbers": range(3, len(columns) + 1),  # columns aligned right: all behind run, state and strategy
         "error": None,
-        "missing": [f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())],
+        "missing": [
+            *(f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())),
+            *_objectives_that_differ(runs),
+        ],
         "process": "",
         "curves": curves(runs),
         "memory": memory,
@@ -96,6 +99,16 @@ def report(runs: Sequence[ReportedRun]) -> str:
             values["first_chart"] = loss
             values["curves"] = values["curves"][1:]
     return render_page("report.html.jinja", **values)
+
+
+def _objectives_that_differ(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """A line that the losses of these runs are not to be compared: another beta or loss_type scales them."""
+    recipes = [run.facts.recipe for run in runs]
+    if all(recipe.preferences == recipes[0].preferences for recipe in recipes):
+        return
+    words = ["supervised" if each.preferences is None else objective_in_words(each.preferences) for each in recipes]
+    told = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
+    yield f"The objectives differ, so the losses do not compare. {told}."
 
 
 def _first_prompts(run: ReportedRun) -> list[Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.check import Mistakes
-from finetune.data.formats import Passage
+from finetune.data.formats import Passage, documents_in
 from finetune.data.row_reader import ReadRow, RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
@@ -120,11 +120,11 @@ def _rows_to_encode(reader: RowReader, data: Data, progress: _Progress) -> Itera
         progress.rows += 1
         if row.read is None:
             continue
-        nbytes = len(text_of(row.read).encode(errors="replace"))
+        sizes = [len(text_of(document).encode(errors="replace")) for document in documents_in(row.read)]
         is_text = isinstance(row.read, Passage) and not row.read.prompt
         refuses_long = data.truncation == "error" or (data.truncation == "split" and not is_text)
-        may_be_long = refuses_long and nbytes > LEAST_BYTES_A_TOKEN * data.max_length
+        may_be_long = refuses_long and max(sizes) > LEAST_BYTES_A_TOKEN * data.max_length
         if (progress.encoded < FIRST_ROWS or may_be_long) and progress.nbytes < MOST_ENCODED_BYTES:
             progress.encoded += 1
-            progress.nbytes += nbytes
+            progress.nbytes += sum(sizes)
             yield row

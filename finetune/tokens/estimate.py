@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.formats import Chat, Content, Judged, Pair, Passage, by_turn, documents_in
+from finetune.data.formats import Chat, Passage, by_turn, documents_in
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
@@ -43,7 +43,8 @@ class RowCounts:
     tokens: int
     longest: int  # tokens that the longest row may have
     estimated_by: str = ""  # empty where they were counted
-    too_long: tuple[int, int, int] | None = None  # documents beyond max_length, all documents, the longest
+    # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
+    too_long: tuple[int, int, int] | None = None
     beyond: float = 0.0  # share of all tokens that lie beyond max_length in their document
 
 
@@ -70,12 +71,18 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
     around = _tokens_around(file) if file else AROUND
-    lengths = [_token_counts(texts, file, around) for texts in texts_of_sets]
-    all_lengths = np.concatenate(lengths)
-    longer = int((all_lengths > data.row_tokens).sum())
+    # [rows, documents of a row]: each of a pair's two answers, with its prompt, has a max_length of its own.
+    documents = [_token_counts(texts, file, around).reshape(-1, data.answers_a_row) for texts in texts_of_sets]
+    longest_of_rows = np.concatenate([of_rows.max(axis=1) for of_rows in documents])
+    longer = int((longest_of_rows > data.max_length).sum())
+    lengths = []
+    for of_rows in documents:
+        row_lengths = np.maximum(of_rows.sum(axis=1), 1)
+        if data.truncation == "drop":
+            row_lengths[of_rows.max(axis=1) > data.max_length] = 0
+        lengths.append(row_lengths)
     trained = _epoch_lengths(recipe, lengths)
-    if data.truncation == "drop":
-        trained = trained[trained <= data.row_tokens]
+    trained = trained[trained > 0]
     if data.truncation == "split":  # whole pieces, and the rest
         whole, rest = trained // data.max_length, trained % data.max_length
         trained = np.concatenate([np.full(int(whole.sum()), data.max_length), rest[rest > 0]])
@@ -88,45 +95,41 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     estimated_by = "the model's tokenizer"
     if not file:
         estimated_by = f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
-    too_long = (longer, len(all_lengths), int(all_lengths.max())) if longer else None
-    beyond = float(np.maximum(all_lengths - data.row_tokens, 0).sum() / all_lengths.sum())
+    too_long = (longer, len(longest_of_rows), int(longest_of_rows.max())) if longer else None
+    tokens = np.concatenate([of_rows.reshape(-1) for of_rows in documents])
+    beyond = float(np.maximum(tokens - data.max_length, 0).sum() / tokens.sum())
     return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond)
 
 
 def _read_texts(source: Source, data: Data) -> _Texts:
-    """The sizes of a data set's documents; a preference pair counts as one. Rows with a mistake are passed over, since
+    """The sizes of a data set's documents, a pair's two one after the other. Rows with a mistake are passed over, since
     other commands report them."""
     texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:
             continue
-        examples: list[Content] = [read]
-        if isinstance(read, Pair) and data.unit == "judged":
-            examples = [*documents_in(read)]
-        elif data.train_on == "each_turn" and isinstance(read, Chat):
+        documents = documents_in(read)
+        if data.train_on == "each_turn" and isinstance(read, Chat) and (turns := by_turn(read)):
             # Templates leave out the reasoning of earlier turns.
-            examples = [
+            documents = tuple(
                 replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])
-                for chat in by_turn(read)
-            ] or [read]
-        for example in examples:
-            text = text_of(example).encode(errors="replace")  # an unsupervised key may contain half a letter
+                for chat in turns
+            )
+        for document in documents:
+            text = text_of(document).encode(errors="replace")  # an unsupervised key may contain half a letter
             texts.nbytes.append(len(text))
-            chats = [document for document in documents_in(example) if isinstance(document, Chat)]
-            texts.messages.append(sum(len(chat.messages) for chat in chats))
+            texts.messages.append(len(document.messages) if isinstance(document, Chat) else 0)
             if len(texts.sample) < SAMPLED:
                 texts.sample.append(text.decode())
     return texts
 
 
-def text_of(example: Content) -> str:
-    """All encoded text of a row's documents, except the template's own: roles, and words around tools."""
-    if isinstance(example, Pair | Judged):
-        return "\n".join(text_of(document) for document in documents_in(example))
-    if isinstance(example, Passage):
-        return example.prompt + example.completion
-    tools = [json.dumps(tool, ensure_ascii=False) for tool in example.tools or ()]
-    return "\n".join([*tools, *_message_texts(example.messages)])
+def text_of(document: Chat | Passage) -> str:
+    """All encoded text of a document, except the template's own: roles, and words around tools."""
+    if isinstance(document, Passage):
+        return document.prompt + document.completion
+    tools = [json.dumps(tool, ensure_ascii=False) for tool in document.tools or ()]
+    return "\n".join([*tools, *_message_texts(document.messages)])
 
 
 def _without_reasoning(message: dict[str, object]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.model.known_configs import config_here
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.optimizers import far_rate
@@ -44,6 +45,7 @@ def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
         *idle_ranks(plan),
         *large_micro_batch(plan),
         *far_rate(recipe),
+        *router_left_out(recipe),
     ]
 
 
@@ -58,7 +60,7 @@ def notes_before_launch(
     counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
-        return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe)]}
+        return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe), *router_left_out(recipe)]}
     budget = recipe.budget
     strategy = strategy_of(recipe)
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
@@ -167,15 +169,34 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
         yield f"training.per_device_batch_size: {larger}; set training.per_device_batch_size={max(1, batch // ranks)}"
 
 
+def router_left_out(recipe: Recipe) -> Iterator[str]:
+    """A line for a training on preferences without the router's balance loss that a supervised one would add."""
+    if recipe.preferences is None:
+        return
+    objective, asked = recipe.training.objective, recipe.model.router_aux_loss_coef
+    left_out = f"objective {objective}: the router's balance loss is not added"
+    if asked:
+        yield f"{left_out}: model.router_aux_loss_coef is {asked:g}; set it to 0"
+    elif asked is None:
+        config = config_here(recipe.model.name_or_path, recipe.model.revision) or {}
+        sections = [config, *(part for part in config.values() if isinstance(part, dict))]  # a text part's is its own
+        if any(part.get("output_router_logits") and part.get("router_aux_loss_coef", 1) for part in sections):
+            why = "the model's configuration asks for it; if that is right, set model.router_aux_loss_coef: 0"
+            yield f"{left_out}: {why}"
+
+
 def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
     """A line for documents longer than data.max_length by estimate. Training refuses these by default."""
     if counts.too_long is None or recipe.data.truncation != "error":
         return
     longer, every, longest = counts.too_long
     noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
-    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'}"
+    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'} longer than"
+    if recipe.data.unit == "pairs":
+        has = "has" if longer == 1 else "have"
+        are = f"about {longer:,} of {counted(every, noun)} {has} an answer that with its prompt is longer than"
     yield (
-        f"data.max_length: {are} longer than {recipe.data.row_tokens:,} tokens by the estimate, the longest about "
+        f"data.max_length: {are} {recipe.data.max_length:,} tokens by the estimate, the longest about "
         f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
     )
 

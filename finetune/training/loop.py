@@ -31,7 +31,7 @@ from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
-from finetune.training.objectives import Objective
+from finetune.training.objectives import ChosenRows, Objective
 from finetune.training.run import Run, steps_of
 from finetune.training.seeds import Seeds
 from finetune.training.step import optimizer_step
@@ -229,7 +229,7 @@ def batches_on_device(run: Run, first_step: int, *, ahead: bool) -> Iterator[Tim
     """
     plan, objective = run.plan, run.parts.objective
     steps = (
-        objective.batches(plan, run.train_rows, plan.rows_of(step), step * plan.global_batch_size)
+        objective.batches(ChosenRows(plan, run.train_rows, plan.rows_of(step), first=step * plan.global_batch_size))
         for step in range(first_step, plan.total_steps)
     )
     with made_ahead(steps) if ahead else nullcontext(steps) as made:

@@ -8,7 +8,7 @@ values are kept in the cache folder too, under a key of everything that they dep
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
-from finetune.training.objectives import objective_of
+from finetune.training.objectives import ChosenRows, objective_of
 from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
 from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
 from finetune.training.run import Run, check_vocabulary
@@ -73,6 +73,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
                 "run's; restore the file, or start again with training.resume=never"
             )
         objective.reference = reference
+        log(_line(section, shapes, key, "from the run folder"))
         return {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
@@ -95,9 +96,13 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
         if source == "computed":
             kept_file.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(kept_file, content)
-    answers = int(np.prod(shapes["answers"])) + sum(int(np.prod(shape)) for shape in list(shapes.values())[1:])
-    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})")
+    log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
     return {"kind": section.reference, "key": key, "from": source}
+
+
+def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
+    answers = sum(int(np.prod(shape)) for shape in shapes.values())
+    return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
 def names_second_model(section: Dpo | Kto) -> bool:
@@ -225,7 +230,7 @@ def _computed(
     if isinstance(objective, JudgedAnswers):
         for name, own_rows, steps in _streams(forwards):
             for first, indices in steps:
-                others = objective.mismatched_batches(forwards.plan, own_rows, indices)
+                others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
                 for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
                     values[name][[first + place for place in places]] = found
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})

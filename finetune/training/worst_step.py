@@ -26,6 +26,7 @@ from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
+from finetune.training.objectives import ChosenRows
 from finetune.training.run import Run
 from finetune.training.step import optimizer_step
 from finetune.training.update import keep_refusal_flag, updates_on_device
@@ -153,7 +154,7 @@ def worst_batches_of(run: Run, rows: Rows) -> tuple[list[MicroBatch], int]:
     numbers = iter(range(len(few)))
     numbered = [[next(numbers) for _ in group] for group in groups]
     objective, indices = run.parts.objective, np.arange(len(few))
-    batches = objective.batches(run.plan, all_supervised, indices, groups=numbered)
+    batches = objective.batches(ChosenRows(run.plan, all_supervised, indices, groups=numbered))
     return batches, objective.planned_count(all_supervised, indices)
 
 

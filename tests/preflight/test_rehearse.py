@@ -22,6 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
 from finetune.data.check import check_rows
+from finetune.data.formats import Chat, Judged, Pair
+from finetune.data.row_reader import RowReader
+from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
@@ -30,6 +33,7 @@ from finetune.preflight import rehearsal as rehearsals
 from finetune.preflight.changes import (
     LONGEST_ROW,
     RESUMES_ON_A_GPU,
+    SAMPLE_CHAT,
     SAVED_AFTER,
     STEPS,
     changes,
@@ -42,11 +46,12 @@ from finetune.preflight.load_back import load_back
 from finetune.preflight.rehearsal import Checklist, exported, rehearse, resume_tolerance, same_curve, sharding
 from finetune.preflight.shrink import Shrunk, shrink_model
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Data, Recipe
+from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
 from finetune.run_folder.save_restore import export_adapter
 from tests.support.models.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
+from tests.support.runs.preferences import preference_recipe
 from tests.support.runs.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,6 +372,54 @@ class TestWhatIsSeen:
         checked = check_rows(Data.model_validate({"train": entries}))
         assert [*checked.values()] == [36] * count
         assert len({Path(entry["data_files"]).read_bytes() for entry in entries}) == count, "no rows are held out twice"
+
+    @pytest.mark.parametrize(
+        ("name", "layout"), [("qwen3_8b_qlora_dpo_1x24gb", "preference"), ("smollm2_1.7b_lora_kto_1x8gb", "kto")]
+    )
+    def test_the_stand_in_rows_are_of_the_objectives_layout(self, name: str, layout: Any, tmp_path: Path) -> None:
+        """A chat's own last answer is the better one; judged answers are wanted in turn."""
+        recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
+        found = changes(recipe, read_strategy("single"), SHRUNK, processes=1, folder=tmp_path)
+        small = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides(found)).recipe
+        assert small.training.objective == recipe.training.objective
+        assert {entry.format for entry in small.data.sets} == {layout}
+        assert small.data.unit == recipe.data.unit
+        file = Path(str(small.data.train[0].data_files))
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        chats = [json.loads(line)["messages"] for line in SAMPLE_CHAT.read_text("utf-8").splitlines()]
+        read = [
+            row.read for row in RowReader(resolve(DataSet(path="json", data_files=str(file), format=layout))).rows()
+        ]
+        for number, (chat, row, content) in enumerate(zip(chats, rows, read, strict=True)):
+            other = chats[(number + 1) % len(chats)][-1]
+            assert row["prompt"] == chat[:-1]
+            if layout == "preference":
+                assert {*row} == {"prompt", "chosen", "rejected"}
+                assert isinstance(content, Pair)
+                assert isinstance(content.chosen, Chat)
+                assert isinstance(content.rejected, Chat)
+                answers = content.chosen.messages[-1], content.rejected.messages[-1]
+                assert [each["content"] for each in answers] == [chat[-1]["content"], other["content"]]
+            else:
+                assert {*row} == {"prompt", "completion", "label"}
+                assert isinstance(content, Judged)
+                assert isinstance(content.answer, Chat)
+                assert content.desirable == (number % 2 == 0)
+                assert content.answer.messages[-1]["content"] == (chat[-1] if content.desirable else other)["content"]
+
+    @pytest.mark.parametrize(("kind", "noun"), [("dpo", "pairs"), ("kto", "judged answers")])
+    def test_a_reference_of_another_size_is_left_out(self, kind: str, noun: str, tmp_path: Path) -> None:
+        file = preference_recipe(tmp_path, Path("x"), kind)
+        before, after, notes = rehearsed(file, f"{kind}.reference=Qwen/Qwen3-8B")
+        assert before.preferences is not None
+        assert after.preferences is not None
+        assert (before.preferences.reference, after.preferences.reference) == ("Qwen/Qwen3-8B", "start")
+        assert f"{kind}.reference: start instead of Qwen/Qwen3-8B, which fits the real model alone" in notes
+        assert any(f"4 steps of 4 {noun}" in note or f"4 steps of 2 {noun}" in note for note in notes)
+        for kept in ("start", "adapter_off"):
+            _, after, _ = rehearsed(file, f"{kind}.reference={kept}", "lora={}")
+            assert after.preferences is not None
+            assert after.preferences.reference == kept
 
     @pytest.mark.parametrize("state", ["running", "finished"])
     def test_a_kill_that_came_after_the_end_is_none(

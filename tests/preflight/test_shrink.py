@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,21 @@ def test_what_rows_give_their_template_the_small_one_takes(tmp_path: Path) -> No
     assert text == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>Hm</think>So.<|im_end|>\n"
     with pytest.raises(RowError, match="no variable 'enable_thinking'"):
         Encoder(train_tokenizer(sample_texts(data)), data).script(read)
+
+
+@pytest.mark.parametrize("layout", ["preference", "kto"])
+def test_variables_of_preference_rows_are_taken_too(layout: str, tmp_path: Path) -> None:
+    def turn(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    row: dict[str, Any] = {"prompt": turn("user", "Why?"), "chat_template_kwargs": {"effort": "high"}}
+    if layout == "preference":
+        row |= {"chosen": turn("assistant", "So."), "rejected": turn("assistant", "No.")}
+    else:
+        row |= {"completion": turn("assistant", "So."), "label": True}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    entry = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "format": layout}
+    assert template_variables(Data.model_validate({"train": [entry]})) == ["effort"]
 
 
 def chats(folder: Path) -> Data:

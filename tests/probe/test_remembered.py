@@ -154,4 +154,7 @@ def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyP
         keys.append(key_of(half_recipe()))
     assert len(set(keys)) == len(keys) == len(CHANGES) + 8
     assert key_of(half_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
+    without = {"router_aux_loss_coef": 0.0}  # preferences have no router's loss
+    preferences = half_recipe(training={"objective": "dpo"}, model={"router_aux_loss_coef": 0.02})
+    assert key_of(preferences) == key_of(half_recipe(model=without)) != keys[0]
     assert key_of(half_recipe(model={"attention": "varlen"})) == keys[0]  # which auto is

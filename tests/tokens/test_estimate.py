@@ -18,6 +18,7 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens import estimate
 from finetune.tokens.dataset import prepare
 from finetune.tokens.estimate import RowCounts, estimated_rows
+from finetune.training.batch_notes import notes_before_launch
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import least, write_recipe
 
@@ -86,6 +87,29 @@ def test_each_answer_is_counted_with_what_is_before_it(tmp_path: Path, tiny_llam
     actual, counts = prepare(recipe, load_tokenizer(recipe)), estimated(recipe)
     assert counts.rows == len(actual.train) == 150
     assert counts.tokens == pytest.approx(actual.facts["tokens"], rel=0.06)
+
+
+def test_each_answer_of_a_pair_is_compared_by_itself(tmp_path: Path, tiny_llama: Path) -> None:
+    """Every fifth pair has one answer that is too long beside a short one: the two together would fit two rows."""
+    words, file = "old stone bridge over the river ", tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"river {n}", "chosen": words * (30 if n % 5 == 0 else 8), "rejected": words * 3} for n in range(100)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    content = least(tiny_llama, data={"train": [{"path": "json", "data_files": str(file)}], "max_length": 128})
+    content["training"] = {"objective": "dpo"}
+    path = write_recipe(tmp_path, content)
+    counts = estimated(load_recipe(path).recipe)
+    assert counts.too_long is not None
+    assert counts.too_long[:2] == (20, 100)
+    (line,) = (line for line in notes_before_launch(load_recipe(path).recipe)["notes"] if "max_length" in line)
+    assert line.startswith(
+        "data.max_length: about 20 of 100 pairs have an answer that with its prompt is longer than 128"
+    )
+    dropped = load_recipe(path, ["data.truncation=drop"]).recipe
+    actual, counts = prepare(dropped, load_tokenizer(dropped)), estimated(dropped)
+    assert counts.rows == len(actual.train) == 80
+    assert counts.tokens == pytest.approx(actual.train.lengths.sum(), rel=0.06)
 
 
 def test_a_default_system_turn_is_counted(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:

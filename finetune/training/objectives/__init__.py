@@ -33,6 +33,30 @@ class LossSum:
     metrics: tuple[Tensor, ...] = ()  # one for each name in `metric_names`: [], summed, on the device
 
 
+@dataclass(frozen=True)
+class ChosenRows:
+    """Rows that become this rank's micro-batches: a step's, or an evaluation's."""
+
+    plan: BatchPlan
+    rows: Rows
+    indices: np.ndarray  # of the chosen rows
+    first: int | None = None  # the place of the first one in the run's stream of rows; None: they are not a step's
+    groups: list[list[int]] | None = None  # places that are computed as one row each; None: as the plan packs them
+
+    @classmethod
+    def all_of(cls, plan: BatchPlan, rows: Rows) -> ChosenRows:
+        """Each row once and in order."""
+        return cls(plan, rows, np.arange(len(rows)))
+
+    def grouped(self) -> list[list[int]]:
+        """The places that are computed together."""
+        return self.groups or self.plan.groups(self.rows, self.indices)
+
+    def documents(self, place: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """input_ids and labels of the documents of the row at this place, int64, unshifted."""
+        return self.rows.documents(int(self.indices[place]))
+
+
 class Objective(Protocol):
     """How a micro-batch becomes a loss."""
 
@@ -54,20 +78,8 @@ class Objective(Protocol):
     def count(self, batch: MicroBatch) -> int:
         """The units in this rank's micro-batch."""
 
-    def batches(
-        self,
-        plan: BatchPlan,
-        rows: Rows,
-        indices: np.ndarray,
-        first: int | None = None,
-        groups: list[list[int]] | None = None,
-    ) -> list[MicroBatch]:
-        """This rank's micro-batches of a step's rows.
-
-        Args:
-            first: The place of the first row in the run's stream of rows; None: the rows are not a step's.
-            groups: The rows that are computed as one row each; None: as the plan packs them.
-        """
+    def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
+        """This rank's micro-batches of these rows."""
 
     def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""

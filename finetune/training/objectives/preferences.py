@@ -7,7 +7,7 @@ Both compare the model's log-probability of an answer with a reference's, which 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from finetune.recipe.sections.preferences import USUAL_MARGIN, Dpo, Kto
 from finetune.tokens.batches import MicroBatch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.objectives import LossSum, Reduce
+from finetune.training.objectives import ChosenRows, LossSum, Reduce
 from finetune.training.objectives.answers import (
     AnswerBatch,
     IdsAndLabels,
@@ -61,32 +61,21 @@ class Pairs:
         """This rank's pairs."""
         return cast(AnswerBatch, batch)["units"]
 
-    def batches(
-        self,
-        plan: BatchPlan,
-        rows: Rows,
-        indices: np.ndarray,
-        first: int | None = None,
-        groups: list[list[int]] | None = None,
-    ) -> list[MicroBatch]:
+    def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """This rank's micro-batches of a step's pairs; the documents of each pair are chosen, rejected."""
-        chosen_tokens = rows.pool.first_supervised
+        chosen_tokens = chosen.rows.pool.first_supervised
         assert chosen_tokens is not None
-        units = rows.units(indices)
-
-        def documents_of(place: int) -> list[IdsAndLabels]:
-            return rows.documents(int(indices[place]))
-
+        units = chosen.rows.units(chosen.indices)
         result: list[MicroBatch] = []
-        for batch, places in answer_batches(plan, documents_of, groups or plan.groups(rows, indices)):
+        for batch, places in answer_batches(chosen.plan, chosen.documents, chosen.grouped()):
             batch["reference"] = self._reference_of(units[places])
-            batch["units_a_token"] = len(indices) / int(chosen_tokens[units].sum())
+            batch["units_a_token"] = len(units) / int(chosen_tokens[units].sum())
             result.append(batch)
         return result
 
     def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all held-out pairs."""
-        return iter(self.batches(plan, rows, np.arange(len(rows))))
+        return iter(self.batches(ChosenRows.all_of(plan, rows)))
 
     def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """Nothing: each pair's loss depends on its own two answers."""
@@ -165,48 +154,35 @@ class JudgedAnswers:
         """This rank's judged answers."""
         return cast(AnswerBatch, batch)["units"]
 
-    def batches(
-        self,
-        plan: BatchPlan,
-        rows: Rows,
-        indices: np.ndarray,
-        first: int | None = None,
-        groups: list[list[int]] | None = None,
-    ) -> list[MicroBatch]:
+    def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """This rank's micro-batches of a step's answers, each with its prompts' mismatched ones: the answer of the next
         row in the step, after the last row of the first one."""
-        groups = groups or plan.groups(rows, indices)
-        units = rows.units(indices)
-        assert rows.pool.desirable is not None
-
-        def documents_of(place: int) -> list[IdsAndLabels]:
-            return rows.documents(int(indices[place]))
-
+        chosen = replace(chosen, groups=chosen.grouped())
+        units, desirable = chosen.rows.units(chosen.indices), chosen.rows.pool.desirable
+        assert desirable is not None
         result: list[MicroBatch] = []
-        mismatched = self.mismatched_batches(plan, rows, indices, groups)
-        for (batch, places), (other, _) in zip(answer_batches(plan, documents_of, groups), mismatched, strict=True):
-            batch["desirable"] = torch.from_numpy(rows.pool.desirable[units[places]])
+        own = answer_batches(chosen.plan, chosen.documents, chosen.grouped())
+        for (batch, places), (other, _) in zip(own, self.mismatched_batches(chosen), strict=True):
+            batch["desirable"] = torch.from_numpy(desirable[units[places]])
             known = self.reference
             batch["reference"] = _tensor(None if known is None else known.answers[units[places], 0], len(places))
-            other["reference"] = _tensor(self._mismatched(first, places), len(places))
+            other["reference"] = _tensor(self._mismatched(chosen.first, places), len(places))
             batch["mismatched"] = other
             result.append(batch)
         return result
 
-    def mismatched_batches(
-        self, plan: BatchPlan, rows: Rows, indices: np.ndarray, groups: list[list[int]] | None = None
-    ) -> list[tuple[AnswerBatch, list[int]]]:
+    def mismatched_batches(self, chosen: ChosenRows) -> list[tuple[AnswerBatch, list[int]]]:
         """This rank's micro-batches of each row's prompt with the next row's answer, and their places in the step."""
 
         def documents_of(place: int) -> list[IdsAndLabels]:
-            asked, answered = (rows.documents(int(indices[each % len(indices)]))[0] for each in (place, place + 1))
+            asked, answered = (chosen.documents(each % len(chosen.indices))[0] for each in (place, place + 1))
             return [mismatched_document(asked, answered, self._max_length)]
 
-        return answer_batches(plan, documents_of, groups or plan.groups(rows, indices))
+        return answer_batches(chosen.plan, documents_of, chosen.grouped())
 
     def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all held-out answers; the next row's answer is the mismatched one."""
-        return iter(self.batches(plan, rows, np.arange(len(rows))))
+        return iter(self.batches(ChosenRows.all_of(plan, rows)))
 
     def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """The KL baseline: the mean of log p - log p of the reference over the mismatched answers, at least 0."""

@@ -11,7 +11,7 @@ from torch import nn
 from finetune.tokens.batches import MicroBatch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.objectives import LossSum, Reduce
+from finetune.training.objectives import ChosenRows, LossSum, Reduce
 
 
 class Supervised:
@@ -29,16 +29,9 @@ class Supervised:
         """`supervised` lists the positions that have a label."""
         return len(batch["supervised"])
 
-    def batches(
-        self,
-        plan: BatchPlan,
-        rows: Rows,
-        indices: np.ndarray,
-        first: int | None = None,
-        groups: list[list[int]] | None = None,
-    ) -> list[MicroBatch]:
+    def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """The plan's own."""
-        return plan.micro_batches(rows, indices)
+        return chosen.plan.micro_batches(chosen.rows, chosen.indices)
 
     def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
         """The plan's own."""

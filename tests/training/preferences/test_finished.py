@@ -124,6 +124,10 @@ def test_several_runs_share_each_chart(dpo: Path, kto: Path, tmp_path: Path, mon
     assert {file.name for file in (tmp_path / "both").iterdir()} == {
         "report.html", "loss.png", "rewards.png", "memory.png"
     }  # fmt: skip
+    html = (tmp_path / "both" / "report.html").read_text("utf-8")
+    assert "The objectives differ, so the losses do not compare." in html
+    assert "DPO on pairs of answers, beta 0.1" in html
+    assert "The objectives differ" not in report([runs[0], runs[0]])
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
@@ -206,6 +210,22 @@ def test_eval_of_the_loss_alone_loads_no_model(
     monkeypatch.setattr("finetune.finished_run.evaluation.models_of", loads)
     assert cli(["eval", str(dpo), "--loss-only", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"recorded", "reward_accuracy", "reward_margin"}
+
+
+def test_eval_says_that_the_base_is_not_the_start(
+    dpo: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base of a run that goes on with an adapter lacks that adapter too."""
+    start = {"model": {"adapter": str(dpo / "adapter")}, "lora": {"r": 4}, "training": {"max_steps": 1}}
+    run = trained(tmp_path / "second", base, "dpo", start)
+    capsys.readouterr()
+    assert cli(["eval", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"base: without the adapter {dpo / 'adapter'} that this training started from" in said
+    assert json.loads((run / "eval.json").read_text("utf-8"))["started_from"] == str(dpo / "adapter")
+    assert "scores" in read_runs([run])[0].facts.evaluated
+    assert cli(["eval", str(dpo)]) == 0
+    assert "started from" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
+from finetune.architecture.families import router_coefficient
+from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import PREFERENCE_RATES, far_rate
@@ -13,8 +16,15 @@ from finetune.recipe.schema import Recipe
 from finetune.strategies.receipt import describe_batch
 from finetune.tokens.dataset import prepare
 from finetune.tokens.estimate import estimated_rows
-from finetune.training.batch_notes import batch_notes, beyond_positions, counted_rows, notes_before_launch
+from finetune.training.batch_notes import (
+    batch_notes,
+    beyond_positions,
+    counted_rows,
+    notes_before_launch,
+    router_left_out,
+)
 from finetune.training.batch_plan import BatchPlan, plan_batches
+from tests.support.models.tiny import save_tiny
 from tests.support.runs.preferences import preference_recipe, write_base
 from tests.support.runs.recipes import SETTING
 
@@ -98,3 +108,38 @@ def test_rates_of_preferences(base: Path, tmp_path: Path, kind: str, method: str
         for note in notes:
             assert f"what {kind.upper()} by {method} takes" in note
             assert list(far_rate(recipe_of(tmp_path, base, kind, *words, *SETTING.findall(note)))) == []
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_routers_balance_loss_is_not_left_out_silently(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_tiny(tmp_path / "mixtral", "mixtral", output_router_logits=True, **EXPERTS)
+    recipe, config = recipe_of(tmp_path, base, kind), AutoConfig.from_pretrained(base)
+    supervised = recipe.model_copy(update={"training": recipe.training.model_copy(update={"objective": "supervised"})})
+    assert router_coefficient(config, supervised) > 0
+    assert router_coefficient(config, recipe) == 0
+    (line,) = router_left_out(recipe)
+    assert line == (
+        f"objective {kind}: the router's balance loss is not added: the model's configuration asks for it; if that is "
+        "right, set model.router_aux_loss_coef: 0"
+    )
+    assert list(router_left_out(supervised)) == []
+    assert list(router_left_out(recipe_of(tmp_path, base, kind, "model.router_aux_loss_coef=0"))) == []
+    (asked,) = router_left_out(recipe_of(tmp_path, base, kind, "model.router_aux_loss_coef=0.02"))
+    assert asked.endswith("is not added: model.router_aux_loss_coef is 0.02; set it to 0")
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    assert line in batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train)))  # the start of a run
+    assert line in notes_before_launch(recipe)["notes"]  # plan, and check --data
+    for words in ([], ["--data"]):
+        assert main(["check", str(tmp_path / "run" / "recipe.yaml"), *words]) == 0
+        assert "the router's balance loss is not added" in " ".join(capsys.readouterr().out.split())
+
+
+def test_models_that_ask_for_no_balance_loss_have_no_line(base: Path, tmp_path: Path) -> None:
+    experts = save_tiny(tmp_path / "mixtral", "mixtral", **EXPERTS)
+    for model in (base, experts):
+        assert list(router_left_out(recipe_of(tmp_path, model, "dpo"))) == []

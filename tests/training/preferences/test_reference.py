@@ -125,6 +125,18 @@ def test_other_weights_under_the_same_name_are_noticed(
     assert line["reward_chosen"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_run_says_where_its_reference_is_from(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Computed by the first run; from the cache in another folder; from the run's folder where a run goes on."""
+    adapter = write_adapter(tmp_path / "adapter", 7)
+    told = []
+    for folder, steps in (("first", 1), ("again", 1), ("again", 2)):
+        changes = LORA, {"model": {"adapter": str(adapter)}, "training": {"max_steps": steps}}
+        assert train([str(preference_recipe(tmp_path / folder, base, "dpo", *changes))]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("reference: "))
+        told.append(line.partition("48 answers, ")[2].partition(" (")[0])
+    assert told == ["computed", "from the cache", "from the run folder"]
+
+
 def test_a_resumed_run_needs_its_reference(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = preference_recipe(tmp_path, base, "dpo", {"training": {"max_steps": 2}})
     assert train([str(recipe)]) == 0
