@@ -45,11 +45,18 @@ class Dialect(NamedTuple):
     delimiter: str
     encoding: str
 
+    @property
+    def separator(self) -> str:
+        """The delimiter for messages: a tab is called tabs."""
+        return self.delimiter.replace("\t", "tabs")
+
     def in_words(self) -> str:
-        """`cp1252, separated by ;`: what differs from a comma and UTF-8; empty if nothing does."""
-        parts = [self.encoding] if self.encoding != "utf-8" else []
+        """`cp1252, separated by ;`; empty for a table in UTF-8 with commas."""
+        parts = []
+        if self.encoding != "utf-8":
+            parts.append(self.encoding)
         if self.delimiter != ",":
-            parts.append(f"separated by {'tabs' if self.delimiter == chr(9) else self.delimiter}")
+            parts.append(f"separated by {self.separator}")
         return ", ".join(parts)
 
 
