@@ -1,10 +1,14 @@
-"""How a table's file is written: its delimiter and its character encoding, found from its bytes.
+"""Finds a table's delimiter and character encoding from the file's bytes.
 
-Encoding: a byte order mark says it. Else a file that is UTF-8 from the first byte to the last is UTF-8. Else its lines
-with bytes above 127 are compared with the encodings below: cp1252 (Windows in Western Europe) if they then hold only
-letters and signs of Western languages, else what charset-normalizer finds most plausible.
+Encoding, the first rule that holds:
 
-Delimiter: the one that the header has most often among those that divide most of the first lines into as many cells:
+- A byte order mark says it.
+- A file that is UTF-8 from the first byte to the last is UTF-8.
+- cp1252 (Windows in Western Europe), if the lines with bytes above 127 then hold only Western letters and signs.
+- Else charset-normalizer chooses the most plausible encoding below.
+
+Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
+most cells:
 
     name;preis;text            ';' divides both lines into three cells, ',' into one and two
     Säge;12,50;"klein, leicht"
@@ -16,7 +20,7 @@ import csv
 import gzip
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -40,7 +44,7 @@ COMMON_CONTROLS = frozenset(b"\t\n\r\x0c\x1a")
 
 
 class Dialect(NamedTuple):
-    """A table's delimiter and encoding, as Python names it."""
+    """A table's delimiter, and Python's name for its encoding."""
 
     delimiter: str
     encoding: str
@@ -68,13 +72,13 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect; what is given is not looked for. Raises OSError."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError."""
     encoding = encoding or found_encoding(file)
     return Dialect(delimiter or _found_delimiter(file, encoding), encoding)
 
 
 def checked_encoding(name: str) -> str:
-    """Python's name for an encoding of texts. Raises DataError for an unknown one."""
+    """Python's name for a text encoding. Raises DataError for an unknown one."""
     import codecs
 
     try:
@@ -111,14 +115,14 @@ def found_encoding(file: Path) -> str:
                         break
             if not is_utf8:
                 break
-    # One wrong byte in a UTF-8 file is a damaged file: its readable rows, and a line about the other one.
+    # A UTF-8 file with one wrong byte is damaged. Its other rows are still right, and a mistake names the byte.
     if is_utf8 or _is_mostly_utf8(bytes(sample)):
         return "utf-8"
     return _single_byte_encoding(bytes(sample))
 
 
 def _is_mostly_utf8(sample: bytes) -> bool:
-    """Whether most characters above 127 are right in UTF-8: é is two bytes there, and a lone byte in cp1252."""
+    """Whether most characters above 127 are valid UTF-8: é is two bytes there, and a lone byte in cp1252."""
     text = sample.decode("utf-8", errors="replace")
     wrong = text.count("\N{REPLACEMENT CHARACTER}")
     right = sum(not character.isascii() for character in text) - wrong
@@ -137,7 +141,9 @@ def _single_byte_encoding(sample: bytes) -> str:
     from charset_normalizer import from_bytes
 
     best = from_bytes(sample, cp_isolation=[*OTHERS, "cp1252"], steps=10, threshold=0.5).best()
-    return best.encoding if best is not None else "cp1252"
+    if best is None:
+        return "cp1252"
+    return best.encoding
 
 
 def _found_delimiter(file: Path, encoding: str) -> str:
@@ -158,15 +164,13 @@ def _found_delimiter(file: Path, encoding: str) -> str:
 
 
 def _widths(text: str, delimiter: str, whole: bool) -> list[int]:
-    """Count the cells in each first record, divided by a delimiter. The last record may be cut off."""
+    """Count the cells of the first records. The last record may be cut off, so it does not count."""
     records = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
     widths = []
-    try:
+    with suppress(csv.Error):
         for record in islice(records, RECORDS):
             if record:
                 widths.append(len(record))
-    except csv.Error:
-        pass
     if not whole and len(widths) < RECORDS and len(widths) > 1:
         widths.pop()
     return widths
