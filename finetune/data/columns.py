@@ -78,9 +78,7 @@ def _fill_template(ours: str, text: str, row: Mapping[str, Any]) -> str:
         value = row.get(name)
         if isinstance(value, dict | list):
             raise BadRow(f"template: {ours}: the column {name!r} is {json_kind(value)}; fields take texts and numbers")
-        if value is None:
-            value = ""
-        cells[name] = str(value)
+        cells[name] = "" if value is None else str(value)
     if cells and not any(cell.strip() for cell in cells.values()):
         return ""
     return text.format_map(cells)
@@ -105,9 +103,7 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
                 raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
 
     is_told = bool(entry.columns or entry.template)
-    guessed: dict[str, str] = {}
-    if not is_told:
-        guessed = _columns_of_known_sets(entry, rows, names)
+    guessed = {} if is_told else _columns_of_known_sets(entry, rows, names)
     layout = RowLayout(
         "text",
         columns=guessed or entry.columns,
@@ -116,7 +112,8 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         chat_template_kwargs=entry.chat_template_kwargs,
         is_guess=bool(guessed),
     )
-    if layout.columns.get("chosen") in _OF_REJECTED and layout.columns.get("rejected") in _OF_CHOSEN:
+    # Mapped the wrong way round, the model would learn to prefer the worse answers.
+    if layout.columns.get("chosen") in _WORSE_WORDS and layout.columns.get("rejected") in _BETTER_WORDS:
         swapped = {**layout.columns, "chosen": layout.columns["rejected"], "rejected": layout.columns["chosen"]}
         raise BadRow(f"columns: {in_yaml(layout.columns)} prefers the worse answers; swap them: {in_yaml(swapped)}")
     formats: Sequence[str] = [entry.format]
@@ -161,6 +158,7 @@ def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], na
         return {"conversations": "messages"}
     if entry.format in FORMAT_OF_OBJECTIVE.values():
         return _columns_of_known_preferences(rows, names)
+    # Without `output`, Dolly's `response` is the answer, and its `context` the input.
     is_dolly = {"instruction", "response"} <= {*names} and not {"output", "messages", "conversations"} & {*names}
     if entry.format in ("auto", "alpaca") and is_dolly:
         if "context" in names and "input" not in names:
@@ -218,6 +216,7 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
             dpo += f" and columns: {in_yaml(mapped)}"
         alone = in_yaml(_columns_of_chosen(row, mapped))
         return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone columns: {alone}"
+    # From the likeliest cause to the least likely: other names, a misspelt name, a missing column.
     if suggested := _probable_columns(row):
         return (
             f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"
@@ -282,7 +281,7 @@ PAIR_WORDS = (
     ("preferred", "rejected"), ("accepted", "rejected"), ("better", "worse"), ("good", "bad"), ("best", "worst"),
     ("positive", "negative"), ("wanted", "unwanted"), ("desirable", "undesirable"),
 )  # fmt: skip
-_OF_CHOSEN, _OF_REJECTED = ({*words} for words in zip(*PAIR_WORDS, strict=True))
+_BETTER_WORDS, _WORSE_WORDS = ({*words} for words in zip(*PAIR_WORDS, strict=True))
 
 
 def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:

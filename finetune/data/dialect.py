@@ -34,7 +34,7 @@ HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
 SAMPLE_BYTES = 64 * 1024  # of lines with bytes above 127
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
-# Encodings that spreadsheet programs write where they do not write UTF-8.
+# Encodings that spreadsheet programs write instead of UTF-8.
 OTHERS = ("cp1250", "cp1251", "cp1253", "cp1254", "cp949", "shift_jis", "gb18030", "big5")
 _WESTERN = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûýÿÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛÝðþÐÞšžŠŽ"
@@ -94,6 +94,7 @@ def found_encoding(file: Path) -> str:
     sample, decoder, is_utf8 = bytearray(), getincrementaldecoder("utf-8")(), True
     with open_bytes(file) as stream:
         head = stream.read(4)
+        # UTF-32's mark begins with UTF-16's.
         if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and head != BOM_UTF16_LE + b"\0\0":
             return "utf-16"
         stream.seek(0)
@@ -115,21 +116,18 @@ def found_encoding(file: Path) -> str:
                         break
             if not is_utf8:
                 break
-    # A UTF-8 file with one wrong byte is damaged. Its other rows are still right, and a mistake names the byte.
-    if is_utf8 or _is_mostly_utf8(bytes(sample)):
+    if is_utf8:
         return "utf-8"
-    return _single_byte_encoding(bytes(sample))
+    return _likely_encoding(bytes(sample))
 
 
-def _is_mostly_utf8(sample: bytes) -> bool:
-    """Whether most characters above 127 are valid UTF-8: é is two bytes there, and a lone byte in cp1252."""
+def _likely_encoding(sample: bytes) -> str:
+    """The most plausible encoding, by the lines with bytes above 127 in a file that is not valid UTF-8."""
     text = sample.decode("utf-8", errors="replace")
     wrong = text.count("\N{REPLACEMENT CHARACTER}")
     right = sum(not character.isascii() for character in text) - wrong
-    return right > wrong
-
-
-def _single_byte_encoding(sample: bytes) -> str:
+    if right > wrong:  # a damaged UTF-8 file: its other rows are still right, and a mistake names the byte
+        return "utf-8"
     text = sample.decode("cp1252", errors="replace")
     above = [character for character in text if not character.isascii()]
     # In Western languages most letters are ASCII. Russian in cp1251 looks like Western letters too, and nothing else.

@@ -49,7 +49,7 @@ class Chat:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    supervised: list[bool]  # per message: an assistant's whose weight is not 0
+    supervised: list[bool]  # per message: an assistant turn without weight 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables for the template
 
 
@@ -112,24 +112,26 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
             raise BadRow(f"{theirs!r} is null; give it a value, or leave such rows out: drop: [empty]")
     match layout.format:
         case "messages":
-            return _chat(view, view["messages"], "messages", layout)
+            return _make_chat(view, view["messages"], "messages", layout)
         case "sharegpt":
             turns = view["conversations"]
             if not isinstance(turns, list):
                 kind = json_kind(turns)
                 raise BadRow(f"'conversations' must be a list of turns, this is {kind}; write [{{\"from\": ...}}]")
-            messages = [_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)]
-            return _chat(view, messages, "conversations", layout)
+            messages = [
+                _read_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)
+            ]
+            return _make_chat(view, messages, "conversations", layout)
         case "prompt_completion":
-            return _prompt_completion(view, layout)
+            return _read_prompt_completion(view, layout)
         case "alpaca":
-            return _alpaca(view, layout)
+            return _read_alpaca(view, layout)
         case "text":
             return Passage("", _needed_text(view, "text", layout))
         case "preference":
-            return _pair(view, layout)
+            return _read_pair(view, layout)
         case "kto":
-            return _judged(view, layout)
+            return _read_judged(view, layout)
 
 
 _ANSWERS = ("chosen", "rejected")
@@ -142,7 +144,7 @@ _LABELS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen
 _TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
 
 
-def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
+def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
     """Two answers after one prompt. Two whole dialogues have their common beginning as prompt.
 
     prompt       chosen                    read as
@@ -160,7 +162,7 @@ def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
     prompt = _prompt_before(view, layout, answers_are_texts=are_texts[0])
     if isinstance(prompt, str):
         return Pair(*(Passage(prompt, _needed_text(view, name, layout)) for name in _ANSWERS))
-    chosen, rejected = (_dialogue(view, name, layout) for name in _ANSWERS)
+    chosen, rejected = (_read_dialogue(view, name, layout) for name in _ANSWERS)
     common = 0
     for turn, other_turn in zip(chosen, rejected, strict=False):
         if turn != other_turn:
@@ -176,10 +178,10 @@ def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
                 f"{place} is a {role} turn that {layout.place(other)} does not have; give both answers one prompt, and "
                 "begin them with an assistant turn"
             )
-    prompt = _not_repeated(view, prompt, chosen[:common], "chosen", layout)
+    prompt = _prompt_unless_repeated(view, prompt, chosen[:common], "chosen", layout)
     return Pair(
-        _answered(view, prompt, chosen, common, "chosen", layout),
-        _answered(view, prompt, rejected, common, "rejected", layout),
+        _chat_with_answer(view, prompt, chosen, common, "chosen", layout),
+        _chat_with_answer(view, prompt, rejected, common, "rejected", layout),
     )
 
 
@@ -188,7 +190,7 @@ def label_of(value: Any) -> bool | None:
     return _LABELS.get(str(value).strip().lower())
 
 
-def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
+def _read_judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     """An answer with its label. In a whole dialogue, the answer is the turns after the last user turn."""
     label = view["label"]
     wanted = label_of(label)
@@ -201,21 +203,21 @@ def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     prompt = _prompt_before(view, layout, answers_are_texts=isinstance(view["completion"], str))
     if isinstance(prompt, str):
         return Judged(Passage(prompt, _needed_text(view, "completion", layout)), wanted)
-    completion = _dialogue(view, "completion", layout)
+    completion = _read_dialogue(view, "completion", layout)
     asked = [index + 1 for index, turn in enumerate(completion) if turn.get("role") == "user"]
     common = min(max(asked, default=0), len(completion) - 1)
-    prompt = _not_repeated(view, prompt, completion[:common], "completion", layout)
-    return Judged(_answered(view, prompt, completion, common, "completion", layout), wanted)
+    prompt = _prompt_unless_repeated(view, prompt, completion[:common], "completion", layout)
+    return Judged(_chat_with_answer(view, prompt, completion, common, "completion", layout), wanted)
 
 
-def _dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:
+def _read_dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:
     """An answer as turns. A text becomes one assistant turn. Raises BadRow."""
     if isinstance(view[name], str):
         return [{"role": "assistant", "content": _needed_text(view, name, layout)}]
-    return _turns(view[name], name, layout)
+    return _read_turns(view[name], name, layout)
 
 
-def _not_repeated(
+def _prompt_unless_repeated(
     view: Mapping[str, Any], prompt: list[dict[str, Any]], begins: list[dict[str, Any]], name: str, layout: RowLayout
 ) -> list[dict[str, Any]]:
     """The prompt; empty if the dialogue holds the question itself. Raises BadRow.
@@ -249,7 +251,7 @@ def leaves_out_prompt(row: Mapping[str, Any], layout: RowLayout, read: Pair | Ju
     return bool(text.strip()) and not any(text.strip() in message["content"] for message in document.messages)
 
 
-def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
+def _read_turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
     """Messages with OpenAI's keys, from OpenAI's or ShareGPT's turns, or from one turn alone. Raises BadRow."""
     if isinstance(value, dict):
         value = [value]
@@ -265,7 +267,7 @@ def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
                 f'{place}[{index}] is {json_kind(turn)}; write one answer: a text, or messages like {{"role": ...}}'
             )
         if "from" in turn:
-            turns.append(_sharegpt_turn(turn, f"{place}[{index}]", layout))
+            turns.append(_read_sharegpt_turn(turn, f"{place}[{index}]", layout))
         else:
             turns.append(with_our_role(turn, layout.roles, f"{place}[{index}]"))
     return turns
@@ -285,10 +287,10 @@ def _prompt_before(
         raise BadRow(f"{layout.place('input')} belongs to a question that becomes a chat; write columns: {line}")
     if prompt is None:
         if answers_are_texts:
-            raise BadRow(_no_prompt(view, layout))
+            raise BadRow(_missing_prompt(view, layout))
         return []
     if isinstance(prompt, list | dict):
-        turns = _turns(prompt, "prompt", layout)
+        turns = _read_turns(prompt, "prompt", layout)
         if turns[-1].get("role") == "assistant":
             raise BadRow(f"{layout.place('prompt')} ends with an assistant turn; end it with the turn that is answered")
         return turns
@@ -304,7 +306,7 @@ def _prompt_before(
     return [{"role": "user", "content": text}]
 
 
-def _no_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
+def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
     """The message for answers that are texts, without a prompt."""
     answer = next(name for name in (*_ANSWERS, "completion") if name in view)
     place = layout.place(answer)
@@ -327,7 +329,7 @@ def is_blank_turn(turn: Any) -> bool:
     return text is None or (isinstance(text, str) and not text.strip())
 
 
-def _answered(
+def _chat_with_answer(
     view: Mapping[str, Any],
     prompt: Sequence[dict[str, Any]],
     dialogue: Sequence[dict[str, Any]],
@@ -339,7 +341,8 @@ def _answered(
     place = layout.place(name)
     if is_blank_turn(dialogue[-1]):
         raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
-    chat = _chat(view, [*prompt, *dialogue], place.strip("'"), replace(layout, roles={}), before=len(prompt))
+    # No roles: `_turns` has renamed them already.
+    chat = _make_chat(view, [*prompt, *dialogue], place.strip("'"), replace(layout, roles={}), before=len(prompt))
     last = chat.messages[-1]["role"]
     if last != "assistant":
         raise BadRow(f"{place} ends with a {last} turn; an answer ends with an assistant turn")
@@ -356,10 +359,10 @@ def _supervised_from(chat: Chat, last: int, problem: str) -> Chat:
     return replace(chat, supervised=supervised)
 
 
-def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
+def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        chat = _chat(view, [*prompt, *completion], "prompt and completion", layout)
+        chat = _make_chat(view, [*prompt, *completion], "prompt and completion", layout)
         # The prompt's own assistant turns are context, and not supervised.
         return _supervised_from(chat, len(completion), "'completion' has no assistant turn to supervise; add one")
     if isinstance(prompt, list) or isinstance(completion, list):
@@ -393,7 +396,7 @@ def _question(view: Mapping[str, Any], layout: RowLayout) -> str:
     return question
 
 
-def _alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
+def _read_alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
     question = _question(view, layout)
     answer = {"role": "assistant", "content": _needed_text(view, "output", layout)}
     for column in REASONING_COLUMNS:
@@ -410,10 +413,10 @@ def _alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
             raise BadRow(f"history[{index}] is {json_kind(pair)}; write a list of pairs: [[question, answer], ...]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             turns.append({"role": role, "content": checked_text(text, f"history[{index}]")})
-    return _chat(view, [*turns, {"role": "user", "content": question}, answer], "turns", layout)
+    return _make_chat(view, [*turns, {"role": "user", "content": question}, answer], "turns", layout)
 
 
-def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
+def _read_sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
     """A ShareGPT turn as a message."""
     if not isinstance(turn, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(turn)}; write {{"from": ..., "value": ...}}')
@@ -437,7 +440,7 @@ def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
     return message | {"role": roles[speaker], "content": turn["value"]}
 
 
-def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout, *, before: int = 0) -> Chat:
+def _make_chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout, *, before: int = 0) -> Chat:
     """A row's messages as a chat, with its system column, tools and template variables.
 
     Args:
@@ -456,6 +459,7 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
         checked.append(read_message(message, place))
         supervised.append(is_supervised(message, place))
 
+    # A `system` column may repeat the system turn, but not contradict it.
     system = checked_text(view.get("system") or "", layout.place("system"), may_be_empty=True)
     if system.strip():
         if checked[0]["role"] not in ("system", "developer"):

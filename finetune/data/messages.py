@@ -48,7 +48,7 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
     weight = message.get("weight")
     if weight is None:
         return bool(message["role"] == "assistant")
-    if isinstance(weight, bool) or weight not in (0, 1):
+    if isinstance(weight, bool) or weight not in (0, 1):  # True equals 1 in Python
         raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (supervised)")
     if weight and message["role"] != "assistant":
         raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are supervised: remove it")
@@ -59,7 +59,7 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     """A message with the keys that templates read: no nulls, no weight, tool calls' arguments as objects."""
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
-    role = _role(message, place)
+    role = _checked_role(message, place)
     result = {key: value for key, value in message.items() if value is not None and key != "weight"}
     for key in result:
         if key in MEDIA and result[key]:
@@ -73,14 +73,14 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     elif role != "assistant":
         raise BadRow(f"{place}: tool_calls on a {role} turn; only the assistant calls tools")
     else:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{place}.tool_calls")
+        result["tool_calls"] = _checked_calls(result["tool_calls"], f"{place}.tool_calls")
     for key in REASONING:
         if key not in result:
             continue
         if role != "assistant" and result[key]:
             raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is supervised: move or remove it")
         result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
-    return result | {"content": _content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
+    return result | {"content": _checked_content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
 
 
 @lru_cache(maxsize=1024)  # a comparison takes 13 us, and most messages of a data set have the same keys
@@ -88,7 +88,7 @@ def _our_key(key: str) -> str | None:
     return nearest(key, MESSAGE_KEYS, cutoff=0.75)
 
 
-def _role(message: Mapping[str, Any], place: str) -> str:
+def _checked_role(message: Mapping[str, Any], place: str) -> str:
     if "role" not in message:
         hint = "add it: user, assistant, system or tool"
         if near := nearest("role", message):
@@ -167,7 +167,7 @@ def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
     return {**message, **calls_in(message.get("content"), f"{place}.content")}
 
 
-def _content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
+def _checked_content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
     if "content" not in message and not may_be_empty:
         near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
         near = near or next((key for key in ("value", "text") if key in message), None)
@@ -192,7 +192,7 @@ def _content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> s
     return checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
 
 
-def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise BadRow(f'{place} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
     result = []

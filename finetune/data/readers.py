@@ -112,6 +112,7 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
             yield SourceRow(str(file), 1, None, problem)
             return
         start = _mark_bytes(head)
+        # White space before the first row may be longer than the head.
         while head[start:] and not head[start:].strip():
             more = stream.read(4096)
             if not more:
@@ -218,6 +219,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow(_not_a_number(error)) from None
+    # Few brackets cannot nest deep, and counting them is quicker than a walk through the value.
     if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
         raise BadRow(TOO_DEEP)
     return value
@@ -278,11 +280,18 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterat
     with open_bytes(file) as stream:
         head = stream.read(HEAD_BYTES)
         stream.seek(0)
-        if (problem := _not_a_table(head, encoding)) is not None:
+        problem = not_rows(head)
+        if head.startswith(UTF16) and encoding in (None, "utf-16"):
+            problem = None
+        elif problem is None and b"\0" in head:
+            problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
+        elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
+            problem = "this looks like JSON, not CSV; write path: json"
+        if problem is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
         dialect = csv_dialect(file, delimiter, encoding)
-        csv.field_size_limit(MAX_ROW_BYTES)
+        csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
         reader = csv.reader(_csv_lines(stream, dialect), delimiter=dialect.delimiter, strict=True)
         names: list[str] | None = None
         while True:
@@ -310,19 +319,6 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterat
                 widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
                 delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(dialect.delimiter, dialect.delimiter)
                 yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with {delimiters}")
-
-
-def _not_a_table(head: bytes, encoding: str | None) -> str | None:
-    """Why a file with this beginning is no CSV, and the remedy; None if it may be a table."""
-    problem = not_rows(head)
-    if problem is not None and not (head.startswith(UTF16) and encoding in (None, "utf-16")):
-        return problem
-    if problem is None and b"\0" in head:
-        return "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
-    begins = head.removeprefix(BYTE_ORDER_MARK).lstrip()
-    if begins.startswith((b'{"', b"[{")):
-        return "this looks like JSON, not CSV; write path: json"
-    return None
 
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
@@ -401,7 +397,7 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
             names: list[str] = []
             for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
                 values = [_cell_text(cell) for cell in cells]
-                while values and not values[-1]:
+                while values and not values[-1]:  # a sheet may be wider than its table
                     values.pop()
                 if not values:
                     continue

@@ -75,9 +75,7 @@ class RowReader:
 
     def rows(self, some: Iterator[SourceRow] | None = None) -> Iterator[ReadRow]:
         """Read every row, or `some` rows. If no layout has the columns, the one result is that mistake."""
-        rows = some
-        if rows is None:
-            rows = self._source.rows()
+        rows = self._source.rows() if some is None else some
         head: list[SourceRow] = []
         while self._layout is None:
             head = list(islice(rows, HEAD))
@@ -112,6 +110,7 @@ class RowReader:
                 yield ReadRow(row, None, str(error))
             else:
                 if "duplicate" in self._dropped:
+                    # By the converted row: identifiers and other unread columns make no difference.
                     digest = hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest()
                     if digest in self._digests:
                         self._dropped["duplicate"] += 1

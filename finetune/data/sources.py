@@ -56,9 +56,7 @@ class Source:
         split = read_split(self.entry.split)
         if not split.is_sliced:
             return self._file_rows()
-        total = 0
-        if split.needs_total:
-            total = sum(1 for _ in self._file_rows())
+        total = sum(1 for _ in self._file_rows()) if split.needs_total else 0
         return islice(self._file_rows(), *split.bounds(total))
 
     def key(self) -> dict[str, Any]:
@@ -73,7 +71,7 @@ class Source:
                     hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
             except OSError as error:
                 raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
-        split = "all"
+        split = "all"  # the digests stand for whole files already; only a slice changes the rows
         if read_split(self.entry.split).is_sliced:
             split = self.entry.split
         return {"kind": self.kind, "files": hashes, "split": split}
@@ -148,7 +146,7 @@ def _in_words(source: Source) -> str:
 def _resolve(entry: DataSet) -> Source:
     path, builder = Path(entry.path), BUILDERS.get(entry.path)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-    if any("://" in pattern for pattern in patterns or ()):
+    if any("://" in pattern for pattern in patterns or ()):  # `datasets` fetches addresses
         return Source(entry, "hub", ())
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
@@ -205,9 +203,7 @@ def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
             names = [str(file) for file in _texts_in(Path(pattern))]
         for file in map(Path, names or [pattern]):
             if not _is_file(file):
-                reason = "no such file"
-                if _is_folder(file):
-                    reason = "is a folder"
+                reason = "is a folder" if _is_folder(file) else "no such file"
                 raise DataError(
                     [f"{one_line(file)}: {reason}; data_files are relative to the working folder ({Path.cwd()})"]
                 )

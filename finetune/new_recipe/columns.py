@@ -149,7 +149,7 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]
         return [Reading("text", {"text": candidates[0].name})]
     if {"instruction", "output"} <= {*names}:
         return [Reading("alpaca")]
-    labels_may_answer = len(candidates) <= 2
+    labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     pairs = [
         (_pair_score(question, answer, labels_may_answer), question, answer)
         for question, answer in permutations(answers, 2)
@@ -225,6 +225,7 @@ def _read_chats(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Reading | 
             format, ours = "sharegpt", "conversations"
         else:
             continue
+        # These two hold one dialogue together.
         if name in ("prompt", "completion") and {"prompt", "completion"} <= {*rows[0]}:
             return Reading("prompt_completion")
         try:

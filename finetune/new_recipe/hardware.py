@@ -81,9 +81,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
     if gpus is None:
         if model is None:
-            model = ONLINE_SMOLLM
-            if importlib.util.find_spec(EMBEDDED_PACKAGE) is not None:
-                model = EMBEDDED
+            model = EMBEDDED if importlib.util.find_spec(EMBEDDED_PACKAGE) is not None else ONLINE_SMOLLM
         return Choice(None, model, "lora", "single", 1, None)
     # Weights on every GPU first, because that needs the least traffic; then sharded weights.
     strategies: tuple[str, ...] = ("single",)

@@ -140,7 +140,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {line}"
             ]
         )
-    reading = _reading(target, entry, sample, options, choose_one)
+    reading = _choose_reading(target, entry, sample, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
@@ -149,15 +149,15 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
     counts, examples = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model, reading.objective)
+    length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
-    settings, counts = _settings(entry, counts, choice, length, truncation, reading.objective)
+    settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
     file = options.output or Path(f"{_stem(target)}.yaml")
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
-    lines = _found(source, sample, reading, counts)
+    lines = _findings(source, sample, reading, counts)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -175,7 +175,7 @@ def _stem(target: str) -> str:
     return DataSet(path=name or "data").short_name
 
 
-def _reading(
+def _choose_reading(
     target: str,
     entry: DataSet,
     sample: Sample,
@@ -208,7 +208,7 @@ def _reading(
     )
 
 
-class _Limited:
+class _TimedRows:
     """A source's rows, for some seconds. The time also ends for a reader that drops every row."""
 
     def __init__(self, seconds: float) -> None:
@@ -234,11 +234,8 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
     problems: list[str] = []
     mistakes = Mistakes()
     good, nbytes, longest, with_tools = 0, 0, 0, 0
-    seconds = COUNTING_SECONDS
-    if sample.nbytes > WHOLE_BELOW:
-        seconds = COUNTING_SECONDS_IF_LARGE
-    limited = _Limited(seconds)
-    for row in reader.rows(limited.rows(source)):
+    timed_rows = _TimedRows(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
+    for row in reader.rows(timed_rows.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
             mistakes.add(str(row.problem), row.place)
@@ -259,8 +256,8 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
     if answers and answers["pairs"] and answers["pairs"] == answers["equal"]:
         raise DataError(problems[-1:])  # nothing to prefer, in any row
     rows = good
-    if not limited.is_whole and sample.total:
-        rows = max(good, round(sample.total * good / limited.read))
+    if not timed_rows.is_whole and sample.total:
+        rows = max(good, round(sample.total * good / timed_rows.read))
     counts = Counts(
         rows=rows,
         empty=facts["dropped"].get("empty", 0),
@@ -269,13 +266,13 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         problems=tuple(problems[:3]),
         mean_bytes=nbytes / good,
         longest_bytes=longest,
-        is_whole=limited.is_whole,
+        is_whole=timed_rows.is_whole,
         with_tools=with_tools,
     )
     return counts, tuple(examples)
 
 
-def _length_and_choice(
+def _choose_length_and_model(
     longest_bytes: int, gpus: Gpus | None, model: str | None, objective: Objective
 ) -> tuple[int, Choice]:
     """Choose max_length, the model and the method. max_length is the smallest size for the longest row's bytes.
@@ -287,6 +284,7 @@ def _length_and_choice(
     wanted = next((size for size in sizes if size >= tokens), sizes[-1])
     usual = min(wanted, USUAL_ROWS)
     choice = choose(gpus, model, usual, objective)
+    # The longest size first. The first one that keeps the model and the method is taken.
     for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
         with suppress(DoesNotFit):
             found = choose(gpus, model, longer, objective)
@@ -295,11 +293,11 @@ def _length_and_choice(
     return usual, choice
 
 
-def _settings(
+def _choose_settings(
     entry: DataSet, counts: Counts, choice: Choice, length: int, truncation: Truncation, objective: Objective
 ) -> tuple[Settings, Counts]:
     """Batch, epochs, learning rate and held-out share for this many rows, and the counts completed by tokens."""
-    held_out = _held_out(counts.rows)
+    held_out = _held_out_share(counts.rows)
     counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
 
     rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
@@ -326,7 +324,7 @@ def _settings(
         )
         return settings, counts
     at_once = choice.rows * choice.ranks
-    # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
+    # About thirty steps an epoch, with at most 64 rows each. Each GPU's micro-batches are full.
     micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
     batch = at_once * micro_batches
     steps = max(1, math.ceil(epochs * packed / batch))
@@ -343,24 +341,19 @@ def _count_tokens(
     held_out: float,
 ) -> tuple[Counts, int]:
     """The counts with their tokens, and the packed rows of one epoch: by the tokenizer, or by bytes without one."""
-    evaluation = None
-    if held_out:
-        evaluation = {"fraction": held_out}
     probe = Recipe.model_validate(
         {
             "model": {"name_or_path": model},
             "data": {
                 "train": [entry.model_dump(exclude_defaults=True)],
-                "eval": evaluation,
+                "eval": {"fraction": held_out} if held_out else None,
                 "max_length": length,
                 "truncation": truncation,
             },
             "training": {"objective": objective},
         }
     )
-    measured = None
-    if counts.is_whole:
-        measured = estimated_rows(probe)
+    measured = estimated_rows(probe) if counts.is_whole else None
     if measured is None:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
         longest = round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
@@ -379,7 +372,7 @@ def _count_tokens(
     return counts, measured.rows
 
 
-def _held_out(rows: int) -> float:
+def _held_out_share(rows: int) -> float:
     """The held-out share: a tenth of a small set, about 500 rows of a large one, nothing of ten rows or fewer."""
     if rows <= SMALLEST_SPLIT:
         return 0.0
@@ -388,7 +381,7 @@ def _held_out(rows: int) -> float:
     return max(float(f"{500 / rows:.1g}"), 1e-4)
 
 
-def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
+def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
     """Findings, a line each."""
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)

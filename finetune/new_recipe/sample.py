@@ -29,7 +29,7 @@ class Sample:
 
     rows: list[Mapping[str, Any]]
     problems: list[str]  # rows that could not be read, with their places
-    total: int | None  # rows: counted, or estimated for a large file; None where neither is possible
+    total: int | None  # rows: counted, or estimated for a large file; None if neither is possible
     nbytes: int
     is_whole: bool
 

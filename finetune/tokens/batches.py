@@ -102,10 +102,8 @@ def micro_batches(
     result = []
     for places in dealt(len(indices), rank, world_size, per_device_batch_size):
         own_rows = [rows.documents(int(indices[place])) for place in places] or [[_unsupervised_document(1)]]
-        if flat:
-            result.append(_flat_batch(own_rows, width))
-        else:
-            result.append(_joined(own_rows, max(sum(len(ids) for ids, _ in row) for row in own_rows)))
+        longest = max(sum(len(ids) for ids, _ in row) for row in own_rows)
+        result.append(_flat_batch(own_rows, width) if flat else _joined(own_rows, longest))
     return result
 
 

@@ -263,9 +263,7 @@ def fit(
         counts["texts_split"] += 1
         return pieces_of(document.input_ids, limit)
     if data.truncation in ("error", "split"):
-        choices = "right or drop"
-        if is_text:
-            choices = "right, drop or split"
+        choices = "right, drop or split" if is_text else "right or drop"
         remedy = f"raise it, shorten the row, or set data.truncation: {choices}"
         if data.truncation == "split":
             remedy += ", because only texts without a prompt are split"
@@ -304,9 +302,7 @@ class _Writer:
         self.stops: set[str] = set()
         self._row: SourceRow | None = None
         self._folder = folder
-        self._dtypes = dict(ARRAYS)
-        if answers:
-            self._dtypes |= ANSWER_ARRAYS
+        self._dtypes = ARRAYS | ANSWER_ARRAYS if answers else ARRAYS
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in self._dtypes.items()}
         self._files = {str(file): index for index, file in enumerate(source.files)}
 

@@ -202,9 +202,7 @@ class Encoder:
             raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
         # People add an end-of-text token by hand. With the tokenizer's own one it would be there twice.
         text = passage.prompt + passage.completion.removesuffix(end)
-        start = len(passage.prompt)
-        if self._data.train_on == "all":
-            start = 0
+        start = 0 if self._data.train_on == "all" else len(passage.prompt)
         return Script(
             text,
             [(start, len(text))],
@@ -225,13 +223,11 @@ class Encoder:
         if train_on == "completion":
             # The turns after the answer are unsupervised, and may change how the template writes the answer.
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
-        wanted = chosen
-        if train_on == "all":
-            wanted = answers
+        wanted = answers if train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
         rendered = self._find_spans(messages, chat, wanted)
-        if twice := [index for index in chosen if _has_two_blocks(rendered, index)]:
-            rendered = self._find_spans(_without_empty_blocks(messages, twice), chat, wanted)
+        if changed := _without_second_blocks(messages, rendered, chosen):
+            rendered = self._find_spans(changed, chat, wanted)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
@@ -412,26 +408,27 @@ def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": answer.lstrip(), REASONING[0]: reasoning_of(message).strip()}
 
 
-def _has_two_blocks(rendered: Rendered, index: int) -> bool:
-    """Whether a turn begins with a thinking block after a prompt that ends with one."""
-    start, end = rendered.turns[index]
-    is_closed = rendered.text[max(0, start - 40) : start].rstrip().endswith("</think>")
-    return is_closed and rendered.text[start:end].lstrip().startswith("<think>")
+def _without_second_blocks(
+    messages: list[dict[str, Any]], rendered: Rendered, chosen: Sequence[int]
+) -> list[dict[str, Any]] | None:
+    """Remove the empty thinking block at a chosen turn's start if the prompt ends with one; None without such a turn.
 
-
-def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-    """Remove the empty thinking block at these messages' start, because the prompt has it already.
-
-    Raises BadRow for a block with reasoning.
+    Raises BadRow for a second block with reasoning.
     """
-    changed = list(messages)
-    for index in indices:
+    changed: dict[int, dict[str, Any]] = {}
+    for index in chosen:
+        start, end = rendered.turns[index]
+        is_closed = rendered.text[max(0, start - 40) : start].rstrip().endswith("</think>")
+        if not is_closed or not rendered.text[start:end].lstrip().startswith("<think>"):
+            continue
         content = messages[index]["content"]
         block = _EMPTY_BLOCK.match(content)
         if block is None or reasoning_of(messages[index]).strip():
             raise ReasoningAfterClosedBlock(index)
         changed[index] = messages[index] | {"content": content[block.end() :]}
-    return changed
+    if not changed:
+        return None
+    return [changed.get(index, message) for index, message in enumerate(messages)]
 
 
 def _without_space(text: str) -> str:
