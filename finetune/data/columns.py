@@ -24,7 +24,7 @@ from finetune.recipe.schema import DataSet, KnownFormat
 from finetune.wording import counted
 
 SHOWN_CHARACTERS = 90  # of a list of columns
-# Column names for a question, for its context, and for its answer. The first name that a row has counts.
+# Usual column names for a question, its answer, and so on. The first name that a row has is taken.
 QUESTIONS = ("instruction", "question", "prompt", "query", "problem", "input", "user", "human")
 ANSWERS = ("output", "answer", "response", "completion", "solution", "target", "assistant", "summary", "sql")
 CONTEXTS = ("input", "context", "passage")
@@ -168,7 +168,7 @@ def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], na
 
 
 def _columns_of_known_preferences(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """`columns` of LLaMA-Factory's layouts, which keep the turns in `conversations` or `messages`.
+    """`columns` of LLaMA-Factory's layouts, with the turns in `conversations` or `messages`.
 
     The turns come before two answers that are turns too, or beside a label for the last turn.
     """
@@ -304,9 +304,9 @@ def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | None:
-    """`columns` that read a row as two answers, and texts as chats. Empty: no mapping is needed. None: it is no pair.
+    """`columns` that read a row as two answers, and texts as chats. Empty: no mapping is needed. None: no such pair.
 
-    Answers are texts or messages. So score_chosen and score_rejected, which are numbers, are no pair.
+    Answers are texts or messages. So the numbers in score_chosen and score_rejected do not count.
     """
     texts = [name for name in names if isinstance(row.get(name), str | list | dict)]
     pair = pair_of_answers(texts)

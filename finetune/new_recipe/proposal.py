@@ -38,6 +38,7 @@ from finetune.tokens.estimate import estimated_rows, text_of
 from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
+SUFFIXES_TO_REMOVE = (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md")
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 ASSUMED_TOKEN_BYTES = 3.0  # without a tokenizer: English has 4, German 3
 SMALLEST_SPLIT = 10
@@ -154,7 +155,12 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
     settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
-    file = options.output or Path(f"{_stem(target)}.yaml")
+    file = options.output
+    if file is None:
+        stem = Path(target).name
+        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
+            stem = Path(stem).stem
+        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, reading, counts)
@@ -165,14 +171,6 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
             "data/skills/tools.jinja)"
         )
     return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
-
-
-def _stem(target: str) -> str:
-    """A file name for the recipe: the data's name without suffixes, or a Hub data set's last part."""
-    name = Path(target).name
-    while Path(name).suffix.lower() in (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md"):
-        name = Path(name).stem
-    return DataSet(path=name or "data").short_name
 
 
 def _choose_reading(

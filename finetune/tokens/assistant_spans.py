@@ -11,7 +11,7 @@ Three renderings show the model's text in turn i, because inference renders in t
 
 The answer is `turn` after `prompt`. It ends with the stop token, the turn's last control token. Some templates write
 one more token after every document (Phi-3: end-of-text); that token is not part of the turn. A token that also stands
-between one answer's calls is no stop token.
+between one answer's calls is not a stop token.
 
 The last message's answer always follows its exact prompt. In some templates a finished turn does not begin as the
 prompt ends (DeepSeek-R1's prompt opens a thinking block). Then the answer is put after the prompt, or the row is

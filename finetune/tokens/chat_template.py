@@ -175,7 +175,7 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        source = self.source(tools=bool(tools))  # outside the try: a bad template is no mistake of this row
+        source = self.source(tools=bool(tools))  # outside the try, because a bad template is not this row's mistake
         try:
             text = self._tokenizer.apply_chat_template(
                 form.of(messages),

@@ -236,7 +236,7 @@ def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split:
     prompts = []
     for index in documents[: section.count].tolist():
         prompt = encoder.prompt_of(*pool.document(index))
-        if pool.desirable is not None and not pool.desirable[index]:  # an unwanted answer is no reference
+        if pool.desirable is not None and not pool.desirable[index]:  # do not compare with an unwanted answer
             prompt = replace(prompt, reference=None)
         prompts.append(prompt)
     return prompts
