@@ -295,7 +295,11 @@ def _choose_settings(
     entry: DataSet, counts: Counts, choice: Choice, length: int, truncation: Truncation, objective: Objective
 ) -> tuple[Settings, Counts]:
     """Batch, epochs, learning rate and held-out share for this many rows, and the counts completed by tokens."""
-    held_out = _held_out_share(counts.rows)
+    held_out = 0.1
+    if counts.rows <= SMALLEST_SPLIT:
+        held_out = 0.0
+    elif counts.rows > 5000:
+        held_out = max(float(f"{500 / counts.rows:.1g}"), 1e-4)  # about 500 rows
     counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
 
     rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
@@ -368,15 +372,6 @@ def _count_tokens(
             longest = measured.too_long[2]
     counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long, beyond=measured.beyond)
     return counts, measured.rows
-
-
-def _held_out_share(rows: int) -> float:
-    """The held-out share: a tenth of a small set, about 500 rows of a large one, nothing of ten rows or fewer."""
-    if rows <= SMALLEST_SPLIT:
-        return 0.0
-    if rows <= 5000:
-        return 0.1
-    return max(float(f"{500 / rows:.1g}"), 1e-4)
 
 
 def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
