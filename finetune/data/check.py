@@ -1,8 +1,7 @@
 """Finds every mistake in the data before anything heavy is loaded: file, line, what is wrong, remedy.
 
-Needs neither tokenizer nor torch; memory holds a few rows. Some mistakes are known only to a chat template or a
-tokenizer (a role order it refuses, a length). They are reported in the same form when the rows are tokenised, which is
-still before the model is loaded.
+Needs neither tokenizer nor torch; memory holds a few rows. Only a chat template or a tokenizer knows some mistakes (a
+role order that it refuses, a length). Tokenising reports these in the same form, still before the model is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MORE = re.compile(r"and (\d+) more")
 
 @dataclass
 class _Group:
-    """One mistake, and the rows that have it."""
+    """One mistake, and the places of its rows."""
 
     problem: str
     places: list[str]  # the first SHOWN_PLACES
@@ -49,7 +48,7 @@ class _Group:
 
 
 class Mistakes:
-    """The first SHOWN_MISTAKES different mistakes, each with the first rows that have it, and the number of all."""
+    """Collects the first SHOWN_MISTAKES different mistakes, each with its first places, and counts all."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,8 +59,8 @@ class Mistakes:
 
         Args:
             place: `file:line`; empty for a mistake of the whole data set.
-            kind: Problems that say different numbers are one line too if they are of one kind.
-            size: Of several problems of one kind, the one with the largest size is shown.
+            kind: Problems of one kind are one line, even if their numbers differ.
+            size: The problem with the largest size is shown for its kind.
         """
         self.count += 1
         group = self._groups.get(kind or problem)
@@ -76,15 +75,17 @@ class Mistakes:
             group.places.append(place)
 
     def raise_if_any(self) -> None:
-        """Raises DataError with a line for each different mistake, and with how many more there are."""
+        """Raises DataError with a line for each different mistake, and a count of the mistakes that are not shown."""
         if not self.count:
             return
         lines = [group.line() for group in self._groups.values()]
         hidden = self.count - sum(group.count for group in self._groups.values())
-        raise DataError([*lines, f"and {hidden} more"] if hidden else lines)
+        if hidden:
+            lines.append(f"and {hidden} more")
+        raise DataError(lines)
 
     def take(self, error: DataError) -> None:
-        """Add the mistakes of an error. "and 7 more" in its last line counts as 7."""
+        """Add an error's mistakes. "and 7 more" in its last line counts as 7."""
         mistakes = list(error.mistakes)
         match = _MORE.fullmatch(mistakes[-1])
         if match:
@@ -95,7 +96,7 @@ class Mistakes:
 
 
 def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:
-    """Check every local row. Returns how many rows each data set has, and logs notes for the owner of the data.
+    """Check every local row. Returns each data set's number of rows, and logs notes for the data's owner.
 
     Raises DataError with every mistake.
     """

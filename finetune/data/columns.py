@@ -1,6 +1,6 @@
-"""Finds the layout of a data set's rows by its columns, and says what to write if the columns are not clear.
+"""Finds a data set's layout by its columns. If the columns are not clear, one message says which line to write.
 
-A data set that cannot be read as it is gets one answer: its columns, and the line for its entry in the recipe.
+The message names the columns, and gives the line for the data set's entry in the recipe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from finetune.recipe.schema import DataSet, KnownFormat
 from finetune.wording import counted
 
 SHOWN_CHARACTERS = 90  # of a list of columns
-# Names that data sets use for a question, for the text it is about, and for its answer; the first in a row counts.
+# Usual column names for a question, its answer, and so on. The first name that a row has is taken.
 QUESTIONS = ("instruction", "question", "prompt", "query", "problem", "input", "user", "human")
 ANSWERS = ("output", "answer", "response", "completion", "solution", "target", "assistant", "summary", "sql")
 CONTEXTS = ("input", "context", "passage")
@@ -36,26 +36,26 @@ TEXTS = ("content", "body", "document", "article", "story", "code")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the rows of a data set are read."""
+    """How a data set's rows are read."""
 
     format: KnownFormat
-    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> the data set's; others keep their names
+    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> the data set's; other columns keep their names
     roles: Mapping[str, str] = field(default_factory=dict)  # the data set's -> ours
     template: Mapping[str, str] = field(default_factory=dict)  # ours -> a text with the data set's columns in braces
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    is_guess: bool = False  # whether `columns` are this program's guess and not the recipe's
+    is_guess: bool = False  # whether this program guessed `columns`; else the recipe names them
 
     def view(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row by our column names."""
         if not self.columns and not self.template:
             return dict(row)
         mapped = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
-        mapped |= {ours: _filled(ours, text, row) for ours, text in self.template.items()}
+        mapped |= {ours: _fill_template(ours, text, row) for ours, text in self.template.items()}
         replaced = {*self.columns, *self.columns.values(), *self.template}
         return mapped | {name: value for name, value in row.items() if name not in replaced}
 
     def place(self, ours: str) -> str:
-        """The data set's own name for one of our columns, for messages."""
+        """The data set's name for our column, for messages."""
         if ours in self.columns:
             return repr(self.columns[ours])
         if ours in self.template:
@@ -63,7 +63,7 @@ class RowLayout:
         return ours
 
     def unused(self, row: Mapping[str, Any]) -> list[str]:
-        """The data set's columns that have a value in this row and are not read."""
+        """The columns with a value in this row that are not read."""
         read = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns, *self.template}
         read |= {*self.columns.values()} | {name for text in self.template.values() for name in template_fields(text)}
         if self.format == "alpaca":
@@ -71,8 +71,8 @@ class RowLayout:
         return [name for name, value in row.items() if name not in read and value not in (None, "", [], {})]
 
 
-def _filled(ours: str, text: str, row: Mapping[str, Any]) -> str:
-    """A row's template with its cells in it; empty if all of them are. Raises BadRow for a cell that is no text."""
+def _fill_template(ours: str, text: str, row: Mapping[str, Any]) -> str:
+    """Put a row's cells into a template; empty if all cells are. Raises BadRow for a list or an object."""
     cells = {}
     for name in template_fields(text):
         value = row.get(name)
@@ -85,23 +85,25 @@ def _filled(ours: str, text: str, row: Mapping[str, Any]) -> str:
 
 
 def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
-    """The layout of a data set, from its first rows. Raises BadRow, once for the data set."""
-    names = _column_names(rows)
+    """Find a data set's layout from its first rows. Raises BadRow, once for the data set."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     for ours, theirs in entry.columns.items():
         if theirs not in names:
-            near = nearest(theirs, names)
-            hint = f"did you mean columns: {in_yaml({ours: near})}?" if near else "name one of them"
+            hint = "name one of them"
+            if near := nearest(theirs, names):
+                hint = f"did you mean columns: {in_yaml({ours: near})}?"
             raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {in_quotes(names)}; {hint}")
 
     for ours, text in entry.template.items():
         for name in template_fields(text):
             if name not in names:
-                near = nearest(name, names)
-                hint = f"did you mean {{{near}}}?" if near else "name one of them"
+                hint = "name one of them"
+                if near := nearest(name, names):
+                    hint = f"did you mean {{{near}}}?"
                 raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
 
     is_told = bool(entry.columns or entry.template)
-    guessed: dict[str, str] = {} if is_told else _columns_of_known_sets(entry, rows, names)
+    guessed = {} if is_told else _columns_of_known_sets(entry, rows, names)
     layout = RowLayout(
         "text",
         columns=guessed or entry.columns,
@@ -110,7 +112,8 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         chat_template_kwargs=entry.chat_template_kwargs,
         is_guess=bool(guessed),
     )
-    if layout.columns.get("chosen") in _OF_REJECTED and layout.columns.get("rejected") in _OF_CHOSEN:
+    # Mapped the wrong way round, the model would learn to prefer the worse answers.
+    if layout.columns.get("chosen") in _WORSE_WORDS and layout.columns.get("rejected") in _BETTER_WORDS:
         swapped = {**layout.columns, "chosen": layout.columns["rejected"], "rejected": layout.columns["chosen"]}
         raise BadRow(f"columns: {in_yaml(layout.columns)} prefers the worse answers; swap them: {in_yaml(swapped)}")
     formats: Sequence[str] = [entry.format]
@@ -148,13 +151,14 @@ def _format_with_columns(view: Mapping[str, Any], formats: Sequence[str]) -> Kno
 
 
 def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """`columns` of layouts that data sets use under other names: ShareGPT's turns in `messages`, and Dolly's."""
+    """`columns` of known layouts under other names: ShareGPT's turns in `messages`, Dolly, preferences."""
     lists = [row["messages"] for row in rows if isinstance(row.get("messages"), list) and row["messages"]]
     may_be_sharegpt = entry.format in ("auto", "sharegpt") and "conversations" not in names
     if may_be_sharegpt and lists and _is_list_of_objects_with(lists[0], "from", "value"):
         return {"conversations": "messages"}
     if entry.format in FORMAT_OF_OBJECTIVE.values():
         return _columns_of_known_preferences(rows, names)
+    # Without `output`, Dolly's `response` is the answer, and its `context` the input.
     is_dolly = {"instruction", "response"} <= {*names} and not {"output", "messages", "conversations"} & {*names}
     if entry.format in ("auto", "alpaca") and is_dolly:
         if "context" in names and "input" not in names:
@@ -164,58 +168,62 @@ def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], na
 
 
 def _columns_of_known_preferences(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """`columns` of LLaMA-Factory's layouts: turns in `conversations` or `messages`, before two answers that are turns,
-    or with a label for the last of them."""
+    """`columns` of LLaMA-Factory's layouts, with the turns in `conversations` or `messages`.
+
+    The turns come before two answers that are turns too, or beside a label for the last turn.
+    """
     turns = next((name for name in ("conversations", "messages") if name in names), None)
     if turns is None:
         return {}
     if {"chosen", "rejected"} <= {*names}:
         answers_alone = all(isinstance(row.get("chosen"), dict | str) for row in rows)
-        return {"prompt": turns} if answers_alone and "prompt" not in names else {}
+        if answers_alone and "prompt" not in names:
+            return {"prompt": turns}
+        return {}
     if "completion" in names or not {"label", "kto_tag"} & {*names}:
         return {}
-    return {"completion": turns} | ({} if "label" in names else {"label": "kto_tag"})
+    if "label" in names:
+        return {"completion": turns}
+    return {"completion": turns, "label": "kto_tag"}
 
 
 def _is_list_of_objects_with(value: Any, *keys: str) -> bool:
-    """Whether the value is a list whose first element is an object with these keys."""
+    """Whether a list's first element is an object with these keys."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {*keys} <= {*value[0]}
 
 
-def _column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-# -- what is wrong with the columns, and the line to add ---------------------------------------------------------------
+# -- messages about the columns, with the line to add ----------------------------------------------------------
 
 
 def _answer_to_missing(entry: DataSet, format: str, names: Sequence[str]) -> str:
-    """The recipe says how to read the columns, and they are not all in the data set."""
+    """The message if the recipe names columns, and one is missing."""
     missing = next(column for column in ROW_COLUMNS[format] if column not in {*names, *entry.columns})
     others = [name for name in names if name not in (*ROW_COLUMNS[format], *entry.columns.values())]
     if near := nearest(missing, others):
         line = in_yaml({**entry.columns, missing: near})
         return f"the field {missing!r} is missing; {near!r} is there: rename it, or write columns: {line}"
     if entry.columns:
-        line = in_yaml({**entry.columns, missing: "..."}).replace('"..."', "...")
+        line = in_yaml({**entry.columns, missing: "..."})
         return f"the field {missing!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
     return f"the field {missing!r} is missing; add it, or choose another data format than {format}"
 
 
 def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The recipe says nothing, and the columns are those of no layout."""
+    """The message if the recipe says nothing, and no layout has these columns."""
     if (mapped := columns_of_pairs(row, names)) is not None:
-        dpo = "training.objective: dpo" + (f" and columns: {in_yaml(mapped)}" if mapped else "")
+        dpo = "training.objective: dpo"
+        if mapped:
+            dpo += f" and columns: {in_yaml(mapped)}"
         alone = in_yaml(_columns_of_chosen(row, mapped))
         return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone columns: {alone}"
+    # From the likeliest cause to the least likely: other names, a misspelt name, a missing column.
     if suggested := _probable_columns(row):
         return (
             f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"
         )
     expected = list(dict.fromkeys(column for columns in ROW_COLUMNS.values() for column in columns))
     for name in names:
-        near = None if name in expected else nearest(name, expected)
-        if near:
+        if name not in expected and (near := nearest(name, expected)):
             return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {in_yaml({near: name})}"
     for columns in ROW_COLUMNS.values():
         missing = [column for column in columns if column not in names]
@@ -225,8 +233,8 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
     texts = {name: len(value) for name, value in row.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda name: -texts[name])[:2]  # numbers, dates and categories are short
     question, answer = [*(name for name in texts if name in longest), "...", "..."][:2]
-    chat = in_yaml({"instruction": question, "output": answer}).replace('"..."', "...")
-    plain = in_yaml({"prompt": question, "completion": answer}).replace('"..."', "...")
+    chat = in_yaml({"instruction": question, "output": answer})
+    plain = in_yaml({"prompt": question, "completion": answer})
     return (
         f"no known layout: the columns are {in_quotes(names) or 'none'}; for a chat model add columns: {chat}; "
         f"without its chat template: {plain}, or {{text: ...}}"
@@ -234,15 +242,19 @@ def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _probable_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """`columns` as these names and values suggest them; empty if nothing is clear."""
+    """`columns` that these names and values suggest; empty if nothing is clear."""
     texts = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
     system = _first(SYSTEMS, texts)
     for name, value in row.items():
-        if _is_list_of_objects_with(value, "role", "content") or _is_list_of_objects_with(value, "from", "value"):
-            columns = {"messages" if "role" in value[0] else "conversations": name}
-            if system and texts[system] != "system":
-                columns["system"] = texts[system]
-            return columns
+        if _is_list_of_objects_with(value, "role", "content"):
+            columns = {"messages": name}
+        elif _is_list_of_objects_with(value, "from", "value"):
+            columns = {"conversations": name}
+        else:
+            continue
+        if system and texts[system] != "system":
+            columns["system"] = texts[system]
+        return columns
     question, answer = _first(QUESTIONS, texts), _first(ANSWERS, texts)
     if question and answer:
         columns_of_chat = {
@@ -263,17 +275,17 @@ def _first(words: Iterable[str], among: Mapping[str, str]) -> str | None:
     return next((word for word in words if word in among), None)
 
 
-# Two answers of one row: what their names have where they differ. `response_chosen` and `response_rejected` are a pair.
+# Words in the column names of two answers: `response_chosen` and `response_rejected` are a pair.
 PAIR_WORDS = (
     ("chosen", "rejected"), ("win", "lose"), ("winner", "loser"), ("winning", "losing"), ("preferred", "dispreferred"),
     ("preferred", "rejected"), ("accepted", "rejected"), ("better", "worse"), ("good", "bad"), ("best", "worst"),
     ("positive", "negative"), ("wanted", "unwanted"), ("desirable", "undesirable"),
 )  # fmt: skip
-_OF_CHOSEN, _OF_REJECTED = ({*words} for words in zip(*PAIR_WORDS, strict=True))
+_BETTER_WORDS, _WORSE_WORDS = ({*words} for words in zip(*PAIR_WORDS, strict=True))
 
 
 def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
-    """The columns of a better and a worse answer, by their names; None if there are none.
+    """Find the columns with a better and a worse answer by their names; None without such a pair.
 
     chosen, rejected            -> these
     answer_win, answer_lose     -> these
@@ -292,9 +304,9 @@ def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | None:
-    """`columns` that read a row as a pair of answers, texts as chats. Empty: none are needed. None: it is no pair.
+    """`columns` that read a row as two answers, and texts as chats. Empty: no mapping is needed. None: no such pair.
 
-    Answers that are not texts or messages are none: score_chosen and score_rejected are numbers.
+    Answers are texts or messages. So the numbers in score_chosen and score_rejected do not count.
     """
     texts = [name for name in names if isinstance(row.get(name), str | list | dict)]
     pair = pair_of_answers(texts)
@@ -302,10 +314,13 @@ def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
         return None
     columns = {ours: theirs for ours, theirs in zip(("chosen", "rejected"), pair, strict=True) if ours != theirs}
     answer = row[pair[0]]
-    first = answer[0] if isinstance(answer, list) and answer else answer
-    begins = isinstance(first, dict) and (first.get("role") or first.get("from")) not in ("assistant", "gpt")
-    if begins or ({"prompt", "conversations"} & {*names} and not isinstance(answer, str)):
-        return columns  # dialogues that hold the question, or turns after those of a column that is read by its name
+    first = answer
+    if isinstance(answer, list) and answer:
+        first = answer[0]
+    if isinstance(first, dict) and (first.get("role") or first.get("from")) not in ("assistant", "gpt"):
+        return columns  # dialogues that hold the question
+    if {"prompt", "conversations"} & {*names} and not isinstance(answer, str):
+        return columns  # turns, and their question is in a column that is read by its name
     others = {name.lower(): name for name in texts if isinstance(row[name], str) and name not in pair}
     question, system = _first(QUESTIONS, others), _first(SYSTEMS, others)
     before = {}
@@ -321,10 +336,9 @@ def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dic
     name = mapped.get("chosen", "chosen")
     chosen, prompt = row.get(name), row.get("prompt")
     if isinstance(chosen, list):
-        first = chosen[0] if chosen and isinstance(chosen[0], dict) else {}
-        holds_answer_alone = isinstance(prompt, list) and first.get("role") == "assistant"
-        if holds_answer_alone:
-            return {"completion": name}
+        first = chosen[0] if chosen else None
+        if isinstance(prompt, list) and isinstance(first, dict) and first.get("role") == "assistant":
+            return {"completion": name}  # the answer alone
         return {"messages": name}
     question = mapped.get("instruction") or ("instruction" if "instruction" in row else None)
     if question is None:
@@ -335,12 +349,12 @@ def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dic
 
 
 def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The objective compares or judges answers, and the rows' columns are others."""
+    """The message if the objective compares or judges answers, and the rows lack the columns for it."""
     needed = ROW_COLUMNS[entry.format]
     if entry.columns:
         missing = [column for column in needed if column not in {*names, *entry.columns}]
         if missing:
-            line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")}).replace('"..."', "...")
+            line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")})
             return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
     if mapped := columns_of_pairs(row, names):
         return f"the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(mapped)}"
@@ -350,10 +364,11 @@ def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Seq
             return (
                 f"dpo compares two answers, and these rows ({in_quotes(names)}) judge one; set training.objective: kto"
             )
-        lacks = "a chosen and a rejected answer"
+        lacks = "dpo needs a chosen and a rejected answer"
         line = "columns: {chosen: ..., rejected: ...}"
     else:
-        lacks, line = "an answer and its label", "columns: {completion: ..., label: ...}"
+        lacks = "kto needs an answer and its label"
+        line = "columns: {completion: ..., label: ...}"
     near = {
         ours: near
         for ours in needed
@@ -361,17 +376,14 @@ def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Seq
     }
     if near:
         line = f"columns: {in_yaml(near)}"
-    return (
-        f"{'dpo' if entry.format == 'preference' else 'kto'} needs {lacks}, the columns are {in_quotes(names)}; add "
-        f"{line}, or set training.objective: supervised"
-    )
+    return f"{lacks}, the columns are {in_quotes(names)}; add {line}, or set training.objective: supervised"
 
 
 def in_quotes(names: Sequence[str]) -> str:
-    """Names in quotes, as many as fit into a message, and the number of the others."""
+    """Names in quotes, as many as fit into a message, and a count of the others."""
     text = ""
     for shown, name in enumerate(names):
-        part = f", {name!r}" if text else repr(name)
+        part = ", " * bool(text) + repr(name)
         if len(text) + len(part) > SHOWN_CHARACTERS:
             if text:
                 return f"{text} and {len(names) - shown:,} more"
@@ -381,10 +393,12 @@ def in_quotes(names: Sequence[str]) -> str:
 
 
 def in_yaml(mapping: Mapping[str, str]) -> str:
-    """A mapping in one line of YAML."""
+    """A mapping in one line of YAML. The value "..." stays plain, because the reader fills it in."""
 
     def quoted(name: str) -> str:
         is_word = re.fullmatch(r"[A-Za-z_][\w-]*", name, re.ASCII)
+        if name == "...":
+            return name
         if is_word and name.lower() not in ("y", "n", "yes", "no", "on", "off", "true", "false", "null"):
             return name
         return json.dumps(name, ensure_ascii=False)

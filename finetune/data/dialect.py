@@ -1,10 +1,14 @@
-"""How a table's file is written: its delimiter and its character encoding, found from its bytes.
+"""Finds a table's delimiter and character encoding from the file's bytes.
 
-Encoding: a byte order mark says it. Else a file that is UTF-8 from the first byte to the last is UTF-8. Else its lines
-with bytes above 127 are compared with the encodings below: cp1252 (Windows in Western Europe) if they then hold only
-letters and signs of Western languages, else what charset-normalizer finds most plausible.
+Encoding, the first rule that holds:
 
-Delimiter: the one that the header has most often among those that divide most of the first lines into as many cells:
+- A byte order mark says it.
+- A file that is UTF-8 from the first byte to the last is UTF-8.
+- cp1252 (Windows in Western Europe), if the lines with bytes above 127 then hold only Western letters and signs.
+- Else charset-normalizer chooses the most plausible encoding below.
+
+Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
+most cells:
 
     name;preis;text            ';' divides both lines into three cells, ',' into one and two
     Säge;12,50;"klein, leicht"
@@ -16,7 +20,7 @@ import csv
 import gzip
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -30,7 +34,7 @@ HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
 SAMPLE_BYTES = 64 * 1024  # of lines with bytes above 127
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
-# Encodings that spreadsheet programs write where they do not write UTF-8.
+# Encodings that spreadsheet programs write instead of UTF-8.
 OTHERS = ("cp1250", "cp1251", "cp1253", "cp1254", "cp949", "shift_jis", "gb18030", "big5")
 _WESTERN = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûýÿÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛÝðþÐÞšžŠŽ"
@@ -40,16 +44,23 @@ COMMON_CONTROLS = frozenset(b"\t\n\r\x0c\x1a")
 
 
 class Dialect(NamedTuple):
-    """A table's delimiter and encoding, as Python names it."""
+    """A table's delimiter, and Python's name for its encoding."""
 
     delimiter: str
     encoding: str
 
+    @property
+    def separator(self) -> str:
+        """The delimiter for messages: a tab is called tabs."""
+        return self.delimiter.replace("\t", "tabs")
+
     def in_words(self) -> str:
-        """`cp1252, separated by ;`: what differs from a comma and UTF-8; empty if nothing does."""
-        parts = [self.encoding] if self.encoding != "utf-8" else []
+        """`cp1252, separated by ;`; empty for a table in UTF-8 with commas."""
+        parts = []
+        if self.encoding != "utf-8":
+            parts.append(self.encoding)
         if self.delimiter != ",":
-            parts.append(f"separated by {'tabs' if self.delimiter == chr(9) else self.delimiter}")
+            parts.append(f"separated by {self.separator}")
         return ", ".join(parts)
 
 
@@ -61,13 +72,13 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect; what is given is not looked for. Raises OSError."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError."""
     encoding = encoding or found_encoding(file)
     return Dialect(delimiter or _found_delimiter(file, encoding), encoding)
 
 
 def checked_encoding(name: str) -> str:
-    """Python's name for an encoding of texts. Raises DataError for an unknown one."""
+    """Python's name for a text encoding. Raises DataError for an unknown one."""
     import codecs
 
     try:
@@ -83,6 +94,7 @@ def found_encoding(file: Path) -> str:
     sample, decoder, is_utf8 = bytearray(), getincrementaldecoder("utf-8")(), True
     with open_bytes(file) as stream:
         head = stream.read(4)
+        # UTF-32's mark begins with UTF-16's.
         if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and head != BOM_UTF16_LE + b"\0\0":
             return "utf-16"
         stream.seek(0)
@@ -104,21 +116,18 @@ def found_encoding(file: Path) -> str:
                         break
             if not is_utf8:
                 break
-    # One wrong byte in a UTF-8 file is a damaged file: its readable rows, and a line about the other one.
-    if is_utf8 or _is_mostly_utf8(bytes(sample)):
+    if is_utf8:
         return "utf-8"
-    return _single_byte_encoding(bytes(sample))
+    return _likely_encoding(bytes(sample))
 
 
-def _is_mostly_utf8(sample: bytes) -> bool:
-    """Whether most characters above 127 are right in UTF-8: é is two bytes there, and a lone byte in cp1252."""
+def _likely_encoding(sample: bytes) -> str:
+    """The most plausible encoding, by the lines with bytes above 127 in a file that is not valid UTF-8."""
     text = sample.decode("utf-8", errors="replace")
     wrong = text.count("\N{REPLACEMENT CHARACTER}")
     right = sum(not character.isascii() for character in text) - wrong
-    return right > wrong
-
-
-def _single_byte_encoding(sample: bytes) -> str:
+    if right > wrong:  # a damaged UTF-8 file: its other rows are still right, and a mistake names the byte
+        return "utf-8"
     text = sample.decode("cp1252", errors="replace")
     above = [character for character in text if not character.isascii()]
     # In Western languages most letters are ASCII. Russian in cp1251 looks like Western letters too, and nothing else.
@@ -130,7 +139,9 @@ def _single_byte_encoding(sample: bytes) -> str:
     from charset_normalizer import from_bytes
 
     best = from_bytes(sample, cp_isolation=[*OTHERS, "cp1252"], steps=10, threshold=0.5).best()
-    return best.encoding if best is not None else "cp1252"
+    if best is None:
+        return "cp1252"
+    return best.encoding
 
 
 def _found_delimiter(file: Path, encoding: str) -> str:
@@ -151,15 +162,13 @@ def _found_delimiter(file: Path, encoding: str) -> str:
 
 
 def _widths(text: str, delimiter: str, whole: bool) -> list[int]:
-    """Count the cells in each first record, divided by a delimiter. The last record may be cut off."""
+    """Count the cells of the first records. The last record may be cut off, so it does not count."""
     records = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
     widths = []
-    try:
+    with suppress(csv.Error):
         for record in islice(records, RECORDS):
             if record:
                 widths.append(len(record))
-    except csv.Error:
-        pass
     if not whole and len(widths) < RECORDS and len(widths) > 1:
         widths.pop()
     return widths

@@ -3,7 +3,7 @@
 Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion as messages)
 Passage  a prompt and its continuation, without a template (text, prompt/completion as texts)
 Pair     a chosen and a rejected answer to one prompt, two Chats or two Passages (preference)
-Judged   an answer that is wanted or not, a Chat or a Passage (kto)
+Judged   a wanted or unwanted answer, a Chat or a Passage (kto)
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from finetune.data.messages import (
     checked_name,
     checked_text,
     is_supervised,
-    json_text,
+    missing_hint,
     nearest,
+    parsed_cell,
     read_message,
     read_tools,
     role_of_tools,
@@ -44,11 +45,11 @@ SPEAKERS = ("human", "gpt", "system", "function_call", "observation")  # the spe
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages as a template reads them, and which of them are supervised."""
+    """Messages as a template reads them, with a supervised flag for each."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    supervised: list[bool]  # per message: an assistant's whose weight is not 0
+    supervised: list[bool]  # per message: an assistant turn without weight 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables for the template
 
 
@@ -62,7 +63,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt. Both begin with the prompt, and only what follows it is supervised."""
+    """Two answers to one prompt. Both begin with the prompt; only the turns or text after it are supervised."""
 
     chosen: Chat | Passage
     rejected: Chat | Passage
@@ -70,7 +71,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer that is wanted or not. Only what follows the prompt is supervised."""
+    """A wanted or unwanted answer. Only the turns or text after the prompt are supervised."""
 
     answer: Chat | Passage
     desirable: bool
@@ -80,7 +81,7 @@ Content = Chat | Passage | Pair | Judged
 
 
 def documents_in(content: Content) -> tuple[Chat | Passage, ...]:
-    """What a row holds: one chat or text, or a pair's chosen and rejected one."""
+    """A row's documents: one chat or text, or a pair's chosen and rejected one."""
     match content:
         case Pair():
             return content.chosen, content.rejected
@@ -91,7 +92,7 @@ def documents_in(content: Content) -> tuple[Chat | Passage, ...]:
 
 
 def by_turn(chat: Chat) -> list[Chat]:
-    """A chat for each supervised turn, which is its last message and its only supervised one."""
+    """One chat for each supervised turn. The turn is the chat's last message, and no other is supervised."""
     return [
         replace(chat, messages=chat.messages[: index + 1], supervised=[False] * index + [True])
         for index, supervised in enumerate(chat.supervised)
@@ -100,50 +101,51 @@ def by_turn(chat: Chat) -> list[Chat]:
 
 
 def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
-    """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
+    """Check a row strictly, and convert it. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)
     for column in ROW_COLUMNS[layout.format]:
         theirs = layout.columns.get(column, column)
         if column not in view:
             near = nearest(theirs, [name for name in view if name not in ROW_COLUMNS[layout.format]])
-            hint = f"{near!r} is there: rename it" if near else "add it, or remove the row"
-            raise BadRow(f"the field {theirs!r} is missing; {hint}")
+            raise BadRow(f"the field {theirs!r} is missing; {missing_hint(near, 'add it, or remove the row')}")
         if view[column] is None:
             raise BadRow(f"{theirs!r} is null; give it a value, or leave such rows out: drop: [empty]")
     match layout.format:
         case "messages":
-            return _chat(view, view["messages"], "messages", layout)
+            return _make_chat(view, view["messages"], "messages", layout)
         case "sharegpt":
             turns = view["conversations"]
             if not isinstance(turns, list):
                 kind = json_kind(turns)
                 raise BadRow(f"'conversations' must be a list of turns, this is {kind}; write [{{\"from\": ...}}]")
-            messages = [_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)]
-            return _chat(view, messages, "conversations", layout)
+            messages = [
+                _read_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)
+            ]
+            return _make_chat(view, messages, "conversations", layout)
         case "prompt_completion":
-            return _prompt_completion(view, layout)
+            return _read_prompt_completion(view, layout)
         case "alpaca":
-            return _alpaca(view, layout)
+            return _read_alpaca(view, layout)
         case "text":
             return Passage("", _needed_text(view, "text", layout))
         case "preference":
-            return _pair(view, layout)
+            return _read_pair(view, layout)
         case "kto":
-            return _judged(view, layout)
+            return _read_judged(view, layout)
 
 
 _ANSWERS = ("chosen", "rejected")
 OTHER_SPEAKERS = tuple(role for role in ROLES if role != "assistant")
-# Words for an answer that is wanted or not. Numbers of a scale (0.7, 5, -1) are none: where the line is drawn is the
-# owner's decision.
+# Words for a wanted answer and for an unwanted one. Numbers on a scale (0.7, 5, -1) are not read: the data's owner
+# decides where the line is.
 _LABELS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen"), True) | dict.fromkeys(
     ("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), False
 )
 _TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
 
 
-def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
-    """Two answers after one prompt. Of two whole dialogues, the prompt is their common beginning.
+def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
+    """Two answers after one prompt. Two whole dialogues have their common beginning as prompt.
 
     prompt       chosen                    read as
     text         text                      passages, without a template
@@ -160,13 +162,13 @@ def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
     prompt = _prompt_before(view, layout, answers_are_texts=are_texts[0])
     if isinstance(prompt, str):
         return Pair(*(Passage(prompt, _needed_text(view, name, layout)) for name in _ANSWERS))
-    chosen, rejected = (_dialogue(view, name, layout) for name in _ANSWERS)
+    chosen, rejected = (_read_dialogue(view, name, layout) for name in _ANSWERS)
     common = 0
     for turn, other_turn in zip(chosen, rejected, strict=False):
         if turn != other_turn:
             break
         common += 1
-    # Of equal answers the last turn is the answer. `prepare` leaves such a pair out, and counts it.
+    # If both dialogues are equal, the last turn is the answer. `prepare` leaves such a pair out, and counts it.
     common = min(common, len(chosen) - 1, len(rejected) - 1)
     for (name, dialogue), other in zip(zip(_ANSWERS, (chosen, rejected), strict=True), _ANSWERS[::-1], strict=True):
         role = dialogue[common].get("role")
@@ -176,10 +178,10 @@ def _pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
                 f"{place} is a {role} turn that {layout.place(other)} does not have; give both answers one prompt, and "
                 "begin them with an assistant turn"
             )
-    prompt = _not_repeated(view, prompt, chosen[:common], "chosen", layout)
+    prompt = _prompt_unless_repeated(view, prompt, chosen[:common], "chosen", layout)
     return Pair(
-        _answered(view, prompt, chosen, common, "chosen", layout),
-        _answered(view, prompt, rejected, common, "rejected", layout),
+        _chat_with_answer(view, prompt, chosen, common, "chosen", layout),
+        _chat_with_answer(view, prompt, rejected, common, "rejected", layout),
     )
 
 
@@ -188,8 +190,8 @@ def label_of(value: Any) -> bool | None:
     return _LABELS.get(str(value).strip().lower())
 
 
-def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
-    """An answer with its label. Of a whole dialogue, the answer is what follows the last user's turn."""
+def _read_judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
+    """An answer with its label. In a whole dialogue, the answer is the turns after the last user turn."""
     label = view["label"]
     wanted = label_of(label)
     if wanted is None:
@@ -201,24 +203,28 @@ def _judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     prompt = _prompt_before(view, layout, answers_are_texts=isinstance(view["completion"], str))
     if isinstance(prompt, str):
         return Judged(Passage(prompt, _needed_text(view, "completion", layout)), wanted)
-    completion = _dialogue(view, "completion", layout)
+    completion = _read_dialogue(view, "completion", layout)
     asked = [index + 1 for index, turn in enumerate(completion) if turn.get("role") == "user"]
     common = min(max(asked, default=0), len(completion) - 1)
-    prompt = _not_repeated(view, prompt, completion[:common], "completion", layout)
-    return Judged(_answered(view, prompt, completion, common, "completion", layout), wanted)
+    prompt = _prompt_unless_repeated(view, prompt, completion[:common], "completion", layout)
+    return Judged(_chat_with_answer(view, prompt, completion, common, "completion", layout), wanted)
 
 
-def _dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:
-    """An answer as turns; a text is the assistant's. Raises BadRow."""
+def _read_dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:
+    """An answer as turns. A text becomes one assistant turn. Raises BadRow."""
     if isinstance(view[name], str):
         return [{"role": "assistant", "content": _needed_text(view, name, layout)}]
-    return _turns(view[name], name, layout)
+    return _read_turns(view[name], name, layout)
 
 
-def _not_repeated(
+def _prompt_unless_repeated(
     view: Mapping[str, Any], prompt: list[dict[str, Any]], begins: list[dict[str, Any]], name: str, layout: RowLayout
 ) -> list[dict[str, Any]]:
-    """The prompt, or none if a dialogue that begins with `begins` holds a question itself. Raises BadRow."""
+    """The prompt; empty if the dialogue holds the question itself. Raises BadRow.
+
+    Args:
+        begins: The dialogue's turns before the answer.
+    """
     if all(turn.get("role") in ("system", "developer", "assistant") for turn in [*prompt, *begins]):
         raise BadRow(
             f"'prompt' is missing, and {layout.place(name)} holds no question; add it, or columns: {{prompt: ...}}"
@@ -228,7 +234,7 @@ def _not_repeated(
     if not any(turn.get("role") in ("user", "tool") for turn in begins):
         return prompt
     if not isinstance(view.get("prompt"), list):
-        return []  # a text; `leaves_out_prompt` tells whether it is another one
+        return []  # the prompt is a text; `leaves_out_prompt` says whether it differs from the dialogue's question
     if all(turn.get("role") in ("system", "developer") for turn in prompt):
         return prompt
     ours, theirs = layout.place("prompt"), layout.place(name)
@@ -236,7 +242,7 @@ def _not_repeated(
 
 
 def leaves_out_prompt(row: Mapping[str, Any], layout: RowLayout, read: Pair | Judged) -> bool:
-    """Whether a row's prompt is a text that is not read, because its answers are dialogues with another question."""
+    """Whether a row's text prompt is not read, because its answers are dialogues with another question."""
     view = layout.view(row)
     text = view.get("instruction") or view.get("prompt")
     document = documents_in(read)[0]
@@ -245,8 +251,8 @@ def leaves_out_prompt(row: Mapping[str, Any], layout: RowLayout, read: Pair | Ju
     return bool(text.strip()) and not any(text.strip() in message["content"] for message in document.messages)
 
 
-def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
-    """Messages in OpenAI's keys: from ShareGPT's too, or from one turn alone. Raises BadRow."""
+def _read_turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
+    """Messages with OpenAI's keys, from OpenAI's or ShareGPT's turns, or from one turn alone. Raises BadRow."""
     if isinstance(value, dict):
         value = [value]
     place = layout.place(column)
@@ -261,7 +267,7 @@ def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
                 f'{place}[{index}] is {json_kind(turn)}; write one answer: a text, or messages like {{"role": ...}}'
             )
         if "from" in turn:
-            turns.append(_sharegpt_turn(turn, f"{place}[{index}]", layout))
+            turns.append(_read_sharegpt_turn(turn, f"{place}[{index}]", layout))
         else:
             turns.append(with_our_role(turn, layout.roles, f"{place}[{index}]"))
     return turns
@@ -270,23 +276,21 @@ def _turns(value: Any, column: str, layout: RowLayout) -> list[dict[str, Any]]:
 def _prompt_before(
     view: Mapping[str, Any], layout: RowLayout, *, answers_are_texts: bool
 ) -> str | list[dict[str, Any]]:
-    """What the answers follow: a text without a template, or messages; none if the answers are whole dialogues."""
+    """The prompt of the answers: a text without a template, or messages; empty if the answers are whole dialogues."""
     prompt, named = view.get("prompt"), {"prompt", "instruction"} & {*layout.columns, *layout.template}
     if view.get("instruction") is not None and named != {"prompt"}:
         if prompt is not None and named != {"instruction"}:
             raise BadRow("'prompt' and 'instruction' are both there; name the one to read: columns: {instruction: ...}")
-        question = _needed_text(view, "instruction", layout)
-        context = checked_text(view.get("input") or "", layout.place("input"), may_be_empty=True)
-        return [{"role": "user", "content": f"{question}\n\n{context}" if context.strip() else question}]
+        return [{"role": "user", "content": _question(view, layout)}]
     if view.get("input"):
         line = in_yaml({"instruction": layout.columns.get("prompt", "prompt")})
         raise BadRow(f"{layout.place('input')} belongs to a question that becomes a chat; write columns: {line}")
     if prompt is None:
         if answers_are_texts:
-            raise BadRow(_no_prompt(view, layout))
+            raise BadRow(_missing_prompt(view, layout))
         return []
     if isinstance(prompt, list | dict):
-        turns = _turns(prompt, "prompt", layout)
+        turns = _read_turns(prompt, "prompt", layout)
         if turns[-1].get("role") == "assistant":
             raise BadRow(f"{layout.place('prompt')} ends with an assistant turn; end it with the turn that is answered")
         return turns
@@ -297,11 +301,13 @@ def _prompt_before(
                 line = in_yaml({"instruction": layout.columns.get("prompt", "prompt")})
                 raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
         return text
-    return [{"role": "user", "content": text}] if text.strip() else []
+    if not text.strip():
+        return []
+    return [{"role": "user", "content": text}]
 
 
-def _no_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
-    """The line for answers that are texts, with nothing before them."""
+def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
+    """The message for answers that are texts, without a prompt."""
     answer = next(name for name in (*_ANSWERS, "completion") if name in view)
     place = layout.place(answer)
     if _TRANSCRIPT.match(view[answer]):
@@ -311,19 +317,19 @@ def _no_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
         )
     texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
     question = next((column for column in (*QUESTIONS, *texts) if column in texts), "...")
-    line = in_yaml({**layout.columns, "instruction": question}).replace('"..."', "...")
+    line = in_yaml({**layout.columns, "instruction": question})
     return f"'prompt' is missing beside answers that are texts; add it, or columns: {line}"
 
 
 def is_blank_turn(turn: Any) -> bool:
-    """Whether a turn has neither a text nor calls."""
+    """Whether a turn has no text and no calls."""
     if not isinstance(turn, dict) or turn.get("tool_calls") or not {"content", "value"} & {*turn}:
         return False
     text = turn.get("content", turn.get("value"))
     return text is None or (isinstance(text, str) and not text.strip())
 
 
-def _answered(
+def _chat_with_answer(
     view: Mapping[str, Any],
     prompt: Sequence[dict[str, Any]],
     dialogue: Sequence[dict[str, Any]],
@@ -331,31 +337,34 @@ def _answered(
     name: str,
     layout: RowLayout,
 ) -> Chat:
-    """A prompt and a dialogue, whose assistant turns from `common` on are the answer and alone supervised."""
+    """A prompt and a dialogue as one chat. The dialogue's assistant turns from `common` on are supervised."""
     place = layout.place(name)
     if is_blank_turn(dialogue[-1]):
         raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
-    chat = _chat(view, [*prompt, *dialogue], place.strip("'"), replace(layout, roles={}), before=len(prompt))
+    # No roles: `_turns` has renamed them already.
+    chat = _make_chat(view, [*prompt, *dialogue], place.strip("'"), replace(layout, roles={}), before=len(prompt))
     last = chat.messages[-1]["role"]
     if last != "assistant":
         raise BadRow(f"{place} ends with a {last} turn; an answer ends with an assistant turn")
-    begins = len(chat.messages) - len(dialogue) + common
-    supervised = [index >= begins and chat.supervised[index] for index in range(len(chat.messages))]
+    problem = f"{place} has no supervised assistant turn; remove its weight 0, or remove the row"
+    return _supervised_from(chat, len(dialogue) - common, problem)
+
+
+def _supervised_from(chat: Chat, last: int, problem: str) -> Chat:
+    """The chat with only its `last` messages supervised. Raises BadRow(problem) if none of them is an answer."""
+    context = len(chat.messages) - last
+    supervised = [False] * context + chat.supervised[context:]
     if not any(supervised):
-        raise BadRow(f"{place} has no supervised assistant turn; remove its weight 0, or remove the row")
+        raise BadRow(problem)
     return replace(chat, supervised=supervised)
 
 
-def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
+def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        chat = _chat(view, [*prompt, *completion], "prompt and completion", layout)
+        chat = _make_chat(view, [*prompt, *completion], "prompt and completion", layout)
         # The prompt's own assistant turns are context, and not supervised.
-        prompt_messages = len(chat.messages) - len(completion)
-        supervised = [index >= prompt_messages and chat.supervised[index] for index in range(len(chat.messages))]
-        if not any(supervised):
-            raise BadRow("'completion' has no assistant turn to supervise; add one")
-        return replace(chat, supervised=supervised)
+        return _supervised_from(chat, len(completion), "'completion' has no assistant turn to supervise; add one")
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
     for column in (*OF_CHATS, "history", *REASONING_COLUMNS):
@@ -378,30 +387,36 @@ def _needed_text(view: Mapping[str, Any], column: str, layout: RowLayout) -> str
     return checked_text(value, place)
 
 
-def _alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
+def _question(view: Mapping[str, Any], layout: RowLayout) -> str:
+    """Alpaca's question: the instruction, then an empty line and the input if there is one. Raises BadRow."""
     question = _needed_text(view, "instruction", layout)
     context = checked_text(view.get("input") or "", layout.place("input"), may_be_empty=True)
     if context.strip():
-        question = f"{question}\n\n{context}"
+        return f"{question}\n\n{context}"
+    return question
+
+
+def _read_alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
+    question = _question(view, layout)
     answer = {"role": "assistant", "content": _needed_text(view, "output", layout)}
     for column in REASONING_COLUMNS:
         if view.get(column) and "reasoning_content" not in answer:
             answer["reasoning_content"] = checked_text(view[column], layout.place(column))
 
     # Earlier turns are pairs of question and answer.
-    pairs = view.get("history") or []
-    if isinstance(pairs, str):  # in tables
-        pairs = json_text(pairs, "history") if pairs.strip() else []
+    pairs = parsed_cell(view.get("history") or [], "history", empty=[])
+    if not isinstance(pairs, list):
+        pairs = [pairs]  # refused below, by name
     turns: list[dict[str, Any]] = []
-    for index, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+    for index, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRow(f"history[{index}] is {json_kind(pair)}; write a list of pairs: [[question, answer], ...]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             turns.append({"role": role, "content": checked_text(text, f"history[{index}]")})
-    return _chat(view, [*turns, {"role": "user", "content": question}, answer], "turns", layout)
+    return _make_chat(view, [*turns, {"role": "user", "content": question}, answer], "turns", layout)
 
 
-def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
+def _read_sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
     """A ShareGPT turn as a message."""
     if not isinstance(turn, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(turn)}; write {{"from": ..., "value": ...}}')
@@ -409,16 +424,13 @@ def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
         return turn
     for key in ("from", "value"):
         if key not in turn:
-            near = nearest(key, turn)
-            hint = f"{near!r} is there: rename it" if near else "add it"
-            raise BadRow(f"{place}: {key!r} is missing; {hint}")
+            raise BadRow(f"{place}: {key!r} is missing; {missing_hint(nearest(key, turn), 'add it')}")
     speaker, roles = turn["from"], {**SHAREGPT_ROLES, **layout.roles}
     if not isinstance(speaker, str) or speaker not in roles:
         checked_name(speaker, f"{place}: the speaker", SPEAKERS)
         role = OTHER_ROLES.get(speaker.lower()) or role_of_tools(speaker)
         known = f"known are {', '.join(SPEAKERS)};"
-        near = None if role else nearest(speaker, roles)
-        if near:
+        if not role and (near := nearest(speaker, roles)):
             role, known = roles[near], f"did you mean {near!r}?"
         line = in_yaml({printable(speaker): role or "user"})
         raise ReportedOnce(f"{place}: unknown speaker {speaker!r}; {known} or add roles: {line}", speaker)
@@ -428,11 +440,11 @@ def _sharegpt_turn(turn: Any, place: str, layout: RowLayout) -> dict[str, Any]:
     return message | {"role": roles[speaker], "content": turn["value"]}
 
 
-def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout, *, before: int = 0) -> Chat:
-    """The chat of a row's messages, with its system column, tools and template variables.
+def _make_chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout, *, before: int = 0) -> Chat:
+    """A row's messages as a chat, with its system column, tools and template variables.
 
     Args:
-        before: How many of the messages are the column `prompt`'s, and not this column's.
+        before: How many messages come from the column `prompt`; the others come from `column`.
     """
     if not isinstance(messages, list):
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
@@ -440,11 +452,14 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
         raise BadRow(f"{column!r} is an empty list; give it a user and an assistant turn")
     checked, supervised = [], []
     for index, message in enumerate(messages):
-        place = f"{column}[{index - before}]" if index >= before else f"prompt[{index}]"
+        place = f"{column}[{index - before}]"
+        if index < before:
+            place = f"prompt[{index}]"
         message = with_our_role(message, layout.roles, place)
         checked.append(read_message(message, place))
         supervised.append(is_supervised(message, place))
 
+    # A `system` column may repeat the system turn, but not contradict it.
     system = checked_text(view.get("system") or "", layout.place("system"), may_be_empty=True)
     if system.strip():
         if checked[0]["role"] not in ("system", "developer"):
@@ -457,14 +472,8 @@ def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout
         raise BadRow("no assistant turn, so nothing is supervised; add one, or remove the row")
     if not {"user", "tool"} & {*roles[: roles.index("assistant")]}:
         raise BadRow("the assistant speaks first; begin with a user turn (after an optional system one)")
-    return Chat(checked, read_tools(view.get("tools")), supervised, _template_kwargs(view, layout))
-
-
-def _template_kwargs(view: Mapping[str, Any], layout: RowLayout) -> dict[str, Any]:
-    """Variables for the template: the row's own, else the data set's."""
-    variables = view.get("chat_template_kwargs") or {}
-    if isinstance(variables, str):  # in tables
-        variables = json_text(variables, "chat_template_kwargs") if variables.strip() else {}
+    tools = read_tools(view.get("tools"))
+    variables = parsed_cell(view.get("chat_template_kwargs") or {}, "chat_template_kwargs", empty={})
     if not isinstance(variables, dict):
         kind = json_kind(variables)
         raise BadRow(f"'chat_template_kwargs' must be an object, this is {kind}; write {{\"name\": value}}")
@@ -472,4 +481,5 @@ def _template_kwargs(view: Mapping[str, Any], layout: RowLayout) -> dict[str, An
         if name in TEMPLATE_ARGUMENTS:
             raise BadRow(f"chat_template_kwargs: {name!r} is given to the template by this program; remove it")
     check_inside(variables, "chat_template_kwargs")
-    return {**layout.chat_template_kwargs, **variables}
+    # The row's variables override the data set's.
+    return Chat(checked, tools, supervised, {**layout.chat_template_kwargs, **variables})

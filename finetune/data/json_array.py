@@ -1,4 +1,4 @@
-"""The elements of one large JSON array, read from a stream one at a time."""
+"""Reads a large JSON array from a stream, one element at a time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import IO
 
 _SPACE = " \t\n\r"
 _CHUNK_BYTES = 2**16
-_KEPT_CHARACTERS = 4096  # of the present line, for the columns in messages
+_KEPT_CHARACTERS = 4096  # of the present line, so that messages can count columns
 
 
 class JsonArray:
-    """Splits `[ {...}, {...} ]` into the texts of its elements; `line` is the line where the present element begins.
+    """Splits `[ {...}, {...} ]` into its elements' texts. The present element begins in line `line`.
 
     Memory is one element and one chunk:
 
         file   [ {"a": 1}, {"b": 2}, {"c": 3} ]
-        _text        ......2}, {"c......            the chunks that are in memory
+        _text        ......2}, {"c......            the chunks in memory
         _position           ^                       everything before is done
     """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
-        """`limit`: the most characters of an element."""
+        """`limit`: an element's most characters."""
         self.line = 1
         self.decoded_bytes = 0  # bytes decoded before the present chunk
         self._read_bytes = 0
@@ -35,11 +35,13 @@ class JsonArray:
         self._ended = False
 
     def elements(self) -> Iterator[str]:
-        """The text of each element in turn.
+        """Yield each element's text in turn.
 
-        Raises JSONDecodeError on a mistake in the syntax (its column counts from the beginning of the element's line),
-        UnicodeDecodeError (its position counts from `decoded_bytes`), RecursionError, and OverflowError for an element
-        above the limit.
+        Raises:
+            JSONDecodeError: A syntax mistake; its column counts from the start of the element's line.
+            UnicodeDecodeError: Its position counts from `decoded_bytes`.
+            RecursionError: The element is nested too deep.
+            OverflowError: The element is above the limit.
         """
         decoder = json.JSONDecoder()
         self._expect("[")
@@ -57,8 +59,10 @@ class JsonArray:
             raise json.JSONDecodeError("Extra data", self._text, self._position)
 
     def _end_of_element(self, decoder: json.JSONDecoder) -> int:
-        """The end of the element at the current position. Reads twice as much each time until it is complete, so that
-        an element of n bytes is parsed about log2(n / 64 kB) times."""
+        """Find where the present element ends, and read until it is complete.
+
+        Each read is twice as large as the last one, so an element with n bytes is parsed about log2(n / 64 kB) times.
+        """
         size = _CHUNK_BYTES
         while True:
             try:
@@ -76,7 +80,7 @@ class JsonArray:
             size *= 2
 
     def _next_character(self) -> str:
-        """The next character that is not space, or "" at the end."""
+        """Skip white space; return the next character, or "" at the end."""
         while True:
             end = self._position
             while end < len(self._text) and self._text[end] in _SPACE:
@@ -99,7 +103,7 @@ class JsonArray:
 
     def _read(self, size: int) -> None:
         raw = self._stream.read(size)
-        # A character whose bytes are cut by the chunk's end waits in the decoder.
+        # If the chunk ends inside a character, the character's bytes wait in the decoder.
         self.decoded_bytes = self._read_bytes - len(self._decoder.getstate()[0])
         self._read_bytes += len(raw)
         text = self._decoder.decode(raw, final=not raw)

@@ -1,4 +1,4 @@
-"""One message of a chat, checked strictly and brought into the form that chat templates read (OpenAI's keys)."""
+"""Checks a chat's message strictly, and converts it to the form that chat templates read (OpenAI's keys)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from finetune.output_stream import printable
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Columns, keys of messages and kinds of content parts that hold no text.
+# Columns, message keys and kinds of content parts that hold no text.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
-LONGEST_ROLE = 100  # characters of a role
-COMPARED_KEYS = 20  # unknown keys of a message that are compared with ours, in case they are misspelt
+LONGEST_ROLE = 100  # characters
+COMPARED_KEYS = 20  # a message's unknown keys that are compared with ours, in case they are misspelt
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ReportedOnce(BadRow):
-    """A mistake of a whole data set, such as an unknown role or images: reported once, not for each row."""
+    """A data set's mistake, such as an unknown role or images: reported once, not for each row."""
 
     def __init__(self, mistake: str, about: str) -> None:
         super().__init__(mistake)
@@ -33,7 +33,7 @@ class ReportedOnce(BadRow):
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The reasoning before an assistant's answer: the value of its own key, or the content before </think>."""
+    """The reasoning before an assistant's answer: from its own key, or the content before </think>."""
     for key in REASONING:
         if message.get(key):
             return str(message[key])
@@ -44,11 +44,11 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def is_supervised(message: Mapping[str, Any], place: str) -> bool:
-    """Whether a message is supervised: an assistant's without weight 0. Raises BadRow."""
+    """Whether a message is supervised: an assistant turn without weight 0. Raises BadRow."""
     weight = message.get("weight")
     if weight is None:
         return bool(message["role"] == "assistant")
-    if isinstance(weight, bool) or weight not in (0, 1):
+    if isinstance(weight, bool) or weight not in (0, 1):  # True equals 1 in Python
         raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (supervised)")
     if weight and message["role"] != "assistant":
         raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are supervised: remove it")
@@ -56,10 +56,10 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
 
 
 def read_message(message: Any, place: str) -> dict[str, Any]:
-    """A message with the keys that templates read: no nulls, no weight, arguments of tool calls as objects."""
+    """A message with the keys that templates read: no nulls, no weight, tool calls' arguments as objects."""
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
-    role = _role(message, place)
+    role = _checked_role(message, place)
     result = {key: value for key, value in message.items() if value is not None and key != "weight"}
     for key in result:
         if key in MEDIA and result[key]:
@@ -73,14 +73,14 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     elif role != "assistant":
         raise BadRow(f"{place}: tool_calls on a {role} turn; only the assistant calls tools")
     else:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{place}.tool_calls")
+        result["tool_calls"] = _checked_calls(result["tool_calls"], f"{place}.tool_calls")
     for key in REASONING:
         if key not in result:
             continue
         if role != "assistant" and result[key]:
             raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is supervised: move or remove it")
         result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
-    return result | {"content": _content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
+    return result | {"content": _checked_content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
 
 
 @lru_cache(maxsize=1024)  # a comparison takes 13 us, and most messages of a data set have the same keys
@@ -88,7 +88,7 @@ def _our_key(key: str) -> str | None:
     return nearest(key, MESSAGE_KEYS, cutoff=0.75)
 
 
-def _role(message: Mapping[str, Any], place: str) -> str:
+def _checked_role(message: Mapping[str, Any], place: str) -> str:
     if "role" not in message:
         hint = "add it: user, assistant, system or tool"
         if near := nearest("role", message):
@@ -100,7 +100,9 @@ def _role(message: Mapping[str, Any], place: str) -> str:
     if not isinstance(role, str) or role not in ROLES:
         checked_name(role, f"{place}: the role", ROLES)
         near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
-        known = f"did you mean {near!r}?" if near in ROLES else f"known are {', '.join(ROLES)};"
+        known = f"known are {', '.join(ROLES)};"
+        if near in ROLES:
+            known = f"did you mean {near!r}?"
         quoted = printable(json.dumps(role, ensure_ascii=False))
         line = f"roles: {{{quoted}: {near or 'user'}}}"
         raise ReportedOnce(f"{place}: unknown role {quoted}; {known} or add {line}", quoted)
@@ -113,10 +115,10 @@ _RESULT_WORDS = re.compile(r"result|response|output|return|repl[yi]|observ", re.
 
 
 def role_of_tools(name: str) -> str | None:
-    """function_call for a role name of tool calls, tool for a role name of tool results; None for any other name.
+    """function_call if a role's name means tool calls, tool if it means tool results; None for any other name.
 
     Results are tried first, because tool_call_result names a result. Training on a result as an answer is worse than
-    not reading it.
+    refusing it.
 
         tool_call         -> function_call
         tool_call_result  -> tool
@@ -133,14 +135,18 @@ def role_of_tools(name: str) -> str | None:
 
 
 def calls_in(text: Any, place: str) -> dict[str, Any]:
-    """An assistant's turn with its calls as JSON in the content: {"name": ..., "arguments": {...}}, or a list of these.
-    Raises BadRow."""
+    """An assistant turn from its calls as JSON text: {"name": ..., "arguments": {...}}, or a list of such objects.
+
+    Raises BadRow.
+    """
     calls = json_text(checked_text(text, place), place)
-    return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if not isinstance(calls, list):
+        calls = [calls]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def checked_name(value: Any, subject: str, known: Iterable[str]) -> None:
-    """Raises BadRow for a value that cannot be the name of a role or speaker: no text, or another field's text."""
+    """Raises BadRow if a value cannot be a role's or speaker's name: no text, or a text of another field."""
     if not isinstance(value, str):
         raise BadRow(f"{subject} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
     if len(value) > LONGEST_ROLE:
@@ -148,8 +154,10 @@ def checked_name(value: Any, subject: str, known: Iterable[str]) -> None:
 
 
 def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
-    """The message with its role from the recipe's `roles`. Raises BadRow for a call that cannot be read."""
-    role = message.get("role") if isinstance(message, dict) and roles else None
+    """Rename a message's role by the recipe's `roles`. Raises BadRow for a call that cannot be read."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role")
     if not isinstance(role, str) or role not in roles:
         return message
     if roles[role] != "function_call":
@@ -159,40 +167,39 @@ def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
     return {**message, **calls_in(message.get("content"), f"{place}.content")}
 
 
-def _content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
+def _checked_content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
     if "content" not in message and not may_be_empty:
         near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
         near = near or next((key for key in ("value", "text") if key in message), None)
-        hint = f"{near!r} is there: rename it" if near else "add it"
-        raise BadRow(f"{place}: 'content' is missing; {hint}")
+        raise BadRow(f"{place}: 'content' is missing; {missing_hint(near, 'add it')}")
     content = message.get("content")
     if content is None and may_be_empty:
         return ""
-    if isinstance(content, list):
-        content = _join_parts(content, f"{place}.content")
+    if isinstance(content, list):  # of parts: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        for index, part in enumerate(content):
+            kind, description = None, json_kind(part)
+            if isinstance(part, dict):
+                kind = part.get("type")
+                description = repr(kind)
+                if kind == "text" and isinstance(part.get("text"), str):
+                    continue
+            mistake = f"{place}.content[{index}]: {description} instead of a text part"
+            mistake += "; only text is trained on: remove it"
+            if kind in MEDIA:
+                raise ReportedOnce(mistake, str(kind))
+            raise BadRow(mistake)
+        content = "".join(part["text"] for part in content)
     return checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
 
 
-def _join_parts(parts: list[Any], place: str) -> str:
-    """The text of a content that is a list: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]."""
-    for index, part in enumerate(parts):
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            continue
-        kind, description = None, json_kind(part)
-        if isinstance(part, dict):
-            kind = part.get("type")
-            description = repr(kind)
-        mistake = f"{place}[{index}]: {description} instead of a text part; only text is trained on: remove it"
-        raise ReportedOnce(mistake, str(kind)) if kind in MEDIA else BadRow(mistake)
-    return "".join(part["text"] for part in parts)
-
-
-def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise BadRow(f'{place} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
     result = []
     for index, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f'{place}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
         arguments = function.get("arguments", {})
@@ -208,9 +215,8 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The schemas of a row's tools, given as a list or as its JSON text; None for none. Raises BadRow."""
-    if isinstance(tools, str):  # as text, because table formats cannot hold schemas that differ from row to row
-        tools = json_text(tools, "tools") if tools.strip() else None
+    """A row's tool schemas, given as a list or as its JSON text; None without tools. Raises BadRow."""
+    tools = parsed_cell(tools, "tools", empty=None)
     if not tools and (tools is None or isinstance(tools, list)):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -219,8 +225,20 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
+def parsed_cell(value: Any, place: str, *, empty: Any) -> Any:
+    """The value, or `empty` for a blank text. Raises BadRow for a text that is not JSON.
+
+    Tables hold lists and objects as JSON text, because their shape differs from row to row.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return empty
+    return json_text(value, place)
+
+
 def json_text(text: str, place: str) -> Any:
-    """The value of a text that holds JSON. Raises BadRow."""
+    """Parse a text that holds JSON. Raises BadRow."""
     try:
         return parse_json(text)
     except BadRow as error:
@@ -228,7 +246,7 @@ def json_text(text: str, place: str) -> Any:
 
 
 def check_inside(value: Any, place: str) -> None:
-    """The text checks for every text inside a JSON value. Raises BadRow."""
+    """Check every text inside a JSON value. Raises BadRow."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -241,7 +259,7 @@ def check_inside(value: Any, place: str) -> None:
 
 
 def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
-    """The value, which must be text that a tokenizer can take. Raises BadRow."""
+    """The value if it is text that a tokenizer can take. Raises BadRow for any other value."""
     if not isinstance(value, str):
         raise BadRow(f"{place} must be text, this is {json_kind(value)}; put it in quotes")
     if not may_be_empty and not value.strip():
@@ -254,6 +272,13 @@ def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
             "escape both halves of the pair, or write the character itself"
         )
     return value
+
+
+def missing_hint(near: str | None, otherwise: str) -> str:
+    """The remedy for a missing key: rename the key with a similar name, or `otherwise`."""
+    if near:
+        return f"{near!r} is there: rename it"
+    return otherwise
 
 
 def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:

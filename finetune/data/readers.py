@@ -1,8 +1,8 @@
-"""Rows of local files exactly as the files say, one at a time, each with its place.
+"""Reads local files' rows exactly as they are written, one at a time, each with its place.
 
-These are our own readers, because a data library guesses: mixed columns change type, dates are parsed, misspelt fields
-load, and a wrong byte surfaces when its row is read in the middle of training. Here a mistake is its own row, with file
-and line, and memory holds one row (JSON, CSV) or one batch of 1,000 (Parquet).
+These are our own readers, because a data library guesses. It changes the type of mixed columns, parses dates and loads
+misspelt fields, and a wrong byte appears only when training reads its row. Here each mistake is a row with file and
+line. Memory holds one row (JSON, CSV) or one batch with 1,000 rows (Parquet).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from finetune.untrusted.kinds import not_rows
 from finetune.wording import counted
 
 LONGEST_MISTAKE = 800  # characters
-MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
+MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
-MOST_REPETITIONS = 1_000_000  # most rows in a file with fewer bytes than rows; read in seconds
+MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
 MOST_EXCEL_BYTES = 128 * 2**20
@@ -37,7 +37,7 @@ TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
 class SourceRow(NamedTuple):
-    """A row of a file, or the mistake in it."""
+    """A file's row, or the mistake in it."""
 
     file: str
     line: int  # from 1; the line where the row begins; for Parquet and Hub data sets the row's number
@@ -50,7 +50,7 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(ValueError):
-    """A row's mistake and its remedy, short and printable whatever it quotes. The reader adds the place."""
+    """A row's mistake and its remedy, made short and printable. The reader adds the place."""
 
     def __init__(self, mistake: str) -> None:
         if len(mistake) > LONGEST_MISTAKE:
@@ -59,11 +59,11 @@ class BadRow(ValueError):
 
 
 def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str | None = None) -> Iterator[SourceRow]:
-    """Every row of a file; `kind` is json, csv, parquet, excel or text. A file that cannot be read is one bad row.
+    """Yield a file's rows; `kind` is json, csv, parquet, excel or text. An unreadable file is one bad row.
 
     Args:
-        delimiter: Of a CSV file; None: found from its first lines.
-        encoding: Of a CSV or text file; None: found from its bytes.
+        delimiter: For CSV. None: found from the first lines.
+        encoding: For CSV and text. None: found from the bytes.
     """
     count = 0
     try:
@@ -96,7 +96,7 @@ def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str
 
 
 def _repetitions(rows: int, file: Path) -> str:
-    """The problem of a small file with very many rows: only equal rows compress to less than a byte each."""
+    """The problem if a small file has very many rows: only equal rows compress to less than a byte each."""
     size = counted(file.stat().st_size, "byte")
     return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
 
@@ -111,7 +111,8 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
         if (problem := not_rows(head)) is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
-        start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
+        start = _mark_bytes(head)
+        # White space before the first row may be longer than the head.
         while head[start:] and not head[start:].strip():
             more = stream.read(4096)
             if not more:
@@ -127,8 +128,13 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
             yield from _read_lines(file, stream, start)
 
 
+def _mark_bytes(head: bytes) -> int:
+    """The size of the UTF-8 byte order mark at a file's start, or 0."""
+    return len(BYTE_ORDER_MARK) * head.startswith(BYTE_ORDER_MARK)
+
+
 def _is_csv_line(begins: bytes) -> bool:
-    """Whether a file of JSON Lines begins like a header: a letter, and a delimiter before the first brace."""
+    """Whether a file begins like a CSV header: a letter, and a delimiter in a line without braces."""
     line = begins.split(b"\n")[0]
     is_word = begins[:1].isalpha() or begins[0] > 127
     literal = line.strip() in (b"true", b"false", b"null")
@@ -154,7 +160,7 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
 
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
-    """Elements of one JSON array, one at a time. A mistake in the array's own syntax ends the file."""
+    """Yield a JSON array's elements, one at a time. A mistake in the array's own syntax ends the file."""
     array = JsonArray(stream, MAX_ROW_BYTES)
     try:
         for text in array.elements():
@@ -213,6 +219,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow(_not_a_number(error)) from None
+    # Few brackets cannot nest deep, and counting them is quicker than a walk through the value.
     if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
         raise BadRow(TOO_DEEP)
     return value
@@ -269,15 +276,22 @@ def json_kind(value: Any) -> str:
 
 
 def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterator[SourceRow]:
-    """Rows of a CSV file with a header line; every value is text."""
+    """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
         head = stream.read(HEAD_BYTES)
         stream.seek(0)
-        if (problem := _not_a_table(head, encoding)) is not None:
+        problem = not_rows(head)
+        if head.startswith(UTF16) and encoding in (None, "utf-16"):
+            problem = None
+        elif problem is None and b"\0" in head:
+            problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
+        elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
+            problem = "this looks like JSON, not CSV; write path: json"
+        if problem is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
         dialect = csv_dialect(file, delimiter, encoding)
-        csv.field_size_limit(MAX_ROW_BYTES)
+        csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
         reader = csv.reader(_csv_lines(stream, dialect), delimiter=dialect.delimiter, strict=True)
         names: list[str] | None = None
         while True:
@@ -287,8 +301,10 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterat
             except StopIteration:
                 return
             except (csv.Error, BadRow) as error:  # quoting is lost: the columns that follow are not known
-                remedy = "" if isinstance(error, BadRow) else "; put quotes around texts with commas or line breaks"
-                yield SourceRow(str(file), line, None, f"{error}{remedy}")
+                problem = str(error)
+                if isinstance(error, csv.Error):
+                    problem += "; put quotes around texts with commas or line breaks"
+                yield SourceRow(str(file), line, None, problem)
                 return
             if not values:
                 continue
@@ -305,19 +321,6 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterat
                 yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with {delimiters}")
 
 
-def _not_a_table(head: bytes, encoding: str | None) -> str | None:
-    """The fault in a CSV file with this beginning, and the remedy; None if it may be a table."""
-    problem = not_rows(head)
-    if problem is not None and not (head.startswith(UTF16) and encoding in (None, "utf-16")):
-        return problem
-    if problem is None and b"\0" in head:
-        return "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
-    begins = head.removeprefix(BYTE_ORDER_MARK).lstrip()
-    if begins.startswith((b'{"', b"[{")):
-        return "this looks like JSON, not CSV; write path: json"
-    return None
-
-
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
     if dialect.encoding.startswith("utf-16"):  # a line's end has two bytes there
@@ -332,7 +335,7 @@ def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
         finally:
             texts.detach()  # the caller closes the stream
         return
-    offset = len(BYTE_ORDER_MARK) if stream.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+    offset = _mark_bytes(stream.read(HEAD_BYTES))
     stream.seek(offset)
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         if len(raw) > MAX_ROW_BYTES:
@@ -357,14 +360,16 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     """A text file as one row with the column `text`."""
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
-    problem = None if raw.startswith(UTF16) else not_rows(raw[:HEAD_BYTES])
+    problem = None
+    if not raw.startswith(UTF16):
+        problem = not_rows(raw[:HEAD_BYTES])
     if problem is None and len(raw) > MAX_ROW_BYTES:
         problem = f"the text is larger than {MAX_ROW_BYTES // 2**20} MiB; split it into files"
     if problem is not None:
         yield SourceRow(str(file), 1, None, problem)
         return
     chosen = encoding or found_encoding(file)
-    offset = len(BYTE_ORDER_MARK) if raw.startswith(BYTE_ORDER_MARK) else 0
+    offset = _mark_bytes(raw)
     try:
         text = _decode(raw[offset:], offset, chosen)
     except BadRow as error:
@@ -375,7 +380,7 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
 
 
 def _read_excel(file: Path) -> Iterator[SourceRow]:
-    """Rows of a workbook's first sheet, whose first row names the columns. Every value is text."""
+    """Yield the rows of a workbook's first sheet; its first row names the columns. Every value is text."""
     try:
         from openpyxl import load_workbook
     except ImportError:
@@ -392,7 +397,7 @@ def _read_excel(file: Path) -> Iterator[SourceRow]:
             names: list[str] = []
             for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
                 values = [_cell_text(cell) for cell in cells]
-                while values and not values[-1]:
+                while values and not values[-1]:  # a sheet may be wider than its table
                     values.pop()
                 if not values:
                     continue
@@ -434,7 +439,7 @@ def _cell_text(value: Any) -> str:
 
 
 def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    """Rows of a Parquet file, one batch of 1,000 in memory. Raises OSError if the file cannot be read."""
+    """Yield a Parquet file's rows, with 1,000 at once in memory. Raises OSError if the file cannot be read."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
@@ -459,7 +464,7 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
 
 
 def _schema_problem(schema: Any) -> str | None:
-    """Refuse two columns with one name, because a row can hold only one, and endlessly nested values."""
+    """Refuse two columns with one name, because a row can hold only one, and values that are nested too deep."""
     duplicates = [name for name, count in Counter(schema.names).items() if count > 1]
     if duplicates:
         return f"the column {one_line(repr(duplicates[0]), 60)} appears twice; rename one"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -30,11 +31,11 @@ from finetune.data.sources import Source
 from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.wording import counted
 
-READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
-MOST_NAMES = 1000  # columns, and keys of messages, that are noted by name; an identifier may be the key of each row
-HEAD = 50  # rows from which the layout is found; a column that is mapped must be in one of them
-# Spellings of the tokens that chat templates write, and of begin-of-text tokens. A row's texts are read as characters,
-# so the control tokens of an already rendered chat would be split into characters.
+READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # message keys for templates or our checks
+MOST_NAMES = 1000  # columns and message keys that are noted by name; each row may have its identifier as a key
+HEAD = 50  # rows from which the layout is found; a mapped column must be in one of them
+# Chat templates' control tokens and begin-of-text tokens, as texts spell them. A row's texts are read as characters, so
+# the control tokens of a rendered chat would be split into characters.
 _WRITTEN_TOKEN = re.compile(
     r"<[|｜][^\s<>]{1,40}[|｜]>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<(?:start|end)_of_(?:turn|utterance)>"
     r"|\[/?INST\]|\[/?TOOL_\w+\]|<</?SYS>>"
@@ -55,25 +56,25 @@ class ReadRow(NamedTuple):
 
 
 class RowReader:
-    """Reads the rows of one data set, once; `facts` then tells which columns were not read and which texts are odd."""
+    """Reads a data set's rows once. Afterwards `facts` tells the unread columns and the odd texts."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._layout: RowLayout | None = None
-        self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
-        self._message_keys: dict[str, None] = {}  # besides the keys that every template reads
+        self._unused: dict[str, None] = {}  # unread columns, in the order of their first rows
+        self._message_keys: dict[str, None] = {}  # keys beside READ_KEYS
         self._reported: set[str] = set()  # unknown roles, and columns or keys with images
         self._unanswered = 0
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
-        # Of preferences: pairs of equal answers, answers by their label, prompts that are not read, and rows of texts.
+        # For preferences: pairs with equal answers, answers by label, unread prompts, and rows of texts.
         self._answers = {"pairs": 0, "equal": 0, "wanted": 0, "unwanted": 0, "prompt_unread": 0, "texts": 0}
         self._dropped = dict.fromkeys(source.entry.drop, 0)
-        self._digests: set[bytes] = set()  # of rows read, if duplicates are dropped
+        self._digests: set[bytes] = set()  # one for each row, if duplicates are dropped
 
     def rows(self, some: Iterator[SourceRow] | None = None) -> Iterator[ReadRow]:
-        """Every row, or `some` of them; a data set whose columns are not known ends with that one mistake."""
+        """Read every row, or `some` rows. If no layout has the columns, the one result is that mistake."""
         rows = self._source.rows() if some is None else some
         head: list[SourceRow] = []
         while self._layout is None:
@@ -109,14 +110,13 @@ class RowReader:
                 yield ReadRow(row, None, str(error))
             else:
                 if "duplicate" in self._dropped:
+                    # By the converted row: identifiers and other unread columns make no difference.
                     digest = hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest()
                     if digest in self._digests:
                         self._dropped["duplicate"] += 1
                         continue
                     self._digests.add(digest)
-                self._note(read)
-                if isinstance(read, Pair | Judged):
-                    self._note_answers(read, row.values, self._layout)
+                self._note(read, row.values, self._layout)
                 yield ReadRow(row, read, None)
         if self._answers["pairs"] and self._answers["pairs"] == self._answers["equal"]:
             chosen, rejected = (self._layout.place(name) for name in ("chosen", "rejected"))
@@ -125,11 +125,13 @@ class RowReader:
             yield ReadRow(last, None, f"{chosen} equals {rejected} in each of {count}; {remedy}")
 
     def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
-        """Raises BadRow for a column that holds images, or whose name is nearly one that the layout may have."""
+        """Note unread columns. Raises BadRow for a column with images, or a name like an optional column's."""
         for name in layout.unused(values):
             # `datasets` keeps an image or a sound in a table as {"bytes": ..., "path": ...}, or as a list of these.
             value = values[name]
-            first = value[0] if isinstance(value, list) and value else value
+            first = value
+            if isinstance(value, list) and value:
+                first = value[0]
             if name in MEDIA or (isinstance(first, dict) and {*first} == {"bytes", "path"}):
                 remedy = "only text is trained on: take a data set of text alone, or remove the column"
                 raise ReportedOnce(f"column {name!r} holds no text; {remedy}", name)
@@ -141,7 +143,8 @@ class RowReader:
                 line = in_yaml({near: name})
                 raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
-    def _note(self, read: Content) -> None:
+    def _note(self, read: Content, values: Mapping[str, Any], layout: RowLayout) -> None:
+        """Count the odd texts of a row, and a preference row's answers."""
         texts, runs_together = [], False
         for document in documents_in(read):
             if isinstance(document, Chat):
@@ -161,23 +164,37 @@ class RowReader:
             self._begun = [self._begun[0] + 1, self._begun[1] or begun]
         elif written := next((token for text in texts if (token := _written_token(text))), None):
             self._written = [self._written[0] + 1, self._written[1] or written]
-
-    def _note_answers(self, read: Pair | Judged, values: Mapping[str, Any], layout: RowLayout) -> None:
-        counts = self._answers
         match read:
             case Pair():
-                counts["pairs"] += 1
-                counts["equal"] += read.chosen == read.rejected
+                self._answers["pairs"] += 1
+                self._answers["equal"] += read.chosen == read.rejected
             case Judged():
-                counts["wanted" if read.desirable else "unwanted"] += 1
-        counts["texts"] += isinstance(documents_in(read)[0], Passage)
-        counts["prompt_unread"] += leaves_out_prompt(values, layout, read)
+                self._answers["wanted"] += read.desirable
+                self._answers["unwanted"] += not read.desirable
+            case _:
+                return
+        self._answers["texts"] += isinstance(documents_in(read)[0], Passage)
+        self._answers["prompt_unread"] += leaves_out_prompt(values, layout, read)
 
     def facts(self, is_read: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-        """Facts for `notes_of` about the rows read so far; `is_read`: whether the template reads a key of messages."""
-        guess = self._layout if self._layout and self._layout.is_guess else None
+        """Facts about the rows read so far, for `notes_of`; `is_read`: whether the template reads a message key."""
+        entry, layout = self._source.entry, self._layout
+        read_as: list[str] | None = None
+        if layout and layout.is_guess:
+            read_as = [layout.format, in_yaml(layout.columns)]
+        dialect = ""  # of the first CSV file
+        if self._source.kind == "csv" and self._source.files:
+            with suppress(OSError):
+                dialect = csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
+        facts_of_answers: dict[str, Any] = {}
+        if entry.format in FORMAT_OF_OBJECTIVE.values():
+            # The `columns` that read rows of texts as chats.
+            columns = dict(layout.columns) if layout else {}
+            question = columns.pop("prompt", "prompt")
+            as_chats = in_yaml({**columns, "instruction": question})
+            facts_of_answers = {"answers": dict(self._answers), "as_chats": as_chats}
         return {
-            "read_as": [guess.format, in_yaml(guess.columns)] if guess else None,
+            "read_as": read_as,
             "unused_columns": [*self._unused],
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
@@ -185,41 +202,19 @@ class RowReader:
             "written_tokens": self._written,
             "begins_of_text": self._begun,
             "dropped": dict(self._dropped),
-            "dialect": self._dialect(),
-            **self._facts_of_answers(),
+            "dialect": dialect,
+            **facts_of_answers,
         }
-
-    def _facts_of_answers(self) -> dict[str, Any]:
-        """Counts of pairs and judged answers; none for other rows."""
-        if self._source.entry.format not in FORMAT_OF_OBJECTIVE.values():
-            return {}
-        return {"answers": dict(self._answers), "as_chats": self._columns_as_chats()}
-
-    def _columns_as_chats(self) -> str:
-        """The `columns` that read rows of texts as chats."""
-        columns = dict(self._layout.columns) if self._layout else {}
-        question = columns.pop("prompt", "prompt")
-        return in_yaml({**columns, "instruction": question})
-
-    def _dialect(self) -> str:
-        """How the first CSV file is written, where it is not UTF-8 with commas."""
-        if self._source.kind != "csv" or not self._source.files:
-            return ""
-        entry = self._source.entry
-        try:
-            return csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
-        except OSError:
-            return ""
 
 
 def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
-    """Whether a column that the layout needs has no value in this row: null, nothing, or white space."""
+    """Whether a column that the layout needs is empty in this row: null, missing, or white space."""
     view = layout.view(row)
     values = [view.get(column) for column in ROW_COLUMNS[layout.format]]
     if layout.format in ("preference", "kto"):
         if isinstance(values[0], str):  # a text answers a prompt; a dialogue may hold the question itself
             values += [view[column] for column in ("prompt", "instruction") if column in view]
-        # An answer of messages is empty if its last turn is.
+        # If an answer is a list of messages, its last turn is compared.
         values = [value[-1] if isinstance(value, list) and value else value for value in values]
     return any(
         value is None or (isinstance(value, str) and not value.strip()) or is_blank_turn(value) for value in values
@@ -227,8 +222,10 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
 
 
 def _written_token(text: str) -> str | None:
-    """A chat template's token that a text spells. A single one at the very end does not count: people add an end of
-    text by hand."""
+    """The first chat template token that a text spells.
+
+    A single token at the very end does not count, because people add an end-of-text token by hand.
+    """
     if "<" not in text and "[" not in text:
         return None
     match = _WRITTEN_TOKEN.search(text)
@@ -238,7 +235,7 @@ def _written_token(text: str) -> str | None:
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
-    """Notes for the owner of a data set, a line each; `facts` are a reader's."""
+    """Notes for the data set's owner, a line each; `facts` are a reader's."""
 
     def listed(names: list[str]) -> str:
         if len(names) >= MOST_NAMES:
@@ -275,7 +272,9 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         )
     answers = facts.get("answers") or {}  # an older cache has none
     if sum(answers.get(kind, 0) > 0 for kind in ("wanted", "unwanted")) == 1:
-        kind, other = ("wanted", "unwanted") if answers["wanted"] else ("unwanted", "wanted")
+        kind, other = "unwanted", "wanted"
+        if answers["wanted"]:
+            kind, other = other, kind
         yield f"{name}: all answers are {kind}; kto learns from the difference, so add some that are {other}"
     if count := answers.get("prompt_unread"):
         yield (

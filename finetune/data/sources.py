@@ -1,7 +1,7 @@
-"""The files (or the Hub data set) that a recipe's data entry names, its split, their rows, and their content address.
+"""Finds the files or the Hub data set of a recipe's data entry, its split, its rows and its content address.
 
-Local JSON, JSON Lines, CSV and Parquet files are read by readers.py; everything else goes to `datasets`. The Hub finds
-a file's split by the file's name, and so does this module.
+readers.py reads local files; `datasets` reads data sets on the Hub. The Hub finds a file's split by the file's name,
+and so does this module.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
             ".xlsx": "excel"}  # fmt: skip
-TEXT_SUFFIXES = (
-    ".txt",
-    ".md",
-)  # read as rows only where the recipe says `path: text`, or names a folder of nothing else
+# These files are rows only if the recipe says `path: text`, or names a folder without other data files.
+TEXT_SUFFIXES = (".txt", ".md")
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
             "xlsx": "excel", "text": "text"}  # fmt: skip
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
-# The words by which the Hub knows the splits of files, in its order.
+# The Hub's words for splits in file names, in its order.
 _SPLIT_WORDS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "dev", "val"},
@@ -62,7 +60,7 @@ class Source:
         return islice(self._file_rows(), *split.bounds(total))
 
     def key(self) -> dict[str, Any]:
-        """The rows' content address: a digest of the files, or the Hub data set's fingerprint."""
+        """The rows' content address: the files' digests, or the Hub data set's fingerprint."""
         if self.kind == "hub":
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
             return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}
@@ -73,7 +71,9 @@ class Source:
                     hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
             except OSError as error:
                 raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
-        split = self.entry.split if read_split(self.entry.split).is_sliced else "all"
+        split = "all"  # the digests stand for whole files already; only a slice changes the rows
+        if read_split(self.entry.split).is_sliced:
+            split = self.entry.split
         return {"kind": self.kind, "files": hashes, "split": split}
 
     @property
@@ -111,11 +111,12 @@ class Source:
 
 
 def _why_not_loaded(entry: DataSet, error: Exception) -> str:
-    """The library's message in one line. If it names configurations or splits, the line says to choose one of them."""
+    """The library's message in one line. If it names configurations or splits, the line says to choose one."""
     text = " ".join(str(error).split())
     if match := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
         names = re.findall(r"[^', ]+", match[1])
-        return f"name: its configurations are {', '.join(names)}; add name: {names[0] if names else '...'}"
+        first = next(iter(names), "...")
+        return f"name: its configurations are {', '.join(names)}; add name: {first}"
     if match := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
         splits = match[1].replace("'", "")
         return f"split: there is no split {entry.split!r}, but {splits}; write one of them"
@@ -124,7 +125,7 @@ def _why_not_loaded(entry: DataSet, error: Exception) -> str:
 
 
 def resolve(entry: DataSet) -> Source:
-    """The files of a data entry. Raises DataError when a named file, folder or split is not there."""
+    """Find a data entry's files. Raises DataError if a named file, folder or split is not there."""
     source = _resolve(entry)
     if entry.delimiter is not None and source.kind != "csv":
         raise DataError([f"{source.name}: delimiter: is for CSV files, these are {_in_words(source)}; remove it"])
@@ -145,7 +146,7 @@ def _in_words(source: Source) -> str:
 def _resolve(entry: DataSet) -> Source:
     path, builder = Path(entry.path), BUILDERS.get(entry.path)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-    if any("://" in pattern for pattern in patterns or ()):
+    if any("://" in pattern for pattern in patterns or ()):  # `datasets` fetches addresses
         return Source(entry, "hub", ())
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
@@ -160,7 +161,10 @@ def _resolve(entry: DataSet) -> Source:
             return Source(entry, "text", tuple(texts))
         if not candidates:
             raise DataError([f"{path}: no data files; put .jsonl, .json, .csv, .parquet, .xlsx or .txt files there"])
-        files = _files_of_split(read_split(entry.split).name, candidates, path)
+        split, splits = read_split(entry.split).name, _splits(candidates, path)
+        files = splits.get(split) or [file for file in candidates if split.lower() in _words(file, path)]
+        if not files:
+            raise DataError([_no_such_split(path, split, list(splits))])
         kind = _common_kind(files)
         _check_names(files)
         return Source(entry, kind, tuple(files))
@@ -170,7 +174,12 @@ def _resolve(entry: DataSet) -> Source:
         raise DataError([f"{entry.path}: no such file; paths are relative to the working folder ({Path.cwd()})"])
     else:
         return Source(entry, "hub", ())
-    _check_named_split(read_split(entry.split).name, files)
+    # Files that a recipe names are the split `train`, or the split in their names.
+    split = read_split(entry.split).name
+    words_of_split = {split, *_SPLIT_WORDS.get(split, ())}
+    if split != "train" and not all(words_of_split & _words(file, file.parent) for file in files):
+        known = dict.fromkeys(["train", *(name for file in files for name in _splits([file], file.parent))])
+        raise DataError([_no_such_split(files[0], split, list(known))])
     return Source(entry, builder or _common_kind(files), tuple(files))
 
 
@@ -180,10 +189,16 @@ def _texts_in(folder: Path) -> list[Path]:
 
 
 def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
-    """The files of data_files, in order; `texts`: a folder stands for its text files. Raises DataError."""
+    """Find the files that `data_files` names, in order. Raises DataError.
+
+    Args:
+        texts: A folder stands for its text files.
+    """
     files: list[Path] = []
     for pattern in patterns:
-        names = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
+        names = []
+        if glob.has_magic(pattern):
+            names = sorted(glob.glob(pattern, recursive=True))
         if texts and _is_folder(Path(pattern)):
             names = [str(file) for file in _texts_in(Path(pattern))]
         for file in map(Path, names or [pattern]):
@@ -198,14 +213,14 @@ def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
 
 
 def _check_names(files: Sequence[Path]) -> None:
-    """Every message about a row has its file's name. Raises DataError for a name that a terminal would obey."""
+    """Raises DataError for a name that a terminal would obey, because messages about rows show the file's name."""
     for file in files:
         if has_controls(str(file)):
             raise DataError([f"{printable(str(file))}: the name holds a control character; rename the file"])
 
 
 def _is_file(path: Path) -> bool:
-    """`path.is_file()`, and False for a name that is too long for any file."""
+    """`path.is_file()`, or False for a name that is too long for any file."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -220,7 +235,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def _kind(file: Path) -> str | None:
-    return SUFFIXES.get(file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix)
+    if file.suffix == ".gz":
+        file = file.with_suffix("")
+    return SUFFIXES.get(file.suffix)
 
 
 def _common_kind(files: Sequence[Path]) -> str:
@@ -236,7 +253,7 @@ def _common_kind(files: Sequence[Path]) -> str:
 
 
 class SplitSlice(NamedTuple):
-    """A split like train[10%:-5]: its name, and the bounds as they are written."""
+    """A split like train[10%:-5]: its name, and its bounds as written."""
 
     name: str
     first: str | None
@@ -248,17 +265,19 @@ class SplitSlice(NamedTuple):
 
     @property
     def needs_total(self) -> bool:
-        """Whether the number of all rows decides the bounds."""
+        """Whether the bounds depend on the number of all rows."""
         bounds = [bound for bound in (self.first, self.last) if bound]
         return self.last is None or any(bound.startswith("-") or bound.endswith("%") for bound in bounds)
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """First row and the one after the last, of `total` rows: train[10%:-5] of 200 rows is (20, 195)."""
+        """The first row, and the row after the last: train[10%:-5] with 200 rows is (20, 195)."""
 
         def position(bound: str | None, default: int) -> int:
             if bound is None:
                 return default
-            value = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
+            value = int(bound.removesuffix("%"))
+            if bound.endswith("%"):
+                value = round(value * total / 100)
             if value < 0:
                 return max(0, value + total)
             return value
@@ -268,27 +287,11 @@ class SplitSlice(NamedTuple):
 
 
 def read_split(text: str) -> SplitSlice:
-    """The parts of `train[:1000]`. Raises DataError."""
+    """Split `train[:1000]` into its parts. Raises DataError."""
     match = _SPLIT.fullmatch(text)
     if match is None:
         raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]"])
     return SplitSlice(match["name"], match["first"], match["last"])
-
-
-def _files_of_split(name: str, files: Sequence[Path], folder: Path) -> list[Path]:
-    """A folder's files that belong to a split. Raises DataError with the folder's splits."""
-    splits = _splits(files, folder)
-    if chosen := splits.get(name) or [file for file in files if name.lower() in _words(file, folder)]:
-        return chosen
-    raise DataError([_no_such_split(folder, name, list(splits))])
-
-
-def _check_named_split(name: str, files: Sequence[Path]) -> None:
-    """Files that the recipe names are the split `train`, or the split in their names. Raises DataError."""
-    if name == "train" or all({name, *_SPLIT_WORDS.get(name, ())} & _words(file, file.parent) for file in files):
-        return
-    known = dict.fromkeys(["train", *(split for file in files for split in _splits([file], file.parent))])
-    raise DataError([_no_such_split(files[0], name, list(known))])
 
 
 def _no_such_split(place: Path, name: str, splits: list[str]) -> str:

@@ -1,11 +1,11 @@
 """A recipe for somebody's own data and machine: `finetune init FILE`.
 
-    propose(target, ...)             reads a sample, finds the columns, chooses model and settings
-    print_proposal(proposal, console)  what was found, some rows, and the next three commands
+    propose(target, ...)               reads a sample, finds the columns, chooses model and settings
+    print_proposal(proposal, console)  prints the findings, some rows, and the next three commands
 
-Other packages import from here alone. This module imports nothing heavy: its functions do, when they are called.
+Other packages import from here alone. Heavy imports wait inside the functions.
 
-May import: training and what is below it.
+May import: training and the packages below it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def propose(
     output: Path | None = None,
     choose: Callable[[Sequence[str]], int] | None = None,
 ) -> Proposal:
-    """Read a sample of a data file, a folder or a Hub data set, and propose a recipe for it. Nothing is written.
+    """Propose a recipe for a data file, a folder or a Hub data set, from a sample. Nothing is written.
 
     Args:
         columns: `instruction=frage,output=antwort`, or the same in YAML. None: found by content.
         model: A Hub name or a folder. None: an ungated model that fits.
         gpus: As in every `--gpus`. None: this machine's.
         output: The recipe's file. None: the data's name, in the working folder.
-        choose: Asks the user which of several lines is meant, and returns its index. None: nobody can be asked.
+        choose: Asks the user to choose a line, and returns its index. None: nobody can be asked.
 
     Raises FinetuneError: the file cannot be read or holds no rows, its columns are not clear and nobody can be asked,
     or no model is known to fit.
@@ -48,7 +48,7 @@ def propose(
 
 
 def print_proposal(proposal: Proposal, console: Console) -> None:
-    """Print what was found, some rows as the model will see them, and the next commands."""
+    """Print the findings, some rows as the model will see them, and the next commands."""
     from finetune.new_recipe.view import print_proposal as print_it
 
     print_it(proposal, console)

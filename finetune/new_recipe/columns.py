@@ -1,6 +1,6 @@
-"""Finds the columns with questions and answers by content: lengths, question marks, how many values differ.
+"""Finds the question and answer columns by content: lengths, question marks, how many values differ.
 
-Names count too, in several languages, but a table with the columns `a` and `b` is read as well.
+Names count too, in several languages, but columns called `a` and `b` are found as well.
 
     nr      distinct whole numbers                -> not text
     thema   12 texts in 300 rows, short           -> a category
@@ -56,7 +56,7 @@ FIRST_TEXTS = 30  # texts from which the share of different ones says something
 
 @dataclass(frozen=True)
 class Column:
-    """One column's measures over a sample of rows."""
+    """One column, measured over a sample."""
 
     name: str
     position: int
@@ -72,11 +72,11 @@ class Column:
 
     @property
     def repeats(self) -> bool:
-        """Whether few values fill the column: a category, a label, an author."""
+        """Whether the column has few different values: a category, a label, an author."""
         return self.distinct < 0.2
 
     def has_word(self, words: Iterable[str]) -> bool:
-        """Whether the column's name is or contains one of these words."""
+        """Whether the column's name is one of these words or contains one."""
         name = self.name.lower().strip()
         parts = set(re.split(r"[\W_\d]+", name))
         return any(word == name or word in parts or (not word.isascii() and word in name) for word in words)
@@ -84,7 +84,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows are read: our columns to the data set's, or the layout that the core finds by itself."""
+    """How the rows are read: our columns -> the data set's. Without columns, the core finds the layout by itself."""
 
     format: str
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -103,13 +103,18 @@ class Reading:
 
 
 def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Every column of the rows, in their order."""
+    """Measure every column, in the rows' order."""
     names = dict.fromkeys(name for row in rows for name in row)
     result = []
     for position, name in enumerate(names):
         values = [row[name] for row in rows if row.get(name) not in (None, "", [], {})]
         texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-        plain = [text for text in texts if not _is_datum(text)]
+        plain = [
+            text for text in texts if not any(kind.fullmatch(text) for kind in (NUMBER, DATE, ADDRESS, IDENTIFIER))
+        ]
+        length = 0.0
+        if texts:
+            length = median(map(len, texts))
         result.append(
             Column(
                 name,
@@ -117,40 +122,38 @@ def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
                 filled=len(values) / max(1, len(rows)),
                 texts=len(plain) / max(1, len(values)),
                 distinct=len({str(value) for value in values}) / max(1, len(values)),
-                length=median(map(len, texts)) if texts else 0.0,
+                length=length,
                 questions=sum(text.endswith(QUESTION_MARKS) for text in plain) / max(1, len(plain)),
             )
         )
     return result
 
 
-def _is_datum(text: str) -> bool:
-    """Whether a text is a number, a date, an address or an identifier."""
-    return any(pattern.fullmatch(text) for pattern in (NUMBER, DATE, ADDRESS, IDENTIFIER))
-
-
 def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]:
-    """Plausible readings of these rows, the best first; one alone if it is clear. Raises DataError if there is none."""
+    """Plausible readings, the best first; one alone if it is clear. Raises DataError without any."""
     columns = profiles(rows)
     names = [column.name for column in columns]
-    if preferences := _of_pairs(columns, rows) or _of_judged_answers(columns, rows):
+    if preferences := _read_pairs(columns, rows) or _read_judged_answers(columns, rows):
         return [preferences]
-    if listed := _of_lists(entry, rows):
-        return [listed]
+    if chats := _read_chats(entry, rows):
+        return [chats]
     candidates = [column for column in columns if column.is_text]
-    answers = [*candidates, *(column for column in columns if _is_numeric_answer(column, columns))]
-    if not answers or not candidates:
+    # A column of numbers may hold answers only if its name says so.
+    numbers = [column for column in columns if not column.is_text and column.filled >= 0.3]
+    answers = [*candidates, *(column for column in numbers if column.has_word(ANSWER_WORDS))]
+    if not candidates:
         raise DataError([_no_texts(entry, rows, names)])
-    if len({*candidates, *answers}) == 1:
-        only = candidates[0]
-        return [Reading("text", {} if only.name == "text" else {"text": only.name})]
+    if len(answers) == 1:
+        if candidates[0].name == "text":
+            return [Reading("text")]
+        return [Reading("text", {"text": candidates[0].name})]
     if {"instruction", "output"} <= {*names}:
         return [Reading("alpaca")]
-    labels_may_answer = len(candidates) <= 2
+    labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     pairs = [
-        (_pair_score(one, two, labels_may_answer), one, two)
-        for one, two in permutations(dict.fromkeys([*candidates, *answers]), 2)
-        if one in candidates and not one.repeats
+        (_pair_score(question, answer, labels_may_answer), question, answer)
+        for question, answer in permutations(answers, 2)
+        if question in candidates and not question.repeats
     ]
     if not pairs:  # every text column repeats: the longest is read as text
         longest = max(candidates, key=lambda column: column.length)
@@ -158,14 +161,14 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]
     pairs.sort(key=lambda pair: -pair[0])
     best = pairs[0][0]
     plausible = [pair for pair in pairs if best - pair[0] < CLEAR]
-    # The reverse of a pair is another reading; a third column in place of the second one is one too.
-    return [_with_context(score, one, two, candidates) for score, one, two in plausible[:4]]
+    # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
+    return [_with_context(score, question, answer, candidates) for score, question, answer in plausible[:4]]
 
 
-def _of_pairs(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
-    """Two answers to one prompt, by the names of their columns: chosen and rejected, win and lose, and others."""
+def _read_pairs(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """Two answers to one prompt, by their columns' names: chosen and rejected, win and lose, and others."""
     names = [column.name for column in columns]
-    # One value of each column, because any cell may be empty.
+    # Each column's first value that is not empty.
     typical = {name: next((row[name] for row in rows if row.get(name)), None) for name in names}
     mapped = columns_of_pairs(typical, names)
     if mapped is None:
@@ -181,8 +184,8 @@ def _of_pairs(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> R
     return Reading("preference", mapped)
 
 
-def _of_judged_answers(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
-    """An answer and a label of two values, under the names that other tools give them."""
+def _read_judged_answers(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """An answer and a yes-or-no label, by the column names that other tools use."""
     names = [column.name for column in columns]
     label = next((name for name in JUDGED_NAMES if name in names), None)
     if label is None:
@@ -191,11 +194,14 @@ def _of_judged_answers(columns: Sequence[Column], rows: Sequence[Mapping[str, An
     if not values or not all(label_of(value) is not None for value in values):
         return None
     texts = {column.name for column in columns if column.is_text}
-    renamed = {} if label == "label" else {"label": label}
+    renamed = {"label": label}
+    if label == "label":
+        renamed = {}
     turns = next((name for name in ("messages", "conversations") if name in names), None)
     if "completion" in names and "prompt" in names:
-        are_texts = "prompt" in texts and "completion" in texts
-        return Reading("kto", ({"instruction": "prompt"} if are_texts else {}) | renamed)
+        if "prompt" in texts and "completion" in texts:
+            renamed = {"instruction": "prompt"} | renamed
+        return Reading("kto", renamed)
     if turns is not None:
         return Reading("kto", {"completion": turns} | renamed)
     if not all(isinstance(value, bool) for value in values):  # numbers beside two texts may be any category
@@ -207,32 +213,26 @@ def _of_judged_answers(columns: Sequence[Column], rows: Sequence[Mapping[str, An
     return Reading("kto", {ours: theirs for ours, theirs in columns_of_chat.items() if ours != theirs})
 
 
-def _of_lists(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Reading | None:
-    """Chats as lists of turns, under any name: the core knows these layouts."""
+def _read_chats(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Reading | None:
+    """Chats as lists of turns, in a column with any name."""
     for name in dict.fromkeys(name for row in rows for name in row):
         value = next((row[name] for row in rows if row.get(name)), None)
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             continue
         if {"role", "content"} <= {*value[0]}:
-            ours = "messages"
+            format, ours = "messages", "messages"
         elif {"from", "value"} <= {*value[0]}:
-            ours = "conversations"
+            format, ours = "sharegpt", "conversations"
         else:
             continue
+        # These two hold one dialogue together.
         if name in ("prompt", "completion") and {"prompt", "completion"} <= {*rows[0]}:
             return Reading("prompt_completion")
         try:
             return Reading(layout_of(entry, rows).format)
-        except BadRow:
-            return Reading("messages" if ours == "messages" else "sharegpt", {ours: name})
+        except BadRow:  # the core does not find the column by itself, so the recipe names it
+            return Reading(format, {ours: name})
     return None
-
-
-def _is_numeric_answer(column: Column, columns: Sequence[Column]) -> bool:
-    """Whether a column of numbers may be the answer: named so, or the last one and not an identifier."""
-    if column.is_text or column.filled < 0.3:
-        return False
-    return column.has_word(ANSWER_WORDS)
 
 
 def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> float:
@@ -257,7 +257,7 @@ def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> fl
 
 
 def _with_context(score: float, question: Column, answer: Column, candidates: Sequence[Column]) -> Reading:
-    """The pair, with a column of context between them if one is named so or is called `input` beside an instruction."""
+    """The pair's reading, with a context column if a name says so, or if `input` stands beside `instruction`."""
     columns = {"instruction": question.name}
     for column in candidates:
         if column in (question, answer):
@@ -276,7 +276,7 @@ def _with_context(score: float, question: Column, answer: Column, candidates: Se
 
 
 def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """The message where no column holds text; for texts nested in a column, the line that flattens them."""
+    """The message if no column holds text; for nested texts, with the command that flattens them."""
     place = entry.data_files or entry.path
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
         return (
@@ -296,20 +296,19 @@ def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence
 
 
 def looks_like_data(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the first line of a table is a row and not a header.
+    """Whether a table's first line is a row and not a header.
 
-    A number or a date among the names says so. Else each text column must have a name like one of its values: as long,
-    several words, and a question where the values are questions.
+    It is a row if a name is a number or a date. Else each text column's name must look like the column's values: as
+    long, several words, and a question if the values are questions.
     """
     if any(NUMBER.fullmatch(name.strip()) or DATE.fullmatch(name.strip()) for name in names if name.strip()):
         return True
     texts = [column for column in profiles(rows[:FIRST_TEXTS]) if column.is_text and not column.repeats]
-    return bool(texts) and all(_is_like_a_value(column) for column in texts)
-
-
-def _is_like_a_value(column: Column) -> bool:
-    """Whether a column's name could be one of its values."""
-    is_question = column.name.strip().endswith(QUESTION_MARKS)
-    has_words = len(column.name.split()) >= 4 or (is_question and not column.name.isascii())
-    agrees = is_question if column.questions > 0.7 else not is_question
-    return has_words and agrees and len(column.name) > 0.3 * column.length
+    for column in texts:
+        is_question = column.name.strip().endswith(QUESTION_MARKS)
+        # Four words, or a question in a script like Japanese, which may be written without spaces.
+        has_words = len(column.name.split()) >= 4 or (is_question and not column.name.isascii())
+        values_are_questions = column.questions > 0.7
+        if not has_words or is_question != values_are_questions or len(column.name) <= 0.3 * column.length:
+            return False
+    return bool(texts)

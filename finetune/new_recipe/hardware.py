@@ -1,6 +1,6 @@
-"""The machine and the model: the largest known model that its GPUs hold by arithmetic, and the method.
+"""Choose the model and the method for a machine: the largest known model that fits its GPUs by arithmetic.
 
-Ungated models only, so that the first run needs no permission. Qwen3 reads and writes more than a hundred languages.
+All models are ungated, so the first run needs no permission. Qwen3 reads and writes more than a hundred languages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Choice:
 
 
 def gpus_here() -> Gpus | None:
-    """This machine's GPUs, as nvidia-smi lists them; None where there are none. Unlike GPUs count as the smallest."""
+    """This machine's GPUs, as nvidia-smi lists them; None without any. GPUs of several sizes count as the smallest."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -81,8 +81,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     """The model and method for this machine. Raises FinetuneError if nothing is known to fit."""
     if gpus is None:
         if model is None:
-            packaged = importlib.util.find_spec(EMBEDDED_PACKAGE) is not None
-            model = EMBEDDED if packaged else ONLINE_SMOLLM
+            model = EMBEDDED if importlib.util.find_spec(EMBEDDED_PACKAGE) is not None else ONLINE_SMOLLM
         return Choice(None, model, "lora", "single", 1, None)
     # Weights on every GPU first, because that needs the least traffic; then sharded weights.
     strategies: tuple[str, ...] = ("single",)
@@ -92,8 +91,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     if model is not None:
         names = (model,)
     for name, method, strategy, rows in product(names, WAYS, strategies, (4, 2, 1)):
-        recipe = Recipe.model_validate(_small_recipe(gpus, name, method, strategy, rows, max_length, objective))
-        needed = _bytes(recipe, gpus)
+        needed = _needed_bytes(gpus, name, method, strategy, rows, max_length, objective)
         if needed is None:  # another architecture: `finetune plan` will tell
             return Choice(gpus, name, "lora", strategies[-1], 1, None)
         if needed <= gpus.memory:
@@ -102,27 +100,19 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     raise DoesNotFit(f"--gpus: {gpus.name}: {asked} does not fit, not even in 4 bits; name a smaller --model")
 
 
-def _bytes(recipe: Recipe, gpus: Gpus) -> int | None:
-    """Bytes that surely suffice on one GPU; None where there is no closed form, or the model's config is not here."""
-    try:
-        config: dict[str, Any] = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    except FinetuneError:
-        return None
-    if unsupported(recipe, config, gpus) is not None:
-        return None
-    return estimate(recipe, config, gpus).upper
-
-
-def _small_recipe(
+def _needed_bytes(
     gpus: Gpus, model: str, method: Method, strategy: str, rows: int, length: int, objective: Objective
-) -> dict[str, Any]:
-    """As much of a recipe as decides its memory."""
-    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"} if method == "qlora" else None
-    return {
+) -> int | None:
+    """Bytes that surely suffice on one GPU; None without a closed form, or if the model's config is not here."""
+    quantization: dict[str, Any] | None = None
+    if method == "qlora":
+        quantization = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+    # The keys that decide the memory. No data are read, so the file's name stands for any.
+    keys = {
         "budget": {"gpus": gpus.count, "gpu_memory_gb": gpus.memory / 1e9, "nodes": gpus.nodes},
         "accelerate_config": strategy,
         "model": {"name_or_path": model, "dtype": "bfloat16"},
-        "quantization": four_bit,
+        "quantization": quantization,
         "lora": {},
         "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}], "max_length": length},
         "training": {
@@ -133,3 +123,11 @@ def _small_recipe(
             "mixed_precision": "bf16",
         },
     }
+    recipe = Recipe.model_validate(keys)
+    try:
+        config: dict[str, Any] = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    except FinetuneError:
+        return None
+    if unsupported(recipe, config, gpus) is not None:
+        return None
+    return estimate(recipe, config, gpus).upper

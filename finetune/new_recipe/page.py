@@ -27,9 +27,9 @@ TRUNCATION_WORDS: dict[Truncation, str] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """The rows of a data set."""
+    """How many rows a data set has, and how long they are."""
 
-    rows: int  # that are trained on or held out; estimated for a large file
+    rows: int  # for training and held out; estimated for a large file
     empty: int
     duplicate: int
     refused: int  # rows with a mistake
@@ -41,7 +41,7 @@ class Counts:
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens
-    beyond: float = 0.0  # share of all tokens that lie beyond max_length in their row
+    beyond: float = 0.0  # share of all tokens that stand after max_length in their row
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,31 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     name = choice.model.rpartition("/")[2]
     if choice.model in (EMBEDDED, ONLINE_SMOLLM):
         name = "SmolLM2-135M"
-    method = "LoRA" if choice.method == "lora" else "QLoRA, LoRA over a 4-bit base,"
+    method = {"lora": "LoRA", "qlora": "QLoRA, LoRA over a 4-bit base,"}[choice.method]
     noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
     lines = [
         f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
         f"#   finetune preview {file}     shows the rows; green: the model learns to write it",
         f"#   finetune train {file}       about {counted(settings.steps, 'step')}",
     ]
-    budget = budget_of(choice.gpus)
     if choice.gpus is None:
+        dtype, rank = "auto", 8
         lines += ["budget: {gpus: 0}  # the CPU"]
     else:
+        dtype, rank = "bfloat16", 16
+        budget = budget_of(choice.gpus)
         nodes = f", nodes: {budget.nodes}" * (budget.nodes > 1)
         needs = f"  # {choice.memory}" * bool(choice.memory)
         lines += [f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}{nodes}}}{needs}"]
     lines += [f"accelerate_config: {choice.strategy}  # {STRATEGY_WORDS[choice.strategy]}"]
-    dtype = "auto" if choice.gpus is None else "bfloat16"
     lines += [f"model: {{name_or_path: {_quoted(choice.model)}, dtype: {dtype}}}  # its weights stay as they are"]
     if choice.method == "qlora":
         lines += ["quantization: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}  # a quarter of their memory"]
-    rank = "r: 8, lora_alpha: 32" if choice.gpus is None else "r: 16, lora_alpha: 32"
-    lines += [f"lora: {{{rank}, target_modules: all-linear}}  # the small adapter that is trained", "data:", "  train:"]
+    lora = f"{{r: {rank}, lora_alpha: 32, target_modules: all-linear}}"
+    lines += [f"lora: {lora}  # the small adapter that is trained", "data:", "  train:"]
     lines += _entry_lines(entry, counts)
     if settings.held_out:
-        share = round(settings.held_out * counts.rows)
-        rows = counted(share, "row")
+        rows = counted(round(settings.held_out * counts.rows), "row")
         lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
     lines += [
         f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
@@ -139,7 +139,7 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
         lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(found)}")
     if entry.chat_template_kwargs:
         lines.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
-    return [("    - " if index == 0 else "      ") + line for index, line in enumerate(lines)]
+    return ["    - " + lines[0], *("      " + line for line in lines[1:])]
 
 
 def _quoted(text: str) -> str:

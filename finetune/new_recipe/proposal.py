@@ -1,7 +1,7 @@
-"""From a data set to a recipe: sample, columns, counts, machine, settings, text. Each step is one function here.
+"""From a data set to a recipe: sample, columns, counts, machine, settings, text.
 
-The settings are the ones that work for this many rows: small sets get three epochs and small batches, so that at least
-some thirty steps are made; large ones get one epoch.
+The settings follow from the number of rows. A small set gets three epochs and small batches, so that a run has about
+thirty steps or more. A large set gets one epoch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from finetune.tokens.estimate import estimated_rows, text_of
 from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
+SUFFIXES_TO_REMOVE = (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md")
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
-ASSUMED_TOKEN_BYTES = 3.0  # where no tokenizer is at hand: English has 4, German 3
+ASSUMED_TOKEN_BYTES = 3.0  # without a tokenizer: English has 4, German 3
 SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
 ROW_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -59,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The recipe, and the findings that led to it."""
+    """The recipe, and the findings behind it."""
 
     entry: DataSet
     reading: Reading
@@ -91,16 +92,18 @@ class Proposal:
 
 
 def read_columns(text: str | None) -> dict[str, str]:
-    """The mapping of `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
+    """Read `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
     if text is None:
         return {}
     form = "write --columns instruction=frage,output=antwort"
+    pairs = []
     if text.lstrip().startswith("{"):
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}") from None
-        pairs = [(str(key), str(name)) for key, name in value.items()] if isinstance(value, dict) else []
+        if isinstance(value, dict):
+            pairs = [(str(key), str(name)) for key, name in value.items()]
     else:
         pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
     judged = {"prompt", "chosen", "rejected", "completion", "label"}
@@ -117,9 +120,8 @@ def read_columns(text: str | None) -> dict[str, str]:
         raise FinetuneError(
             "--columns: needs chosen and rejected, or completion and label, beside the question's column"
         )
-    if ("text" in columns and len(columns) > 1) or (
-        "text" not in columns and not {"instruction", "output"} <= {*columns}
-    ):
+    is_chat = "text" not in columns and {"instruction", "output"} <= {*columns}
+    if not is_chat and {*columns} != {"text"}:
         raise FinetuneError(f"--columns: needs instruction and output, or text alone; {form}")
     return columns
 
@@ -129,21 +131,39 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = entry_of(target)
     source = resolve(entry)
     sample = read_sample(source)
-    if source.kind == "csv" and not options.columns:
-        _refuse_missing_header(source, sample)
-    reading = _reading(target, entry, sample, options, choose_one)
-    entry = _completed(entry, source, reading)
-    counts, examples = _counted(entry, sample)
+    names = [str(name) for name in sample.rows[0]]
+    if source.kind == "csv" and not options.columns and looks_like_data(names, sample.rows):
+        header = ["question", "answer", *(f"column{number}" for number in range(3, len(names) + 1))][: len(names)]
+        line = csv_dialect(source.files[0]).delimiter.join(header)
+        raise DataError(
+            [
+                f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
+                f"put a line with names before it: {line}"
+            ]
+        )
+    reading = _choose_reading(target, entry, sample, options, choose_one)
+    changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
+    if reading.format in ("messages", "sharegpt", "prompt_completion"):
+        changes["drop"] = ["duplicate"]
+    if reading.objective != "supervised":
+        changes["format"] = reading.format  # rows are read below, before a recipe's objective decides it
+    entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
+    counts, examples = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length, choice = _length_and_choice(counts.longest_bytes, gpus, options.model, reading.objective)
+    length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
-    settings, counts = _settings(entry, counts, choice, length, truncation, reading.objective)
-    file = options.output or Path(f"{_stem(target)}.yaml")
+    settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
+    file = options.output
+    if file is None:
+        stem = Path(target).name
+        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
+            stem = Path(stem).stem
+        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
-    Recipe.model_validate(yaml.safe_load(text))  # our own page must be a right recipe
-    lines = _found(source, sample, reading, counts)
+    Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
+    lines = _findings(source, sample, reading, counts)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -153,36 +173,14 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
 
 
-def _stem(target: str) -> str:
-    """A file name for the recipe: the data's name without its endings, or a Hub data set's last part."""
-    name = Path(target).name
-    while Path(name).suffix.lower() in (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md"):
-        name = Path(name).stem
-    return DataSet(path=name or "data").short_name
-
-
-def _refuse_missing_header(source: Source, sample: Sample) -> None:
-    """Raises DataError if the first line of a table is a row and not a header."""
-    names = [str(name) for name in sample.rows[0]]
-    if looks_like_data(names, sample.rows):
-        delimiter = csv_dialect(source.files[0]).delimiter
-        header = delimiter.join(["question", "answer", *(f"column{n}" for n in range(3, len(names) + 1))][: len(names)])
-        raise DataError(
-            [
-                f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
-                f"put a line with names before it: {header}"
-            ]
-        )
-
-
-def _reading(
+def _choose_reading(
     target: str,
     entry: DataSet,
     sample: Sample,
     options: Options,
     choose_one: Callable[[Sequence[str]], int] | None,
 ) -> Reading:
-    """How the rows are read. Raises DataError where it is not clear and nobody can be asked."""
+    """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
     if options.columns:
         names = {name for row in sample.rows for name in row}
         missing = [theirs for theirs in options.columns.values() if theirs not in names]
@@ -193,7 +191,9 @@ def _reading(
             return Reading("preference", options.columns)
         if "label" in named:
             return Reading("kto", options.columns)
-        return Reading("text" if named == {"text"} else "alpaca", options.columns)
+        if "text" in named:
+            return Reading("text", options.columns)
+        return Reading("alpaca", options.columns)
     plausible = readings(entry, sample.rows)
     if len(plausible) == 1:
         return plausible[0]
@@ -206,18 +206,8 @@ def _reading(
     )
 
 
-def _completed(entry: DataSet, source: Source, reading: Reading) -> DataSet:
-    """The entry with its columns; empty cells and duplicates are dropped."""
-    changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
-    if reading.format in ("messages", "sharegpt", "prompt_completion"):
-        changes["drop"] = ["duplicate"]
-    if reading.objective != "supervised":
-        changes["format"] = reading.format  # that `auto` means with this objective
-    return DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
-
-
-class _Limited:
-    """A source's rows for some seconds, even if the reader drops them all."""
+class _TimedRows:
+    """A source's rows, for some seconds. The time also ends for a reader that drops every row."""
 
     def __init__(self, seconds: float) -> None:
         self.is_whole = True
@@ -225,7 +215,7 @@ class _Limited:
         self._end = time.monotonic() + seconds
 
     def rows(self, source: Source) -> Iterator[SourceRow]:
-        """The rows that come in time; `is_whole` then says whether these are all."""
+        """Yield rows until the time is over; then `is_whole` says whether all rows came."""
         for row in source.rows():
             self.read += 1
             yield row
@@ -234,16 +224,16 @@ class _Limited:
                 return
 
 
-def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...]]:
-    """Every row of a small data set, or the head of a large one, read as training reads it."""
+def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...]]:
+    """Count every row, or the head if the data set is large, as training reads them. Also the first rows, to show."""
     source = resolve(entry)
     reader = RowReader(source)
     examples: list[Content] = []
     problems: list[str] = []
     mistakes = Mistakes()
     good, nbytes, longest, with_tools = 0, 0, 0, 0
-    limited = _Limited(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
-    for row in reader.rows(limited.rows(source)):
+    timed_rows = _TimedRows(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
+    for row in reader.rows(timed_rows.rows(source)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
             mistakes.add(str(row.problem), row.place)
@@ -260,40 +250,39 @@ def _counted(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...
     if not good:
         mistakes.raise_if_any()
     facts = reader.facts()
-    answers = facts.get("answers")  # of preference rows alone
+    answers = facts.get("answers")  # only for preference rows
     if answers and answers["pairs"] and answers["pairs"] == answers["equal"]:
         raise DataError(problems[-1:])  # nothing to prefer, in any row
-    dropped = facts["dropped"]
-    empty, duplicate = dropped.get("empty", 0), dropped.get("duplicate", 0)
     rows = good
-    if not limited.is_whole and sample.total:
-        rows = max(good, round(sample.total * good / limited.read))
+    if not timed_rows.is_whole and sample.total:
+        rows = max(good, round(sample.total * good / timed_rows.read))
     counts = Counts(
         rows=rows,
-        empty=empty,
-        duplicate=duplicate,
+        empty=facts["dropped"].get("empty", 0),
+        duplicate=facts["dropped"].get("duplicate", 0),
         refused=len(problems),
         problems=tuple(problems[:3]),
         mean_bytes=nbytes / good,
         longest_bytes=longest,
-        is_whole=limited.is_whole,
+        is_whole=timed_rows.is_whole,
         with_tools=with_tools,
     )
     return counts, tuple(examples)
 
 
-def _length_and_choice(
+def _choose_length_and_model(
     longest_bytes: int, gpus: Gpus | None, model: str | None, objective: Objective
 ) -> tuple[int, Choice]:
-    """max_length, and the model and method: the next size that holds the longest row, by its bytes.
+    """Choose max_length, the model and the method. max_length is the smallest size for the longest row's bytes.
 
-    More than USUAL_ROWS tokens are chosen only where they do not cost a smaller model or a 4-bit base.
+    More than USUAL_ROWS tokens are chosen only if the model and the method stay the same.
     """
     tokens = longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
     sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
     wanted = next((size for size in sizes if size >= tokens), sizes[-1])
     usual = min(wanted, USUAL_ROWS)
     choice = choose(gpus, model, usual, objective)
+    # The longest size first. The first one that keeps the model and the method is taken.
     for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
         with suppress(DoesNotFit):
             found = choose(gpus, model, longer, objective)
@@ -302,14 +291,61 @@ def _length_and_choice(
     return usual, choice
 
 
-def _settings(
+def _choose_settings(
     entry: DataSet, counts: Counts, choice: Choice, length: int, truncation: Truncation, objective: Objective
 ) -> tuple[Settings, Counts]:
-    """Batch, epochs, rate and held-out share for this many rows, and the counts with tokens."""
-    held_out = _held_out(counts.rows)
+    """Batch, epochs, learning rate and held-out share for this many rows, and the counts completed by tokens."""
+    held_out = 0.1
+    if counts.rows <= SMALLEST_SPLIT:
+        held_out = 0.0
+    elif counts.rows > 5000:
+        held_out = max(float(f"{500 / counts.rows:.1g}"), 1e-4)  # about 500 rows
+    counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
+
+    rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
+    if objective != "supervised":
+        # Preferences move a model that answers already: a twentieth of the rate, and each pair is seen once.
+        rate, rate_on_cpu, epochs = 1e-5, 1e-4, 1
+    elif counts.rows >= 20_000:
+        epochs = 1
+    elif counts.rows >= 2000:
+        epochs = 2
+    if choice.gpus is None:
+        # A packed row is full of documents; a pair is two documents, so a step takes several pairs.
+        batch, tokens_a_row = 1, length
+        if objective != "supervised":
+            batch, tokens_a_row = max(1, min(8, packed // 10)), math.ceil(counts.tokens / packed)
+        steps = math.ceil(epochs * packed / batch)
+        max_steps: int | None = None
+        if choice.model in (EMBEDDED, ONLINE_SMOLLM):
+            most = max(1, CPU_TOKENS // (batch * tokens_a_row))
+            if steps > most:
+                max_steps = most
+        settings = Settings(
+            length, truncation, held_out, batch, 1, epochs, rate_on_cpu, max_steps, max_steps or steps, objective
+        )
+        return settings, counts
+    at_once = choice.rows * choice.ranks
+    # About thirty steps an epoch, with at most 64 rows each. Each GPU's micro-batches are full.
+    micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
+    batch = at_once * micro_batches
+    steps = max(1, math.ceil(epochs * packed / batch))
+    return Settings(length, truncation, held_out, batch, choice.rows, epochs, rate, None, steps, objective), counts
+
+
+def _count_tokens(
+    entry: DataSet,
+    counts: Counts,
+    model: str,
+    length: int,
+    truncation: Truncation,
+    objective: Objective,
+    held_out: float,
+) -> tuple[Counts, int]:
+    """The counts with their tokens, and the packed rows of one epoch: by the tokenizer, or by bytes without one."""
     probe = Recipe.model_validate(
         {
-            "model": {"name_or_path": choice.model},
+            "model": {"name_or_path": model},
             "data": {
                 "train": [entry.model_dump(exclude_defaults=True)],
                 "eval": {"fraction": held_out} if held_out else None,
@@ -320,80 +356,47 @@ def _settings(
         }
     )
     measured = estimated_rows(probe) if counts.is_whole else None
-    if measured is not None:
-        tokens, too_long = measured.tokens, measured.too_long[0] if measured.too_long else 0
-        packed = measured.rows
-        bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, tokens)
-        longest = round(counts.longest_bytes / bytes_a_token)
-        if measured.too_long:
-            longest = measured.too_long[2]
-    else:
+    if measured is None:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
-        too_long, longest = 0, round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
-        packed = math.ceil(tokens / length) if objective == "supervised" else counts.rows
-    beyond = measured.beyond if measured is not None else 0.0
-    counts = replace(counts, tokens=tokens, longest=longest, too_long=too_long, beyond=beyond)
-
-    rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
-    if objective != "supervised":
-        # Preferences move a model that answers already: a twentieth of the rate, and each pair is seen once.
-        rate, rate_on_cpu, epochs = 1e-5, 1e-4, 1
-    elif counts.rows >= 2000:
-        epochs = 2 if counts.rows < 20_000 else 1
-    if choice.gpus is None:
-        # A packed row is full of documents; a pair is two of them, so a step takes several.
-        batch, tokens_a_row = 1, length
-        if objective != "supervised":
-            batch, tokens_a_row = max(1, min(8, packed // 10)), math.ceil(tokens / packed)
-        most = None
-        if choice.model in (EMBEDDED, ONLINE_SMOLLM):
-            most = max(1, CPU_TOKENS // (batch * tokens_a_row))
-        steps = math.ceil(epochs * packed / batch)
-        max_steps = most if most is not None and steps > most else None
-        settings = Settings(
-            length, truncation, held_out, batch, 1, epochs, rate_on_cpu, max_steps, max_steps or steps, objective
-        )
-        return settings, counts
-    at_once = choice.rows * choice.ranks
-    # About thirty steps an epoch, of at most 64 rows; a step holds whole micro-batches of every GPU.
-    micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
-    batch = at_once * micro_batches
-    steps = max(1, math.ceil(epochs * packed / batch))
-    return Settings(length, truncation, held_out, batch, choice.rows, epochs, rate, None, steps, objective), counts
+        longest = round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
+        packed = counts.rows
+        if objective == "supervised":
+            packed = math.ceil(tokens / length)
+        return replace(counts, tokens=tokens, longest=longest), packed
+    too_long = 0
+    bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, measured.tokens)
+    longest = round(counts.longest_bytes / bytes_a_token)
+    if measured.too_long:
+        too_long, longest = measured.too_long[0], measured.too_long[2]
+    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long, beyond=measured.beyond)
+    return counts, measured.rows
 
 
-def _held_out(rows: int) -> float:
-    """The share held out: a tenth of a small set, some 500 rows of a large one; none of ten rows or fewer."""
-    if rows <= SMALLEST_SPLIT:
-        return 0.0
-    if rows <= 5000:
-        return 0.1
-    return max(float(f"{500 / rows:.1g}"), 1e-4)
-
-
-def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
+def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
     """Findings, a line each."""
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)
     if source.kind == "csv":
         dialect = csv_dialect(source.files[0])
-        name += f", separated by {'tabs' if dialect.delimiter == chr(9) else dialect.delimiter}, {dialect.encoding}"
+        name += f", separated by {dialect.separator}, {dialect.encoding}"
     if sample.total is None:
         rows = f"{len(sample.rows):,} rows read"
+    elif sample.is_whole:
+        rows = f"{sample.total:,} rows"
     else:
-        rows = f"{sample.total:,} rows" if sample.is_whole else f"about {sample.total:,} rows (sampled)"
+        rows = f"about {sample.total:,} rows (sampled)"
     names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
     folder = Path(source.entry.path)
     if folder.is_dir() and source.kind != "hub":
         files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
         if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            more = f" and {len(others) - 3} more" * (len(others) > 3)
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     if reading.columns:
         by_name = {*ROW_COLUMNS[reading.format], *OPTIONAL_COLUMNS[reading.format]} - {*reading.columns}
         unused = [name for name in names if name not in {*reading.columns.values(), *by_name}]
-        lines.append(f"read as {in_yaml(reading.columns)}" + (f"; not used: {in_quotes(unused)}" if unused else ""))
+        lines.append(f"read as {in_yaml(reading.columns)}" + f"; not used: {in_quotes(unused)}" * bool(unused))
     else:
         lines.append(f"read as {reading.format}")
     if reading.objective != "supervised":
@@ -409,7 +412,9 @@ def _found(source: Source, sample: Sample, reading: Reading, counts: Counts) -> 
         lines.append(f"wrong rows: {counts.refused:,}; training will refuse them: {counts.problems[0]}")
     if counts.rows <= SMALLEST_SPLIT:
         few = f"{counted(counts.rows, 'row')}: too few to hold some out and measure by them"
-        lines.append(f"{few}; a hundred are a beginning" if reading.format != "text" else few)
+        if reading.format != "text":
+            few += "; a hundred are a beginning"
+        lines.append(few)
     if counts.too_long:
         fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
         if reading.format == "text":

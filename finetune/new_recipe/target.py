@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from finetune.data.dialect import csv_dialect
 from finetune.data.readers import read_rows
@@ -36,8 +35,10 @@ def entry_of(target: str) -> DataSet:
 
 
 def _kind_of(file: Path) -> str:
-    """json, csv, parquet, excel or text. Raises DataError for a file that holds no rows of text."""
-    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix.lower()
+    """json, csv, parquet, excel or text. Raises DataError for a file without text rows."""
+    suffix = file.suffix.lower()
+    if file.suffix == ".gz":
+        suffix = file.with_suffix("").suffix
     known = {".tsv": "csv", ".tab": "csv", ".xlsx": "excel"} | dict.fromkeys(DOCUMENTS, "text") | SUFFIXES
     try:
         with open_regular(file) as stream:
@@ -70,11 +71,17 @@ def _kind_of(file: Path) -> str:
         return "json"
     if suffix in known:
         return known[suffix]
-    return "csv" if len(_first_csv_row(file)) > 1 else "text"
+    # An unknown suffix: it is a table if a delimiter divides the first row into two cells or more.
+    dialect = csv_dialect(file)
+    rows = islice(read_rows(file, "csv", dialect.delimiter, dialect.encoding), 1)
+    first = next((row.values for row in rows if row.values), {})
+    if len(first) > 1:
+        return "csv"
+    return "text"
 
 
 def _is_json(head: bytes) -> bool:
-    """Whether a file's head is JSON Lines or the start of an array or object of JSON."""
+    """Whether a file's head is JSON Lines, or begins a JSON array or object."""
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
     if text.startswith("["):
         return text[1:].lstrip()[:1] in ("{", "[", '"', "]")
@@ -83,9 +90,3 @@ def _is_json(head: bytes) -> bool:
     except json.JSONDecodeError:
         return text[1:].lstrip()[:1] == '"'  # an object longer than the head
     return True
-
-
-def _first_csv_row(file: Path) -> dict[str, Any]:
-    dialect = csv_dialect(file)
-    rows = islice(read_rows(file, "csv", dialect.delimiter, dialect.encoding), 1)
-    return next((row.values for row in rows if row.values), {})

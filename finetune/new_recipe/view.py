@@ -1,4 +1,4 @@
-"""The terminal output of `finetune init`."""
+"""Terminal output for `finetune init`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ ROLE_COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistan
 
 
 def print_proposal(proposal: Proposal, console: Console) -> None:
-    """Print what was found, some rows as the model will see them, and the next commands."""
+    """Print the findings, some rows as the model will see them, and the next commands."""
     for line in proposal.lines:
         console.print(line, markup=False, highlight=False)
-    colours = "green: learned" if proposal.reading.objective == "supervised" else "green: preferred; red: not"
+    colours = "green: preferred; red: not"
+    if proposal.reading.objective == "supervised":
+        colours = "green: learned"
     console.print(f"\n{len(proposal.examples)} rows as the model will see them ({colours})", style="bold")
     for example in proposal.examples:
         _print_example(example, console)
@@ -60,30 +62,36 @@ def _words(message: Mapping[str, Any]) -> str:
 
 
 def _print_example(example: Content, console: Console) -> None:
-    """A row's turns; of a pair the prompt once, then both answers."""
+    """Print a row's turns. A pair shows its prompt once, then both answers."""
     for number, document in enumerate(documents_in(example)):
         if isinstance(document, Passage):
-            turns = [("prompt", document.prompt, False)] if document.prompt else []
-            turns.append(("text", document.completion, True))
+            turns = [("text", document.completion, True)]
+            if document.prompt:
+                turns.insert(0, ("prompt", document.prompt, False))
         else:
             turns = [
                 (message["role"], _words(message), supervised)
                 for message, supervised in zip(document.messages, document.supervised, strict=True)
             ]
         if number:
-            # The rejected answer: after the prompt, which is shown.
-            turns = turns[next(index for index, (_, _, supervised) in enumerate(turns) if supervised) :]
-        name, colour = "", "green"
+            # The rejected answer: its prompt is on the screen already.
+            first_supervised = next(index for index, (_, _, supervised) in enumerate(turns) if supervised)
+            turns = turns[first_supervised:]
+        name, colour = "", "green"  # of the answer
         match example:
             case Pair():
                 name, colour = (("chosen", "green"), ("rejected", "red"))[number]
+            case Judged(desirable=True):
+                name = "wanted"
             case Judged():
-                name, colour = ("wanted", "green") if example.desirable else ("unwanted", "red")
+                name, colour = "unwanted", "red"
         for role, content, supervised in turns:
             text = without_controls(content)
             if len(text) > LONGEST_SHOWN:
                 text = text[:LONGEST_SHOWN] + " ..."
-            line = Text(f"  {name if name and supervised else role:<10} ", style="dim")
-            style = colour if supervised else ROLE_COLOURS.get(role, "")
+            style = ROLE_COLOURS.get(role, "")
+            if supervised:
+                role, style = name or role, colour
+            line = Text(f"  {role:<10} ", style="dim")
             line.append(text.replace("\n", "\n" + " " * 13), style=style)
             console.print(line, soft_wrap=False)

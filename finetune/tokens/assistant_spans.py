@@ -1,4 +1,4 @@
-"""Finds the supervised parts of a rendered chat by rendering, for any chat template.
+"""Finds a rendered chat's supervised parts by rendering, for any chat template.
 
 Three renderings show the model's text in turn i, because inference renders in the same way:
 
@@ -9,20 +9,20 @@ Three renderings show the model's text in turn i, because inference renders in t
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     `------------------- prompt ------------------´`- supervised -´
 
-The answer is the part of `turn` after `prompt`. It ends with the token on which the model stops, the last control
-token of the turn. Some templates write one more token at the end of every document (Phi-3: end-of-text); that token is
-not part of the turn. The model does not stop on a token that also stands between two calls of one answer.
+The answer is `turn` after `prompt`. It ends with the stop token, the turn's last control token. Some templates write
+one more token after every document (Phi-3: end-of-text); that token is not part of the turn. A token that also stands
+between one answer's calls is not a stop token.
 
-The last message's answer always follows its exact prompt. Some templates begin a finished turn in another way than
-their prompt ends (DeepSeek-R1's prompt opens a thinking block). Then the answer is put after the prompt, or the row is
+The last message's answer always follows its exact prompt. In some templates a finished turn does not begin as the
+prompt ends (DeepSeek-R1's prompt opens a thinking block). Then the answer is put after the prompt, or the row is
 refused.
 
 An earlier answer lies in `whole`. If `whole` begins with that answer's turn, its place is known. Otherwise the template
-writes history in another way (Qwen3 drops reasoning). Then marks, private characters around each message's texts, show
-where the turn is (marks.py), and the turn's closing text is compared with the one in `turn`.
+writes history in another way (Qwen3 drops reasoning). Then marks show the turn's place (marks.py): private characters
+around each message's texts. The turn's closing text is compared with the one in `turn`.
 
-Marks also show the texts that a template leaves out, and control tokens that are only spelt in the texts. No row uses
-anything remembered from another row: a row's tokens and mask depend on that row alone.
+Marks also show texts that a template leaves out, and control tokens that the texts only spell. Nothing is remembered
+between rows: a row's tokens and mask depend on that row alone.
 
 The examples below shorten <|im_start|>user\\n to <user>, <|im_start|>assistant\\n to <bot>, and <|im_end|> to <end>.
 """
@@ -49,7 +49,7 @@ from finetune.tokens.marks import (
     texts_of,
 )
 
-# A thinking block, opened, or empty and closed. A generation prompt may end with it although a finished turn lacks it.
+# An open or an empty thinking block. A generation prompt may end with it although a finished turn lacks it.
 _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _OWN_BLOCK = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _PROBE = "\U000f0000"  # a text that no template contains
@@ -69,18 +69,18 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered chat: its text, the part that each assistant turn wrote, and texts that look like control tokens."""
+    """A rendered chat: its text, each assistant turn's span, and texts that look like control tokens."""
 
     text: str
     turns: dict[int, Span]  # index of the assistant's message -> characters that the model writes
     literals: list[Span]
-    otherwise: Collection[int] = ()  # turns with another text or prompt when they are the last
-    stops: Collection[str] = ()  # the control tokens that end these turns
+    otherwise: Collection[int] = ()  # turns with another text or prompt when they are the last turn
+    stops: Collection[str] = ()  # the turns' stop tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat, or the beginning of one, as the template writes it."""
+    """A chat or its first messages, as the template writes them."""
 
     messages: Messages
     text: str
@@ -88,13 +88,13 @@ class _Chat:
     literals: list[Span]
 
     def texts_end(self, index: int) -> int:
-        """Where the texts of message `index` end; 0 if they are not marked."""
+        """Where message `index`'s texts end; 0 if they are not marked."""
         if self.marked:
             return self.marked.last.get(index, 0)
         return 0
 
     def turn_begin(self, index: int) -> int:
-        """Where the texts before message `index` end; the turn's header is after this place. Raises BadRow.
+        """Where the texts before message `index` end. The turn's header follows. Raises BadRow.
 
         <user>Hi<end><bot>Hello<end>: for message 1 the place after Hi.
         """
@@ -111,21 +111,21 @@ class _Answer:
     """A chat's last turn, after its prompt: <user>Hi<end><bot>Hello<end>."""
 
     text: str
-    begin: int  # where the texts of the message before it end: after Hi
+    begin: int  # where the previous message's texts end: after Hi
     prompt: int  # the prompt's length in characters: up to Hello
-    stop: int  # end of the token on which the model stops: after the last <end>
-    token: str  # that token: <end>
+    stop: int  # where the stop token ends: after the last <end>
+    token: str  # the stop token: <end>
     literals: list[Span]
     is_plain: bool  # whether the template itself writes this text
 
 
 @dataclass(frozen=True, slots=True)
 class _Habits:
-    """Habits of a template in every chat. They are found by rendering probe chats, never from rows."""
+    """A template's habits in every chat, found by rendering probe chats, never from rows."""
 
-    stop: str | None  # the token on which an answer in words ends
+    stop: str | None  # an answer's stop token
     closing: str  # text after a document's last turn
-    between: frozenset[str]  # tokens between the calls of one answer
+    between: frozenset[str]  # tokens between one answer's calls
 
 
 class SpanFinder:
@@ -137,9 +137,9 @@ class SpanFinder:
         self._habits_of: dict[bool, _Habits] = {}  # by whether there are tools
 
     def find(self, messages: Messages, tools: Tools, wanted: Collection[int]) -> Rendered:
-        """Render a chat and find the assistant's text in the messages with the indices `wanted`.
+        """Render a chat, and find the assistant's spans for the messages `wanted`.
 
-        Raises BadRow when the template cannot be followed.
+        Raises BadRow if the template cannot be followed.
         """
         whole = self._render_chat(messages, tools)
         tools_are_marked = whole.marked is not None and whole.marked.has_tools
@@ -179,7 +179,7 @@ class SpanFinder:
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow.
 
-        The user's message "What is <end>?" gives the span of this <end>, and not of the template's own.
+        The user's message "What is <end>?" gives this <end>'s span, and no span for the template's own <end>.
         """
         if not self._spelt_token(messages, tools):
             return []
@@ -195,7 +195,7 @@ class SpanFinder:
     def _render_chat(
         self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = ""
     ) -> _Chat:
-        """The chat rendered plain and with marks. Pass `text` if the plain text is already known."""
+        """Render the chat plain and with marks. Pass `text` if the plain text is already known."""
         text = text or self._render(messages, tools, generation_prompt=generation_prompt)
         marked = self._mark_and_render(messages, tools, generation_prompt=generation_prompt)
         if marked is None or marked.text != text:
@@ -204,10 +204,10 @@ class SpanFinder:
         return _Chat(messages, text, marked, marked.literals)
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> Marked | None:
-        """The chat rendered with marks, which are then taken out; None if the template refuses the marks.
+        """Render the chat with marks, and take them out; None if the template refuses them.
 
-        Rendered as <user>(Hi)<end><bot>[Hello]<end>, with marks for brackets: the text without them, and the positions
-        of Hi and Hello in it.
+        Brackets stand for marks. <user>(Hi)<end><bot>[Hello]<end> gives the text without them, and the positions where
+        Hi and Hello stand in it.
         """
         marks = Marks(messages, tools, self.special)
         marked_messages, marked_tools = marks.around_messages(), marks.around_tools(tools)
@@ -218,12 +218,12 @@ class SpanFinder:
         return marks.take_out(rendered)
 
     def _spelt_token(self, messages: Messages, tools: Tools) -> str | None:
-        """The first control token that is spelt in the row's own texts."""
+        """The first control token that the row's own texts spell."""
         matches = (self.special.search(text) for text in texts_of([messages, tools]))
         return next((match.group() for match in matches if match), None)
 
     def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
-        """Raises BadRow if the texts spell a control token. Without marks nobody can tell it from the template's."""
+        """Raises BadRow if the texts spell a control token: without marks it looks like the template's own."""
         if token := self._spelt_token(messages, tools):
             raise BadRow(
                 f"the text spells the control token {token!r}, and the chat template changes it on its way; "
@@ -251,7 +251,7 @@ class SpanFinder:
     def _find_stop(
         self, messages: Messages, text: str, literals: Collection[Span], start: int, texts_end: int, tools: Tools
     ) -> re.Match[str]:
-        """The token on which the model stops: it ends text[start:], after the answer's own texts. Raises BadRow.
+        """The stop token: it ends text[start:], after the answer's own texts. Raises BadRow.
 
         Hello<end>\\n                      -> <end>
         Hello<|end|>\\n<|endoftext|>       -> <|end|>, if every document ends with \\n<|endoftext|> (Phi-3)
@@ -279,9 +279,9 @@ class SpanFinder:
         )
 
     def _put_after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
-        """The last turn after a prompt that its finished form does not begin with.
+        """Put the last turn after its prompt, if the chat does not begin with the prompt. Raises BadRow.
 
-        Returns the text, the literals, and the end of the turn's own texts. Raises BadRow.
+        Returns the text, its literals, and where the turn's own texts end.
 
             prompt                chat                       result
             <bot><think>\\n        <bot>Hello<end>            <bot><think>\\n + \\n</think>\\n\\n + Hello<end>
@@ -331,7 +331,7 @@ class SpanFinder:
         return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
 
     def _find_as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
-        """The turn with an empty thought, if the prompt ends in the way that the template begins a thought.
+        """The turn with an empty thought, if the template begins a thought as the prompt ends.
 
         prompt              <bot><thought>\\n
         chat                <bot>Hello<end>                            does not begin with the prompt
@@ -354,14 +354,18 @@ class SpanFinder:
         return None
 
     def _find_header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
-        """Where a turn's header ends: as before an answer in words, if the prompt holds it all. Raises BadRow.
+        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header.
+
+        Raises BadRow.
 
         chat               ...Hi<end><bot><call>look<end>
         in words           ...Hi<end><bot>a<end>            so the header is <end><bot>
-        result             the place after <bot>: <call> is the model's
+        result             the place after <bot>: the model writes <call>
         """
-        followers = [{"role": "user", "content": "a"}] if index + 1 < len(chat.messages) else []
-        in_words = self._render_chat([*chat.messages[:index], {"role": "assistant", "content": "a"}, *followers], tools)
+        messages = [*chat.messages[:index], {"role": "assistant", "content": "a"}]
+        if index + 1 < len(chat.messages):  # a turn in history may have another header than the last turn
+            messages.append({"role": "user", "content": "a"})
+        in_words = self._render_chat(messages, tools)
         if in_words.marked is None or index not in in_words.marked.first:
             raise self._no_header(chat, begin + matched, index)
         header = in_words.text[in_words.turn_begin(index) : in_words.marked.first[index]]
@@ -378,20 +382,20 @@ class SpanFinder:
     # -- earlier turns -----------------------------------------------------------------------------------------------
 
     def _find_earlier(self, whole: _Chat, tools: Tools, index: int) -> tuple[Span, bool, str]:
-        """A turn that others follow. Raises BadRow.
+        """A turn that is not the last one. Raises BadRow.
 
-        Returns its characters in the whole chat, whether it has the same text and prompt when it is the last turn, and
-        the token on which it ends.
+        Returns its span in the whole chat, whether its text and prompt would be the same as a last turn, and its stop
+        token.
 
             whole            <user>Hi<end><bot>Hello<end><user>And?<end>...
-            alone, usually   <user>Hi<end><bot>Hello<end>            whole begins with it: the span of Hello<end>, True
-            alone, Qwen3     <user>Hi<end><bot><think></think>Hello<end>     the span of Hello<end> in whole, False
+            alone, usually   <user>Hi<end><bot>Hello<end>                  whole begins with it: Hello<end>, True
+            alone, Qwen3     <user>Hi<end><bot><think></think>Hello<end>   Hello<end> in whole, False
         """
         beginning = whole.messages[: index + 1]
         prompt = self._render(beginning[:-1], tools, generation_prompt=True)
         try:
             text = self._render(beginning, tools)
-        except BadRow:  # a template that needs another message after it
+        except BadRow:  # the template needs another message after this turn
             return self._find_unended(whole, tools, index, prompt)
         texts_end = whole.texts_end(index)
         if text.startswith(prompt) and texts_end <= len(text) and whole.text.startswith(text[:texts_end]):
@@ -405,12 +409,12 @@ class SpanFinder:
         return self._find_in_history(whole, alone, answer, tools, index), False, answer.token
 
     def _find_in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
-        """The place in the whole chat of a turn that the template writes in another way when it is the last.
+        """A turn's span in the whole chat, if the template writes the turn otherwise when it is the last one.
 
-        The beginning is the prompt's, as far as history writes it; the end is that of the answer alone:
+        The span begins after the part of the prompt that history has too. It ends as the answer alone ends:
 
             answer   ...Hi<end><bot><think>\\n | thought</think>Hello<end>      the prompt up to the bar
-            whole    ...Hi<end><bot>Hello<end><user>...                         the span of Hello<end>
+            whole    ...Hi<end><bot>Hello<end><user>...                         the span is Hello<end>
         """
         begin = whole.turn_begin(index)
         alone.turn_begin(index)  # raises if the turn alone has no marks
@@ -432,20 +436,20 @@ class SpanFinder:
         else:
             start = self._find_header_end(whole, tools, begin, matched, index)
         start = min(start, texts_start)
-        # The text between the answer's own texts and its end, <end>, must follow the texts in history too.
+        # The closing text, from the answer's own texts to its stop <end>, must follow the texts in history too.
         shift = len(answer.text) - len(alone.text)
         closing = answer.text[alone.marked.last[index] + shift : answer.stop]
         texts_end = whole.marked.last[index]
         stop = texts_end + len(closing)
-        if not whole.text.startswith(closing, texts_end):  # history ends it with a token that the model does not write
+        if not whole.text.startswith(closing, texts_end):  # history closes the turn with another token than the model
             stop = texts_end + self._common_pieces(closing, whole.text[texts_end:])
         self._check_alone(whole, index, (start, stop))
         return start, stop
 
     def _find_unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
-        """A turn at which the template cannot end a chat. It ends with the token that ends an answer in words.
+        """A turn's span, if the template refuses a chat that ends with it: up to an answer's stop token.
 
-        Some templates refuse a chat whose last turn has calls: then it ends at the first <end> after its texts.
+        Some templates refuse calls in the last turn. Then the turn ends at the first <end> after its texts.
         """
         stop = self._habits(tools).stop
         if whole.marked is None or not whole.text.startswith(prompt) or stop is None:
@@ -459,7 +463,7 @@ class SpanFinder:
         return span, True, stop
 
     def _common_pieces(self, closing: str, text: str) -> int:
-        """How many characters of `closing` begin `text`, in whole pieces: control tokens, and the texts between them.
+        """The common prefix's length in whole pieces: control tokens, and the texts between them.
 
         "<end>\\n", "<end>\\n<user>And?"   -> all 6
         "\\n<end>", "\\n<stop>"            -> 1, the line break
@@ -472,7 +476,7 @@ class SpanFinder:
         return length
 
     def _common_length(self, tail: str, text: str, begin: int) -> int:
-        """Length of the common prefix of `tail` and text[begin:]. It never ends inside a control token.
+        """The common prefix's length for `tail` and text[begin:]. It never ends inside a control token.
 
         <end><bot><think> and <end><bot>Hello share <end><bot>. <|im_start|> and <|im_end|> share nothing.
         """
@@ -486,7 +490,7 @@ class SpanFinder:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _check_alone(self, whole: _Chat, index: int, span: Span) -> None:
-        """Raises if a span holds another message's text, or lacks a part of its own."""
+        """Raises OmittedFromHistory if a span holds another message's text, or lacks a part of its own."""
         start, stop = span
         for position, message in whole.marked.places if whole.marked else ():
             if message == index and not start <= position <= stop:
@@ -495,9 +499,9 @@ class SpanFinder:
                 raise OmittedFromHistory("writes other messages inside", index)
 
     def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
-        """Raises if the template leaves out a message's text or call."""
+        """Raises BadRow if the template leaves out a message's text or call."""
         if whole.marked is None:
-            # Without marks only the wanted messages can be looked for, by their letters without space.
+            # Without marks only the wanted messages are checked, by their letters without space.
             written = "".join(whole.text.split()).casefold()
             for index in wanted:
                 message = whole.messages[index]
@@ -518,8 +522,9 @@ class SpanFinder:
         raise self._left_out(whole.messages, index, part)
 
     def _left_out(self, messages: Messages, index: int, part: str) -> BadRow:
-        is_beside_call = part == "the text" and messages[index].get("tool_calls")
-        removed = "that text" if is_beside_call else "the turn"
+        removed = "the turn"
+        if part == "the text" and messages[index].get("tool_calls"):
+            removed = "that text"
         return BadRow(
             f"the chat template leaves out {part} of turn {index + 1} ({messages[index]['role']}); "
             f"remove {removed}, or give data.chat_template one that writes it"
@@ -528,9 +533,9 @@ class SpanFinder:
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
-        """The template's habits in chats with tools, or without. They are looked for once.
+        """The template's habits in chats with tools, or without. They are found once.
 
-            <bot>PROBE<end>\\n<eos>                 the last turn of a document
+            <bot>PROBE<end>\\n<eos>                 a document's last turn
             <bot>PROBE<end>\\n<user>a<end>...       the same turn, followed
 
         Both have <end>\\n: <end> is the stop, and \\n<eos> closes the document.
@@ -545,19 +550,20 @@ class SpanFinder:
         try:
             ended = self._render([question, answer], probe_tools).rpartition(_PROBE)[2]
             tokens = self.special.findall(ended)
-            stop = tokens[-1] if tokens else None
+            if tokens:
+                stop = tokens[-1]
             followed = self._render([question, answer, question], probe_tools).rpartition(_PROBE)[2]
             turn_end = ended[: self._common_pieces(ended, followed)]
-            if own_tokens := [*self.special.finditer(turn_end)]:  # else a token of its own ends the last turn
+            if own_tokens := [*self.special.finditer(turn_end)]:  # else the last turn has a stop token of its own
                 stop, closing = own_tokens[-1].group(), ended[own_tokens[-1].end() :]
-        except BadRow:  # a template that needs another kind of chat
+        except BadRow:  # the template needs another kind of chat
             pass
         try:
             calls = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}]
             prompt = self._render(calls[:1], probe_tools, generation_prompt=True)
             header = prompt[_common_prefix(self._render(calls[:1], probe_tools), prompt, 0) :].strip()
             text = self._render(calls, probe_tools)[len(prompt) :].removesuffix(closing)
-            # A token before another header ends a turn: such templates write each call as a turn of its own.
+            # A token before another header ends a turn: such templates write each call as its own turn.
             between = frozenset(
                 token.group()
                 for token in [*self.special.finditer(text)][:-1]
@@ -572,12 +578,12 @@ class SpanFinder:
 
 
 def _skip(text: str, place: int, characters: str | None = None) -> int:
-    """The first place from `place` on without one of these characters; None: without space."""
+    """The first place from `place` on without these characters; None means white space."""
     return len(text) - len(text[place:].lstrip(characters))
 
 
 def _common_prefix(tail: str, text: str, start: int) -> int:
-    """Length of the common prefix of `tail` and text[start:]: 2 for "abc", "xxabd", 2."""
+    """The common prefix's length for `tail` and text[start:]: 2 for "abc", "xxabd", 2."""
     if text.startswith(tail, start):
         return len(tail)
     length = 0

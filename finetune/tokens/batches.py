@@ -1,7 +1,6 @@
-"""Rows of tokenised documents, their order, and the micro-batches of a rank.
+"""Rows with tokenised documents, their order, and a rank's micro-batches.
 
-Which rows make a step depends on data, seed and global_batch_size alone. All functions here are pure, except
-`prefetch`.
+Data, seed and global_batch_size alone decide a step's rows. All functions here are pure, except `prefetch`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,20 @@ class MicroBatch(TypedDict, total=False):
 
     input_ids: torch.Tensor  # int64
     position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
-    shift_labels: torch.Tensor  # int64, the target of each position; IGNORE at each document's last
-    supervised: torch.Tensor  # int64, the positions whose target is not IGNORE, counted through all rows
+    shift_labels: torch.Tensor  # int64, each position's target; IGNORE at each document's last
+    supervised: torch.Tensor  # int64, positions with a target other than IGNORE, counted through all rows
     cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
-    document_lengths: tuple[int, ...]  # the same on the host, which attention reads without a sync; flat only
+    document_lengths: tuple[int, ...]  # on the host, so that attention reads them without a sync; flat only
 
 
 def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, total_rows: int) -> np.ndarray:
-    """The rows of step `step` (from 0), int64 [at most global_batch_size].
+    """The row numbers for step `step` (from 0), int64 [at most global_batch_size].
 
-    The stream of rows is one seeded permutation of all rows after another. Step s takes its s-th stretch of
-    global_batch_size, and `total_rows` ends the stream. So the last step may be short: no row is dropped or doubled.
+    Each epoch is one seeded permutation of all rows, and the epochs follow each other as one stream. Step s takes the
+    stream's s-th global_batch_size rows. `total_rows` ends the stream, so the last step may be short: no row is dropped
+    or doubled.
 
-    With 5 rows, batches of 4 and 10 rows in all (two epochs):
+    With 5 rows, global_batch_size 4 and 10 rows in all (two epochs):
 
         stream   3 1 4 0 2 2 0 3 1 4
         step 0   3 1 4 0
@@ -91,23 +91,24 @@ def micro_batches(
     flat: bool,
     width: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's forwards for the rows of a step: the same number on every rank. With `width`, each flat batch is
-    padded to that many tokens by one unsupervised document.
+    """This rank's micro-batches for a step's rows; every rank has as many.
 
-    Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch. A rank without a row gets a batch
-    of one unsupervised token, because its gradients must still be reduced.
+    With `width`, one unsupervised document pads each flat batch to that many tokens. Rows are dealt in turn, so ranks
+    differ by at most one row a micro-batch. A rank without a row gets a batch with one unsupervised token, because its
+    gradients must still be reduced.
 
     With rows 0 to 9, 2 ranks and 2 rows a device, rank 0 has [0, 2], [4, 6], [8] and rank 1 has [1, 3], [5, 7], [9].
     """
     result = []
     for places in dealt(len(indices), rank, world_size, per_device_batch_size):
         own_rows = [rows.documents(int(indices[place])) for place in places] or [[_unsupervised_document(1)]]
-        result.append(_flat_batch(own_rows, width) if flat else _padded_batch(own_rows))
+        longest = max(sum(len(ids) for ids, _ in row) for row in own_rows)
+        result.append(_flat_batch(own_rows, width) if flat else _joined(own_rows, longest))
     return result
 
 
 def dealt(rows: int, rank: int, world_size: int, per_device_batch_size: int) -> list[range]:
-    """The places of this rank's rows among so many, for each of its micro-batches; as many on every rank."""
+    """The places of this rank's rows in range(rows), one range for each micro-batch; every rank has as many."""
     share = per_device_batch_size * world_size
     return [range(start + rank, min(start + share, rows), world_size) for start in range(0, rows, share)]
 
@@ -127,17 +128,13 @@ def _flat_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int | No
     )
 
 
-def _padded_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> MicroBatch:
-    return _joined(rows, max(sum(len(ids) for ids, _ in row) for row in rows))
-
-
 def _unsupervised_document(tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """A document with this number of tokens, all 0."""
+    """A document with `tokens` tokens, all 0."""
     return np.zeros(tokens, np.int64), np.full(tokens, IGNORE)
 
 
 def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> MicroBatch:
-    """Documents of each row one after another, padded right to `width`; labels shifted within each document."""
+    """Join each row's documents, and pad it right to `width`; labels are shifted within each document."""
     input_ids = np.zeros((len(rows), width), np.int64)
     position_ids = np.zeros((len(rows), width), np.int64)
     shift_labels = np.full((len(rows), width), IGNORE, np.int64)
@@ -159,13 +156,14 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
 
 
 def without_learning(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch for a rank that computes no loss of it."""
+    """The micro-batch for a rank that computes no loss."""
     return cast(MicroBatch, {**batch, "supervised": batch["supervised"][:0]})
 
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
-    """The batches on the device. On a GPU with `non_blocking`, each is copied from pinned memory on a second stream
-    while the batch before it is computed on.
+    """Yield the batches on the device.
+
+    On a GPU with `non_blocking`, a second stream copies the next batch from pinned memory during the present compute.
 
         copying stream   copy 0   copy 1      copy 2
         present stream            compute 0   compute 1   compute 2
@@ -190,7 +188,7 @@ def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_bloc
 
 
 def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
-    """A copied batch, for use on the present stream."""
+    """Let the present stream wait for a copied batch, and keep the batch's memory until the stream is done."""
     present_stream: Any = torch.get_device_module(batch["input_ids"].device).current_stream()
     present_stream.wait_event(is_copied)
 
@@ -207,7 +205,7 @@ def _with_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tens
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             changed[key] = change(value)
-        elif isinstance(value, dict):  # a batch inside of this one
+        elif isinstance(value, dict):  # a nested batch
             changed[key] = _with_tensors(cast(MicroBatch, value), change)
         else:
             changed[key] = value

@@ -1,18 +1,17 @@
-"""Data sets, tokenised once into a content-addressed folder of memory-mapped arrays.
+"""Tokenises each data set once, into a content-addressed folder with memory-mapped arrays.
 
-The address covers everything that decides the tokens: the bytes of the data, tokenizer, template, settings, and
-VERSION, which goes up when this code makes other tokens of the same row. A folder is written aside and renamed, under a
-lock, so that any number of processes may ask for it at once. A folder that cannot be read back completely is made
-again.
+The address covers everything that decides the tokens: data bytes, tokenizer, template, settings and VERSION. VERSION
+goes up when this code makes other tokens from the same row. A folder is written aside and renamed under a lock, so any
+number of processes may ask for it at once. A folder that does not read back completely is made again.
 
-    tokens/<address>/   facts.json      counts, and a digest of each array; written last
-                        tokens.npy      the tokens of all documents, one after another
+    tokens/<address>/   facts.json      counts, and each array's digest; written last
+                        tokens.npy      all documents' tokens, one after another
                         learned.npy     as long: whether the token is supervised
-                        lengths.npy     tokens of each document
+                        lengths.npy     each document's number of tokens
                         ...             one value for each document (ARRAYS, and for preferences ANSWER_ARRAYS)
 
-A preference pair counts as one document here, so that it is held out, weighed and shuffled as a whole: the chosen
-document, then the rejected one.
+A preference pair counts as one document here: the chosen document, then the rejected one. So it is held out, weighed
+and shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -66,19 +65,19 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class StoredDocuments:
-    """The tokenised rows of one data set, memory-mapped."""
+    """A data set's tokenised rows, memory-mapped."""
 
     tokens: np.ndarray  # int32 [all tokens]
     is_supervised: np.ndarray  # bool [all tokens]: true where the label is the token, else IGNORE
     offsets: np.ndarray  # int64 [documents + 1]
     supervised: np.ndarray  # int64 [documents]: supervised tokens
     digests: np.ndarray  # uint64 [documents]: equal documents have equal digests
-    lines: np.ndarray  # int64 [documents]: line of the row in its file
+    lines: np.ndarray  # int64 [documents]: the row's line in its file
     files: np.ndarray  # int32 [documents]: index into names
-    rows: np.ndarray  # int64 [documents]: the row that the document was made of, counted from 0; ascending
+    rows: np.ndarray  # int64 [documents]: the document's row, counted from 0; ascending
     names: tuple[str, ...]
     facts: dict[str, Any]
-    # Of preferences alone: tokens of the first document, supervised tokens in it, whether a judged answer is wanted.
+    # Only for preferences: the first document's tokens and supervised tokens, and whether a judged answer is wanted.
     first: np.ndarray | None = None  # int64 [documents]
     first_supervised: np.ndarray | None = None  # int64 [documents]
     desirable: np.ndarray | None = None  # bool [documents]
@@ -87,11 +86,11 @@ class StoredDocuments:
         return len(self.supervised)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels), int64, of one document; of a pair, the chosen one."""
+        """A document's (input_ids, labels), int64; for a pair, the chosen document's."""
         return self.documents(index)[0]
 
     def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(input_ids, labels), int64, of one document, or of a pair's two."""
+        """(input_ids, labels), int64: one document's, or both documents' for a pair."""
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         edges = [start, end]
         if self.first is not None and start + int(self.first[index]) < end:
@@ -103,28 +102,30 @@ class StoredDocuments:
         return result
 
     def place(self, index: int) -> str:
-        """file:line of the row that the document was made of."""
+        """file:line of the document's row."""
         return f"{self.names[int(self.files[index])]}:{int(self.lines[index])}"
 
 
 def content_key(parts: dict[str, Any]) -> str:
-    """The address of anything that `parts` decide: 32 hexadecimal digits."""
+    """The content address for `parts`: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
-    """The address of one tokenised data set."""
+    """A tokenised data set's address."""
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
-    # New keys change the address only where they are used, so that older caches stay valid.
+    # A new key changes the address only if it is used, so that older caches stay valid.
     reading |= source.entry.model_dump(include={"template", "drop", "delimiter", "encoding"}, exclude_defaults=True)
     parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 
 
 def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str, StoredDocuments]:
-    """(address, documents) of a data set, tokenised now if they are not in the cache. Raises DataError,
-    and EnvironmentMismatch when the cache cannot be written."""
+    """A data set's (address, documents), tokenised now if the cache lacks them.
+
+    Raises DataError, and EnvironmentMismatch if the cache cannot be written.
+    """
     key = documents_key(source, data, encoder)
     folder = cache_folder() / "tokens" / key
     names = tuple(str(file) for file in source.files) or (source.entry.path,)
@@ -144,7 +145,7 @@ def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str,
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
-    """The folder's arrays, or None when anything about them is not as it was written."""
+    """The folder's arrays, or None if anything in it differs from the bytes as written."""
     facts = read_sealed(folder / "facts.json")
     if facts is None:
         return None
@@ -193,7 +194,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
 
 
 def check_set_variables(source: Source, encoder: Encoder) -> None:
-    """Raises DataError, once for the data set, if the chat template does not have its variables."""
+    """Raises DataError, once for the data set, if the chat template lacks one of its variables."""
     try:
         encoder.check_variables(source.entry.chat_template_kwargs)
     except RowError as error:
@@ -201,7 +202,7 @@ def check_set_variables(source: Source, encoder: Encoder) -> None:
 
 
 class Unit(NamedTuple):
-    """What becomes one document here: a row or one of its examples, or a pair of answers."""
+    """The source of one document: a row, one of its examples, or two answers."""
 
     row: SourceRow
     scripts: tuple[Script, ...]  # one, or a pair's chosen and rejected one
@@ -209,7 +210,7 @@ class Unit(NamedTuple):
 
 
 def units_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> Iterator[Unit]:
-    """Each row's units, all or none of them. A part that the template leaves out of many rows is reported once."""
+    """Yield each row's units, all or none. A part that the template omits from many rows is reported once."""
     for row, read, problem in rows:
         try:
             if read is None:
@@ -229,8 +230,10 @@ def units_of(rows: Iterable[ReadRow], encoder: Encoder, mistakes: Mistakes) -> I
 def fitted_units(
     units: Sequence[Unit], encoder: Encoder, data: Data, mistakes: Mistakes, counts: Counter[str]
 ) -> Iterator[tuple[Unit, list[Document]]]:
-    """The units' documents within max_length: once for each unit, or for each piece of a long text. A pair whose
-    answers are the same is left out, counted."""
+    """Yield the units' documents within max_length: once for each unit, or for each piece of a long text.
+
+    A pair with equal answers is left out and counted.
+    """
     for unit, documents in zip(units, encoder.tokenised([unit.scripts for unit in units]), strict=True):
         if isinstance(documents, RowError):
             mistakes.add(str(documents), unit.row.place)
@@ -242,14 +245,14 @@ def fitted_units(
             fit(document, unit.row, data, mistakes, counts, is_text=script.is_text and len(documents) == 1)
             for document, script in zip(documents, unit.scripts, strict=True)
         ]
-        # A text's pieces are documents of their own; both of a pair's answers are left, or the pair is left out.
+        # Each piece of a text is a document. A pair keeps both answers, or is left out.
         yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
 
 
 def fit(
     document: Document, row: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str], *, is_text: bool
 ) -> list[Document]:
-    """The document within max_length, or its pieces, as data.truncation says; empty if none of it is left."""
+    """Fit a document into max_length as data.truncation says: itself, cut, in pieces, or an empty list."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
         mistakes.add("nothing in this row is supervised; give it a longer text", row.place)
@@ -277,12 +280,12 @@ def fit(
 
 
 def pieces_of(ids: list[int], limit: int) -> list[Document]:
-    """A text's tokens as consecutive documents of at most `limit` tokens. Together they are the text, token by token.
+    """Split a text's tokens into consecutive documents with at most `limit` tokens. No token is lost.
 
-    The first token of each piece follows nothing, so it is not supervised, as in every document. A single last token
-    would be a document that teaches nothing: the piece before it gives one token away.
+    Each piece's first token follows nothing, so it is not supervised, as in every document. A single last token would
+    be a document without a supervised token, so the piece before it gives one token away.
 
-        17 tokens, limit 8: pieces of 8, 7 and 2
+        17 tokens, limit 8: pieces with 8, 7 and 2
     """
     starts = [*range(0, len(ids), limit)]
     if len(ids) - starts[-1] == 1:
@@ -292,14 +295,14 @@ def pieces_of(ids: list[int], limit: int) -> list[Document]:
 
 
 class _Writer:
-    """Appends documents to the arrays of a folder."""
+    """Appends documents to a folder's arrays."""
 
     def __init__(self, folder: Path, source: Source, *, answers: bool) -> None:
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.stops: set[str] = set()
         self._row: SourceRow | None = None
         self._folder = folder
-        self._dtypes = ARRAYS | (ANSWER_ARRAYS if answers else {})
+        self._dtypes = ARRAYS | ANSWER_ARRAYS if answers else ARRAYS
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in self._dtypes.items()}
         self._files = {str(file): index for index, file in enumerate(source.files)}
 
@@ -335,14 +338,18 @@ class _Writer:
             array.abandon()
 
     def close(self, rows: dict[str, Any], stops: list[int]) -> None:
-        """Finish the arrays; facts.json, written last, vouches for them. `rows`: the reader's facts; `stops`: the
-        tokens on which the model ends a supervised stretch."""
+        """Finish the arrays. facts.json is written last, so a folder that has it is complete.
+
+        Args:
+            rows: The reader's facts.
+            stops: The stop tokens' ids.
+        """
         digests = {name: array.close() for name, array in self._arrays.items()}
         facts = {"digests": digests, "facts": {**self.counts, "rows": rows, "stops": stops}}
         write_sealed(self._folder / "facts.json", facts)
 
 
-_HEADER_BYTES = 128  # numpy pads the header of a one-dimensional array to this, whatever its length
+_HEADER_BYTES = 128  # numpy pads each one-dimensional array's header to this size
 
 
 class ArrayWriter:
@@ -356,7 +363,7 @@ class ArrayWriter:
         self._length = 0
 
     def append(self, values: Any) -> None:
-        """One value or an array of them."""
+        """Append one value, or an array."""
         piece = np.atleast_1d(np.asarray(values, dtype=self._dtype))
         raw = piece.tobytes()
         self._stream.write(raw)
@@ -364,7 +371,7 @@ class ArrayWriter:
         self._length += len(piece)
 
     def close(self) -> str:
-        """Finish the file. Returns the digest that `read_array` needs, over the values and then the header."""
+        """Finish the file. Returns the digest for `read_array`, over the values and then the header."""
         self._stream.seek(0)
         header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
         npy.write_array_header_1_0(self._stream, header)
@@ -380,7 +387,7 @@ class ArrayWriter:
 
 
 def read_array(file: Path, digest: str) -> np.ndarray:
-    """The array, memory-mapped and read-only. Raises OSError or ValueError when it is not what was written."""
+    """The array, memory-mapped and read-only. Raises OSError or ValueError if its bytes are not the written ones."""
     with open_regular(file) as stream:
         header = stream.read(_HEADER_BYTES)
         actual = hashlib.blake2b(digest_size=16)

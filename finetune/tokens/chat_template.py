@@ -1,4 +1,4 @@
-"""A chat template made reproducible: the library renders, today's date is pinned."""
+"""Renders chat templates reproducibly: the library renders, and today's date is pinned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.untrusted.programs import template_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_TEMPLATE_BYTES = 2**20  # of a template; the longest that is known has 20 kB
+MOST_TEMPLATE_BYTES = 2**20  # the longest known template has 20 kB
 MOST_FORMS = 64  # remembered at once; each row may have its own variables
 _HALF = re.compile("[\ud800-\udfff]")
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
@@ -38,7 +38,7 @@ _PROBE_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which a template takes messages."""
+    """A template's form for messages."""
 
     parts: bool = False  # contents are lists of parts, as templates with images need them
     text_arguments: bool = False  # call arguments are JSON text, as in OpenAI's responses
@@ -86,7 +86,7 @@ class ChatTemplate:
         self._forms: dict[tuple[str, bool], list[Form]] = {}
 
     def source(self, *, tools: bool = False) -> str:
-        """The template's text with the date pinned; some tokenizers have another one for rows with tools."""
+        """The template's text with the date pinned; some tokenizers have another template for rows with tools."""
         if tools in self._pinned:
             return self._pinned[tools]
         text = self._own
@@ -102,24 +102,26 @@ class ChatTemplate:
         return self._pinned[tools]
 
     def reads(self, key: str) -> bool:
-        """Whether the template looks at this key of a message: m.key, m['key'], or 'key' in m."""
+        """Whether the template reads this message key: m.key, m['key'], or 'key' in m."""
         word = re.escape(key)
         return self._mentions(rf"\.{word}\b|['\"]{word}['\"]")
 
     def mentions(self, text: str) -> bool:
-        """Whether the text stands in the template."""
+        """Whether the template contains the text."""
         return self._mentions(re.escape(text))
 
     def takes(self, variable: str) -> bool:
-        """Whether the template has a variable of this name."""
+        """Whether the template has a variable with this name."""
         return self._mentions(rf"\b{re.escape(variable)}\b")
 
     def _mentions(self, pattern: str) -> bool:
         return any(re.search(pattern, self.source(tools=tools)) for tools in (False, True))
 
     def forms(self, variables: Mapping[str, Any], *, tools: bool) -> list[Form]:
-        """The form in which the template takes messages, found by rendering a probe chat. If no form renders the probe,
-        returns all forms, so that a chat with calls can be tried in each."""
+        """Find the template's form for messages by rendering a probe chat.
+
+        If no form renders the probe, returns all forms, so that the caller can try a chat with calls in each.
+        """
         key = (json.dumps(variables, sort_keys=True, default=str), tools)
         if key in self._forms:
             return self._forms[key]
@@ -127,10 +129,12 @@ class ChatTemplate:
             self._forms.clear()
         question: dict[str, Any] = {"role": "user", "content": _QUESTION}
 
+        probe_tools = [_PROBE_TOOL] if tools else None
+
         def written(form: Form, answer: dict[str, Any]) -> str:
             messages = [question, {"role": "assistant", **answer}]
             try:
-                return self.render(messages, [_PROBE_TOOL] if tools else None, variables=variables, form=form)
+                return self.render(messages, probe_tools, variables=variables, form=form)
             except BadRow:
                 return ""
 
@@ -162,13 +166,16 @@ class ChatTemplate:
         generation_prompt: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """A chat's text; `variables` are the template's own. Raises BadRow with the template's own message.
+        """A chat's text. Raises BadRow with the template's own message.
 
-        `form`: the form that the template takes. `messages` are in the default form.
+        Args:
+            messages: In the default form.
+            form: The template's form.
+            variables: The template's own variables.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        source = self.source(tools=bool(tools))  # refused as a whole, not for this row
+        source = self.source(tools=bool(tools))  # outside the try, because a bad template is not this row's mistake
         try:
             text = self._tokenizer.apply_chat_template(
                 form.of(messages),
@@ -190,14 +197,14 @@ class ChatTemplate:
                 f"the chat template refuses this row: {reason}; change the row, or data.chat_template"
             ) from None
         assert isinstance(text, str)
-        if not text.isascii() and (half := _HALF.search(text)):  # in a value that is not checked: a name, an identifier
+        if not text.isascii() and (half := _HALF.search(text)):  # from an unchecked value: a name, an identifier
             code = f"\\u{ord(half[0]):04x}"
             raise BadRow(f"the chat holds half a character ({code}) once rendered; escape both halves of the pair")
         return text
 
 
 def read_source(source: str) -> str:
-    """Jinja text as it is, or the text of the named file. Raises DataError."""
+    """Jinja text as it is, or the named file's text. Raises DataError."""
     if "{" in source:
         return source
     try:
@@ -207,15 +214,17 @@ def read_source(source: str) -> str:
             raise OSError(errno.EFBIG, f"is larger than {MOST_TEMPLATE_BYTES // 2**20} MiB", source)
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        reason: str | None = "not UTF-8"
+        if isinstance(error, OSError):
+            reason = error.strerror
         mistake = f"data.chat_template: {one_line(source)}: {reason}; name a file of Jinja text, or write the text"
         raise DataError([mistake]) from None
 
 
 def pin_date(source: str, date_string: str) -> str:
-    """The template with `strftime_now` replaced by the pinned day, in each format that the template asks for.
+    """Replace a template's `strftime_now` by the pinned day, in each format that the template uses.
 
-    A macro of that name hides the library's function (templates of Llama 3.2 call it; 3.1 takes `date_string`). The
+    A macro with that name hides the library's function (Llama 3.2's templates call it; 3.1 takes `date_string`). The
     macro is on the template's first line, so line numbers in errors stay right:
 
         macro strftime_now(format): if format == '%Y-%m-%d': 2024-07-26, else: 26 Jul 2024

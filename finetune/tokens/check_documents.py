@@ -1,4 +1,4 @@
-"""Finds rows that training would refuse, by training's encoder with the tokenizer that is on this machine.
+"""Finds rows that training would refuse, with training's encoder and the tokenizer on this machine.
 
 Nothing is downloaded or written, and no code from a model's folder runs. Each data set's first rows are encoded. If
 rows longer than data.max_length are refused, every row that may be too long is encoded as well. `finetune preview`
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 1000  # in each data set; about two seconds
-MOST_ENCODED_BYTES = 16 * 2**20  # of text encoded in each data set; about ten seconds
+MOST_ENCODED_BYTES = 16 * 2**20  # text encoded in each data set; about ten seconds
 LEAST_BYTES_A_TOKEN = 2  # assumed for a text that may be too long; English has 4, Chinese 3, digits 1 to 3
 
 
@@ -43,7 +43,7 @@ class _Progress:
     rows: int = 0
     encoded: int = 0
     nbytes: int = 0
-    kept: int = 0  # rows with a document that is trained on
+    kept: int = 0  # rows with a document for training
 
     @property
     def is_complete(self) -> bool:
@@ -51,7 +51,7 @@ class _Progress:
 
 
 def check_documents(recipe: Recipe) -> list[str] | None:
-    """Encode rows of local data sets. Raises DataError with every mistake.
+    """Encode local data sets' rows. Raises DataError with every mistake.
 
     Returns one line for each data set that was not encoded completely, or None if no tokenizer is on this machine.
     """
@@ -103,7 +103,7 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress) -> None:
-    """Encode the chosen rows of a data set, and count them in `progress`."""
+    """Encode a data set's chosen rows, and count them in `progress`."""
     check_set_variables(source, encoder)
     units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The data of a run: tokenised, held out, weighed and packed."""
+"""Prepares a run's data: tokenised, held out, weighed and packed."""
 
 from __future__ import annotations
 
@@ -21,39 +21,35 @@ from finetune.wording import counted, percent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MUCH = 0.1  # share of the tokens that are cut: from here on a remedy is named
-SCANNED = 2**20  # tokens that are looked through at a time
+MUCH = 0.1  # from this share of cut tokens on, the note names a remedy
+SCANNED = 2**20  # tokens that are searched at a time
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a run."""
+    """A run's data."""
 
     train: Rows
     eval: Rows | None
     eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
-    fingerprint: str  # content address of data, tokenizer, template and settings
+    fingerprint: str  # content address for data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
-    pool: DocumentPool  # every document, by which `split` counts
+    pool: DocumentPool  # every document; `split` holds indices into it
     split: Split
-
-    def _truncated(self) -> str:
-        """The fate of truncated documents, with the share of all tokens that is lost."""
-        cut = int(self.facts["tokens_cut"])
-        share = cut / (cut + int(self.pool.lengths.sum()))
-        text = f"truncated at data.max_length: {percent(share)} of the tokens are cut"
-        if share < MUCH:
-            return text
-        return f"{text}; raise it, or for texts without a prompt set data.truncation: split"
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the owner of the data, a line each; nothing goes missing silently."""
+        """Notes for the data's owner, a line each; nothing goes missing silently."""
+        cut = int(self.facts["tokens_cut"])
+        share = cut / (cut + int(self.pool.lengths.sum()))
+        truncated = f"truncated at data.max_length: {percent(share)} of the tokens are cut"
+        if share >= MUCH:
+            truncated += "; raise it, or for texts without a prompt set data.truncation: split"
         notes = []
         for name, noun, fate in (
             ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
-            ("truncated", "document", self._truncated()),
+            ("truncated", "document", truncated),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
             (
@@ -78,7 +74,7 @@ class Prepared:
 
 
 def _template_notes(store: StoredDocuments) -> Iterator[str]:
-    """Notes on the chat template's form of one data set's rows, a line each."""
+    """Notes on the documents that a data set's rows became, a line each."""
     name, facts = store.names[0], store.facts
     documents = counted(facts["documents"], "document")
     if count := facts["texts_split"]:
@@ -102,10 +98,9 @@ def _template_notes(store: StoredDocuments) -> Iterator[str]:
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """Tokenise the data sets that are not in the cache, hold out, weigh and pack. Any number of processes may call it
-    at once.
+    """Tokenise the data sets that the cache lacks, hold out, weigh and pack.
 
-    Raises DataError with every mistake of the rows (file:line: mistake; remedy).
+    Any number of processes may call it at once. Raises DataError with every row's mistake (file:line: mistake; remedy).
     """
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data)
@@ -125,10 +120,11 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
 
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)
-    # A row of preferences is one pair or one judged answer. A step's micro-batches are packed, not the rows.
-    capacity = data.max_length if data.packing and data.unit == "documents" else None
+    capacity: int | None = None  # one document a row
+    if data.packing and data.unit == "documents":
+        capacity = data.max_length  # a preference row stays one pair or one judged answer: its micro-batches are packed
     train = pool.rows(split.train, capacity)
-    # Several data sets of `eval` are packed by themselves, so that each has a loss of its own.
+    # Each of several `eval` data sets is packed by itself, so that it has its own loss.
     eval_sets: dict[str, Rows] = {}
     if len(data.eval_sets) > 1:
         for index, name in enumerate(data.eval_names):
@@ -160,7 +156,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
 
 
 def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
-    """Raises DataError if evaluations decide something and there is no held-out row to decide by."""
+    """Raises DataError if an evaluation metric decides something, and no held-out row measures it."""
     training = recipe.training
     if not (training.exports_best or training.early_stopping_patience):
         return
@@ -180,25 +176,33 @@ def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Ro
 def _facts(
     pool: DocumentPool, split: Split, train: Rows, held_out: Rows | None, capacity: int | None
 ) -> dict[str, Any]:
+    """Counts for the receipt and the terminal."""
+
     def total(name: str) -> int:
         return sum(int(store.facts.get(name, 0)) for store in pool.stores)  # an older cache lacks newer counts
 
+    eval_tokens = 0
+    if held_out:
+        eval_tokens = int(held_out.lengths.sum())
+    pairs = {}
+    if identical := total("identical"):
+        pairs["identical"] = identical
     tokens = int(train.lengths.sum())
     return {
-        "documents": len(split.train),  # of one epoch, copies by weight included
+        "documents": len(split.train),  # in one epoch, with copies by weight
         "distinct_documents": len(np.unique(split.train)),
         "tokens": tokens,
         "supervised_tokens": int(train.supervised.sum()),
         "rows": len(train),
-        # Unpacked rows are not filled up: the longest of them is what they would be padded to.
+        # Unpacked rows would be padded to the longest row.
         "fill": tokens / (len(train) * (capacity or int(train.lengths.max()))),
         "eval_documents": len(split.held_out),
-        "eval_tokens": int(held_out.lengths.sum()) if held_out else 0,
+        "eval_tokens": eval_tokens,
         "eval_duplicates_left_out": split.duplicates,
         "truncated": total("truncated"),
         "tokens_cut": total("tokens_cut"),
         "dropped": total("dropped"),
-        **({"identical": identical} if (identical := total("identical")) else {}),
+        **pairs,
         "control_token_texts": total("control_token_texts"),
         "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
     }
@@ -207,7 +211,7 @@ def _facts(
 def _unused_tokens(
     tokens: list[str], tokenizer: PreTrainedTokenizerBase, stores: Sequence[StoredDocuments]
 ) -> list[str]:
-    """The new tokens that no document has."""
+    """The new tokens that no document contains."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
     missing = set(ids.values())
     for store in stores:
@@ -226,11 +230,13 @@ def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split:
             return [encoder.sample_prompt(text) for text in section.prompts]
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
-    documents = split.held_out if len(split.held_out) else np.unique(split.train)
+    documents = split.held_out
+    if not len(documents):
+        documents = np.unique(split.train)
     prompts = []
     for index in documents[: section.count].tolist():
         prompt = encoder.prompt_of(*pool.document(index))
-        if pool.desirable is not None and not pool.desirable[index]:  # no answer to compare with
+        if pool.desirable is not None and not pool.desirable[index]:  # do not compare with an unwanted answer
             prompt = replace(prompt, reference=None)
         prompts.append(prompt)
     return prompts

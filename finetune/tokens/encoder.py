@@ -1,7 +1,7 @@
-"""A row to token ids and labels, -100 where a token is not supervised.
+"""Encodes rows as token ids and labels; the label of an unsupervised token is -100.
 
-A chat is rendered by its template, and the assistant's parts are supervised. A text stays as it is, between the
-tokenizer's own beginning and a supervised end of text. Texts that spell control tokens stay texts.
+The template renders a chat, and the assistant's parts are supervised. A text stays as it is, between the tokenizer's
+own start tokens and a supervised end-of-text token. Texts that spell control tokens stay texts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"]
-TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
-MOST_FINDERS = 16  # kept at once; rows that each have variables of their own would keep one for each
+TEXT_PROMPT_TOKENS = 32  # a plain text's first tokens, which stand for a prompt
+MOST_FINDERS = 16  # kept at once, because each row may have its own variables
 RowError = BadRow
-# A script's remarks. OTHERWISE: the template writes or asks for an earlier answer otherwise when it is the last one.
-# UNREASONED: no answer has reasoning, although the template asks for it.
+# A script's remarks. OTHERWISE: an earlier answer would have another text or prompt as the last turn. UNREASONED: no
+# answer has reasoning, although the template asks for it.
 REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
-_SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think, against the template's variables
+_SWITCHES = ("/no_think", "/nothink")  # in a message: no thinking in this chat, whatever the template's variables say
 
 
 class ReasoningLeftOut(RowError):
@@ -53,7 +53,7 @@ class ReasoningLeftOut(RowError):
 
 @dataclass(frozen=True, slots=True)
 class SamplePrompt:
-    """A prompt for the model, as tokens and as text, and the data's own answer if there is one."""
+    """A prompt for the model, as tokens and text, and the data's own answer if there is one."""
 
     prompt_ids: list[int]
     prompt: str
@@ -64,19 +64,21 @@ class Encoder:
     """Tokenises rows with one tokenizer and one data section. Needs neither model nor torch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-        """Raises FinetuneError for a tokenizer that is not a fast one."""
+        """Raises FinetuneError for a slow tokenizer."""
         self._tokenizer = tokenizer
         self._data = data
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
         self._finders: dict[tuple[str, Form], SpanFinder] = {}  # by the template's variables
         self._asks: dict[str, bool] = {}  # by the template's variables: whether the template asks for reasoning
-        self._reasoning_keys: list[str] | None = None  # that the template reads; None: not looked for yet
-        self._splits_content = False  # whether the template takes a thinking block out of the content itself
+        self._reasoning_keys: list[str] | None = None  # the template reads these; None: not known yet
+        self._splits_content = False  # whether the template itself takes a thinking block out of the content
 
     def examples(self, read: Content) -> list[Content]:
-        """The examples of a row: itself, or with train_on: each_turn a chat for each of its supervised answers. A pair
-        of preferences is two judged answers where the data set's rows are judged."""
+        """A row's examples: the row itself, or one chat for each supervised answer with train_on: each_turn.
+
+        A preference pair gives two judged answers if the data set's rows are judged.
+        """
         if isinstance(read, Pair) and self._data.unit == "judged":
             return [Judged(read.chosen, desirable=True), Judged(read.rejected, desirable=False)]
         if isinstance(read, Chat) and self._data.train_on == "each_turn":
@@ -84,25 +86,25 @@ class Encoder:
         return [read]
 
     def document(self, read: Content) -> Document:
-        """Encode a row that was read; of a pair, the chosen answer. Raises RowError."""
+        """Encode a row; for a pair, the chosen answer. Raises RowError."""
         return self.documents(read)[0]
 
     def documents(self, read: Content) -> list[Document]:
-        """Encode a row that was read: one document, or a pair's chosen and rejected one. Raises RowError."""
+        """Encode a row: one document, or a pair's chosen and rejected one. Raises RowError."""
         documents = self.tokenised([self.scripts(read)])[0]
         if isinstance(documents, RowError):
             raise documents
         return documents
 
     def scripts(self, read: Content) -> tuple[Script, ...]:
-        """The texts of a row's documents: one, or a pair's chosen and rejected one. Raises RowError."""
+        """The scripts for a row's documents: one, or a pair's chosen and rejected one. Raises RowError."""
         return tuple(self.script(document) for document in documents_in(read))
 
     def tokenised(self, rows: Sequence[Sequence[Script]]) -> list[list[Document] | RowError]:
-        """The documents of many rows' scripts, or a row's mistake.
+        """Tokenise many rows' scripts. A row gives its documents or its mistake.
 
-        Documents of one row begin with the same prompt tokens. Where a tokenizer would join a prompt's end with one
-        answer's beginning, all of them are cut there.
+        One row's documents begin with the same prompt tokens. If the tokenizer would join the prompt's end with one
+        answer's start, every document is split there before tokenising.
         """
         found = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
         result: list[list[Document] | RowError] = []
@@ -125,14 +127,25 @@ class Encoder:
         return result
 
     def script(self, read: Chat | Passage) -> Script:
-        """The row's text and its supervised spans. Raises RowError."""
-        script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
+        """A document's text and its supervised spans.
+
+        Raises RowError. For reasoning that is left out, its remedy has been tried on this chat.
+        """
+        if isinstance(read, Passage):
+            script = self._passage_script(read)
+        else:
+            try:
+                script = self._script_without_remedy(read)
+            except ReasoningAfterClosedBlock as error:
+                raise ReasoningAfterClosedBlock(error.index, self._remedy(read, error.index)) from None
+            except ReasoningLeftOut as error:
+                raise ReasoningLeftOut(error.index, self._remedy(read, error.index)) from None
         if not script.supervised:
             raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Tokens of a chat up to the assistant's answer. Raises RowError."""
+        """A chat's tokens up to the assistant's answer. Raises RowError."""
         variables = self._data.chat_template_kwargs
         form = self.template.forms(variables, tools=bool(tools))[0]
         finder = self._finder(variables, form)
@@ -141,7 +154,7 @@ class Encoder:
         return document.input_ids
 
     def sample_prompt(self, text: str) -> SamplePrompt:
-        """A user's message as a prompt; as plain text when there is no chat template."""
+        """A user's message as a prompt; as plain text without a chat template."""
         if self._tokenizer.chat_template or self._data.chat_template:
             ids = self.prompt_ids([{"role": "user", "content": text}])
         else:
@@ -150,14 +163,15 @@ class Encoder:
         return SamplePrompt(ids, text, None)
 
     def prompt_of(self, ids: np.ndarray, labels: np.ndarray) -> SamplePrompt:
-        """A document up to its last answer, and that answer. A text without a prompt is split in its first half.
+        """Split a document into a prompt and its last answer. A text without a prompt is split in its first half.
 
-        With supervised tokens at 5, 6, 7, 20 and 21, the prompt is the tokens before 20, and the answer 20 and 21.
+        With supervised tokens at 5, 6, 7, 20 and 21, the prompt is the tokens before 20, and the answer is 20 and 21.
         """
         supervised = np.flatnonzero(labels != IGNORE)
         gaps = np.flatnonzero(np.diff(supervised) > 1)
-        start = int(supervised[gaps[-1] + 1]) if len(gaps) else int(supervised[0])
-        end = int(supervised[-1]) + 1
+        start, end = int(supervised[0]), int(supervised[-1]) + 1
+        if len(gaps):
+            start = int(supervised[gaps[-1] + 1])
         if start <= 1:
             start = max(1, min(TEXT_PROMPT_TOKENS, len(ids) // 2))
         prompt = ids[:start].tolist()
@@ -165,14 +179,14 @@ class Encoder:
         return SamplePrompt(prompt, self.texts.decode(prompt), reference)
 
     def token_ids(self, tokens: Iterable[str]) -> list[int]:
-        """The ids of some control tokens, in order."""
+        """Control tokens' ids, ascending."""
         ids = self._tokenizer.convert_tokens_to_ids([*tokens])
         if isinstance(ids, list):
             return sorted(ids)
         return [ids]
 
     def identity(self) -> dict[str, str]:
-        """Digests of everything besides data and settings that decides tokens and masks."""
+        """Digests of everything that decides tokens and masks, except data and settings."""
         self.texts.call([""])  # brings truncation and padding, which are part of the backend's text, into one state
         parts = {
             "tokenizer": self._tokenizer.backend_tokenizer.to_str(),
@@ -186,7 +200,7 @@ class Encoder:
         end = self._tokenizer.eos_token
         if not end:
             raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
-        # People write an end of text by hand. The tokenizer adds its own one.
+        # People add an end-of-text token by hand. With the tokenizer's own one it would be there twice.
         text = passage.prompt + passage.completion.removesuffix(end)
         start = 0 if self._data.train_on == "all" else len(passage.prompt)
         return Script(
@@ -198,15 +212,6 @@ class Encoder:
             stops=(end,),
         )
 
-    def _chat_script(self, chat: Chat) -> Script:
-        """Raises RowError with a remedy that has been tried."""
-        try:
-            return self._script_without_remedy(chat)
-        except ReasoningAfterClosedBlock as error:
-            raise ReasoningAfterClosedBlock(error.index, self._remedy(chat, error.index)) from None
-        except ReasoningLeftOut as error:
-            raise ReasoningLeftOut(error.index, self._remedy(chat, error.index)) from None
-
     def _script_without_remedy(self, chat: Chat) -> Script:
         train_on = self._data.train_on
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -216,13 +221,13 @@ class Encoder:
         if not chosen:
             return Script("", [], [])
         if train_on == "completion":
-            # Text after the answer is unsupervised, and may change how the template writes the answer.
+            # The turns after the answer are unsupervised, and may change how the template writes the answer.
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
         wanted = answers if train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
         rendered = self._find_spans(messages, chat, wanted)
-        if twice := [index for index in chosen if _has_two_blocks(rendered, index)]:
-            rendered = self._find_spans(_without_empty_blocks(messages, twice), chat, wanted)
+        if changed := _without_second_blocks(messages, rendered, chosen):
+            rendered = self._find_spans(changed, chat, wanted)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
@@ -230,7 +235,7 @@ class Encoder:
         return Script(rendered.text, supervised, rendered.literals, remarks=remarks, stops=stops)
 
     def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
-        """The chat in the form that the template takes, with its spans. Raises RowError."""
+        """Render the chat in the template's form, with its spans. Raises RowError."""
         refused: RowError | None = None
         forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
         if not any(message.get("tool_calls") for message in messages):
@@ -256,7 +261,7 @@ class Encoder:
         raise ReasoningLeftOut(index)
 
     def _remedy(self, chat: Chat, index: int) -> str:
-        """The remedy for a turn with reasoning that cannot be supervised: the first change that makes it possible."""
+        """The remedy if a turn's reasoning cannot be supervised: the first change that makes it possible."""
         message = chat.messages[index]
         others = {key: value for key, value in message.items() if key not in REASONING}
         reasoning, answer = reasoning_of(message), message["content"]
@@ -296,7 +301,7 @@ class Encoder:
         return tuple(remarks)
 
     def _asks_for_reasoning(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the template's prompt is another one with enable_thinking: false."""
+        """Whether enable_thinking: false changes the template's prompt."""
         if not self.template.takes("enable_thinking"):
             return False
         key = json.dumps(variables, sort_keys=True, default=str)
@@ -313,7 +318,7 @@ class Encoder:
         return self._asks[key]
 
     def _supervised_spans(self, chosen: list[int], rendered: Rendered) -> list[Span]:
-        """The spans of the chosen turns. With train_on: all, everything but the turns that are not chosen.
+        """The chosen turns' spans. With train_on: all, everything except the other turns.
 
         Turns at 10 to 20 and 30 to 40 in 45 characters, the first one not chosen: [(0, 10), (20, 45)].
         """
@@ -331,17 +336,17 @@ class Encoder:
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template of tokenizer or recipe. Raises DataError if there is none."""
+        """The recipe's or the tokenizer's chat template. Raises DataError without one."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._data.chat_template, self._data.date_string)
         return self._template
 
     def template_reads(self, key: str) -> bool:
-        """Whether the chat template looks at this key of a message."""
+        """Whether the chat template reads this message key."""
         return self.template.reads(key)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Raises RowError for a variable that the chat template does not have, or a text that would end a turn."""
+        """Raises RowError for a variable that the chat template lacks, or a text with a control token."""
         for name, value in variables.items():
             if not self.template.takes(name):
                 raise RowError(
@@ -352,7 +357,7 @@ class Encoder:
                 raise RowError(f"chat_template_kwargs: {name} spells a control token in {token[:40]!r}; remove it")
 
     def _finder(self, variables: Mapping[str, Any], form: Form) -> SpanFinder:
-        """Finds spans in what the template renders with these variables."""
+        """The span finder for the template with these variables."""
         key = json.dumps(variables, sort_keys=True, default=str), form
         if key not in self._finders:
             self.check_variables(variables)
@@ -364,7 +369,7 @@ class Encoder:
         return self._finders[key]
 
     def _as_read_by_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages whose reasoning is where the template reads it: under its key, if it reads one."""
+        """Move each message's reasoning to the key that the template reads, if it reads one."""
         if self._reasoning_keys is None:
             self._reasoning_keys = [key for key in REASONING if self.template.reads(key)]
             self._splits_content = self.template.mentions("</think>")
@@ -377,7 +382,7 @@ class Encoder:
             message_key = next((key for key in REASONING if message.get(key)), None)
             others = {name: value for name, value in message.items() if name not in REASONING}
             if message_key is None:
-                renamed.append(others)  # an empty one makes some templates write an empty thought
+                renamed.append(others)  # empty reasoning makes some templates write an empty thought
             elif read_keys and message_key not in read_keys:
                 renamed.append(others | {read_keys[0]: message[message_key]})
             else:
@@ -392,7 +397,7 @@ def _prompt_tokens(document: Document) -> tuple[int, ...]:
 
 
 def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the thinking block at the beginning of its content under a key of its own.
+    """Move the thinking block at the content's start to its own key.
 
     {"content": "<think>Hm</think>Hi"} becomes {"content": "Hi", "reasoning_content": "Hm"}.
     """
@@ -403,23 +408,27 @@ def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": answer.lstrip(), REASONING[0]: reasoning_of(message).strip()}
 
 
-def _has_two_blocks(rendered: Rendered, index: int) -> bool:
-    """Whether a turn begins with a thinking block after a prompt that ends with one."""
-    start, end = rendered.turns[index]
-    is_closed = rendered.text[max(0, start - 40) : start].rstrip().endswith("</think>")
-    return is_closed and rendered.text[start:end].lstrip().startswith("<think>")
+def _without_second_blocks(
+    messages: list[dict[str, Any]], rendered: Rendered, chosen: Sequence[int]
+) -> list[dict[str, Any]] | None:
+    """Remove the empty thinking block at a chosen turn's start if the prompt ends with one; None without such a turn.
 
-
-def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-    """Messages whose content begins with an empty thinking block, which the prompt has already. Raises BadRow."""
-    changed = list(messages)
-    for index in indices:
+    Raises BadRow for a second block with reasoning.
+    """
+    changed: dict[int, dict[str, Any]] = {}
+    for index in chosen:
+        start, end = rendered.turns[index]
+        is_closed = rendered.text[max(0, start - 40) : start].rstrip().endswith("</think>")
+        if not is_closed or not rendered.text[start:end].lstrip().startswith("<think>"):
+            continue
         content = messages[index]["content"]
         block = _EMPTY_BLOCK.match(content)
         if block is None or reasoning_of(messages[index]).strip():
             raise ReasoningAfterClosedBlock(index)
         changed[index] = messages[index] | {"content": content[block.end() :]}
-    return changed
+    if not changed:
+        return None
+    return [changed.get(index, message) for index, message in enumerate(messages)]
 
 
 def _without_space(text: str) -> str:

@@ -1,8 +1,8 @@
-"""About how many rows local files make, without torch: for commands that answer before a tokenizer could be imported.
+"""Estimates the number of rows in local files without torch, in less time than a tokenizer's import takes.
 
-A document has its UTF-8 bytes, divided by the bytes of a token, and the chat template's tokens around the document and
-around each message. Both figures are measured with the model's own tokenizer.json and template if these are on this
-machine.
+A document's tokens are its UTF-8 bytes divided by the bytes a token, plus the chat template's tokens around the
+document and around each message. If the model's tokenizer.json and template are on this machine, both figures are
+measured with them.
 
     2,000 bytes at 4 bytes a token, 3 messages with 5 tokens around each, 1 around the document: 500 + 15 + 1 = 516
 """
@@ -10,7 +10,6 @@ machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,28 +28,28 @@ from finetune.tokens.packing import pack
 from finetune.untrusted.json_files import read_bounded, read_object
 from finetune.untrusted.programs import look_at_tokenizer, template_problem
 
-MOST_BYTES = 64 * 2**20  # of files read for an estimate: a few seconds; `finetune preview` counts larger ones
-SAMPLED = 200  # documents of each data set that are tokenised
+MOST_BYTES = 64 * 2**20  # read for an estimate in a few seconds; `finetune preview` counts larger files
+SAMPLED = 200  # documents that are tokenised in each data set
 AROUND = (1.0, 5.0)  # tokens around a document and around a message; ChatML and Llama 3 have 5
-BYTES_A_TOKEN = 4.0  # of English, and of Korean, whose letters have three bytes
+BYTES_A_TOKEN = 4.0  # for English, and for Korean with three bytes a letter
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The training rows of one epoch."""
+    """One epoch's training rows."""
 
     rows: int
     tokens: int
-    longest: int  # tokens that the longest row may have
-    estimated_by: str = ""  # empty where they were counted
+    longest: int  # the longest row's possible tokens
+    estimated_by: str = ""  # empty if they were counted
     # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
     too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that lie beyond max_length in their document
+    beyond: float = 0.0  # share of all tokens that stand after max_length in their document
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """The documents of one data set by their sizes, without the texts themselves."""
+    """The sizes of a data set's documents, and some texts to tokenise."""
 
     nbytes: list[int]
     messages: list[int]
@@ -58,7 +57,7 @@ class _Texts:
 
 
 def estimated_rows(recipe: Recipe) -> RowCounts | None:
-    """The estimate; None where the data are not at hand: on the Hub, missing, without a good row, or too large."""
+    """Estimate the rows; None if the data are on the Hub, missing, without a good row, or too large."""
     data = recipe.data
     try:
         sources = [resolve(entry) for entry in data.train]
@@ -70,7 +69,9 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     except (DataError, OSError):
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
-    around = _tokens_around(file) if file else AROUND
+    around, estimated_by = AROUND, f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
+    if file:
+        around, estimated_by = _tokens_around(file), "the model's tokenizer"
     # [rows, documents of a row]: each of a pair's two answers, with its prompt, has a max_length of its own.
     documents = [_token_counts(texts, file, around).reshape(-1, data.answers_a_row) for texts in texts_of_sets]
     longest_of_rows = np.concatenate([of_rows.max(axis=1) for of_rows in documents])
@@ -92,25 +93,23 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     rows, longest = len(trained), int(trained.max())
     if data.packing and data.unit == "documents":
         rows, longest = len(pack(trained, data.max_length)), data.max_length
-    estimated_by = "the model's tokenizer"
-    if not file:
-        estimated_by = f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
-    too_long = (longer, len(longest_of_rows), int(longest_of_rows.max())) if longer else None
+    too_long: tuple[int, int, int] | None = None
+    if longer:
+        too_long = (longer, len(longest_of_rows), int(longest_of_rows.max()))
     tokens = np.concatenate([of_rows.reshape(-1) for of_rows in documents])
     beyond = float(np.maximum(tokens - data.max_length, 0).sum() / tokens.sum())
     return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond)
 
 
 def _read_texts(source: Source, data: Data) -> _Texts:
-    """The sizes of a data set's documents, a pair's two one after the other. Rows with a mistake are passed over, since
-    other commands report them."""
+    """Measure a data set's documents; a pair has two. Rows with a mistake are passed over: other commands report them."""
     texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:
             continue
         documents = documents_in(read)
         if data.train_on == "each_turn" and isinstance(read, Chat) and (turns := by_turn(read)):
-            # Templates leave out the reasoning of earlier turns.
+            # Templates leave out earlier turns' reasoning.
             documents = tuple(
                 replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])
                 for chat in turns
@@ -125,11 +124,19 @@ def _read_texts(source: Source, data: Data) -> _Texts:
 
 
 def text_of(document: Chat | Passage) -> str:
-    """All encoded text of a document, except the template's own: roles, and words around tools."""
+    """A document's text as it will be encoded, except the template's own: roles, and words around tools."""
     if isinstance(document, Passage):
         return document.prompt + document.completion
-    tools = [json.dumps(tool, ensure_ascii=False) for tool in document.tools or ()]
-    return "\n".join([*tools, *_message_texts(document.messages)])
+    texts = [json.dumps(tool, ensure_ascii=False) for tool in document.tools or ()]
+    for message in document.messages:
+        others = {key: value for key, value in message.items() if key not in ("role", "content", "weight") and value}
+        text = message.get("content") or ""
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False)
+        if others:
+            text += json.dumps(others, ensure_ascii=False)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
@@ -140,18 +147,8 @@ def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
     return others | {"content": content}
 
 
-def _message_texts(messages: list[dict[str, object]]) -> Iterator[str]:
-    for message in messages:
-        others = {key: value for key, value in message.items() if key not in ("role", "content", "weight") and value}
-        content = message.get("content") or ""
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        if others:
-            text += json.dumps(others, ensure_ascii=False)
-        yield text
-
-
 def _token_counts(texts: _Texts, file: Path | None, around: tuple[float, float]) -> np.ndarray:
-    """Tokens of each document, int64."""
+    """Each document's tokens, int64."""
     bytes_a_token = BYTES_A_TOKEN
     if file is not None and texts.sample:
         from tokenizers import Tokenizer
@@ -161,15 +158,16 @@ def _token_counts(texts: _Texts, file: Path | None, around: tuple[float, float])
         tokens = sum(len(encoding.ids) for encoding in encoded)
         bytes_a_token = sum(texts.nbytes[: len(encoded)]) / max(1, tokens)
     messages = np.asarray(texts.messages, np.float64)
-    added = np.where(messages > 0, around[0] + around[1] * messages, 1)  # a passage has its end
+    added = np.where(messages > 0, around[0] + around[1] * messages, 1)  # a passage gets one end-of-text token
     return np.rint(np.asarray(texts.nbytes, np.float64) / max(bytes_a_token, 0.1) + added).astype(np.int64)
 
 
 def _tokens_around(file: Path) -> tuple[float, float]:
-    """Tokens that the template beside tokenizer.json adds to a document (a default system turn) and to each message,
-    from chats of one and of two exchanges. AROUND if the template cannot be rendered here.
+    """Tokens that the template adds to a document (a default system turn) and to each message.
 
-    One exchange has 13 tokens besides its words, two have 23: 5 for each message, and 3 for the document.
+    Measured by chats with one and two exchanges, with the template beside tokenizer.json. AROUND if the template cannot
+    be rendered here. If one exchange has 13 tokens beside its words and two have 23, each message gets 5 and the
+    document 3.
     """
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -186,7 +184,9 @@ def _tokens_around(file: Path) -> tuple[float, float]:
             source = read_bounded(folder / "chat_template.jinja").decode("utf-8")
         else:
             stored = read_object(folder / "tokenizer_config.json")["chat_template"]
-            source = stored if isinstance(stored, str) else str(stored[0]["template"])
+            source = stored
+            if not isinstance(stored, str):  # several templates, each with a name
+                source = str(stored[0]["template"])
         if template_problem(source):
             return AROUND
         template = environment.from_string(source)
@@ -201,7 +201,7 @@ def _tokens_around(file: Path) -> tuple[float, float]:
 
 
 def _epoch_lengths(recipe: Recipe, lengths: list[np.ndarray]) -> np.ndarray:
-    """Lengths of the training documents of one epoch: held-out ones left out, each data set as often as its weight."""
+    """One epoch's document lengths, without held-out documents, each data set as often as its weight says."""
     set_of = np.repeat(np.arange(len(lengths)), [len(set_lengths) for set_lengths in lengths])
     all_lengths = np.concatenate(lengths)
     evaluation = recipe.data.eval

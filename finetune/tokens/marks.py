@@ -1,10 +1,10 @@
 """Mark a chat's texts with private Unicode characters, which show where a template wrote each text.
 
-A message has a pair of marks for its content, one for the name of each of its tool calls, and one for all else. A name
-counts where it is written first: some templates write it again in the header of the tool's answer.
+A message has a pair of marks for its content, one for each tool call's name, and one for everything else. Only a
+name's first place counts, because some templates write it again in the header of the tool's answer.
 
     rendered with marks     <user>[Hi]<end><bot>(Hello)<end>      [ ] and ( ) stand for private characters
-    taken out               <user>Hi<end><bot>Hello<end>          and the places of Hi and Hello
+    taken out               <user>Hi<end><bot>Hello<end>          and the positions where Hi and Hello stand
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from finetune.data.readers import BadRow
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-# The private characters of one chat, counted from the first: a pair of fences around a text that spells a control
-# token, one behind each tool's name, and then a pair for each part of each message.
+# A chat's private characters, counted from the first: a pair of fences around a text that spells a control token, one
+# mark after each tool's name, then a pair for each part of each message.
 FENCE_BEGIN, FENCE_END, TOOL, FIRST_PART = 0, 1, 2, 3
-ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; its calls are the parts from CALLS on
+ELSE, CONTENT, CALLS = 0, 1, 2  # a message's parts; its calls are the parts from CALLS on
 Span = tuple[int, int]
-Part = tuple[int, int]  # message, and which of its texts
+Part = tuple[int, int]  # the message's index, and ELSE, CONTENT, or CALLS + the call's number
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 
 class OmittedFromHistory(BadRow):
-    """A supervised turn that the template writes incompletely because others follow. Reported once for a data set."""
+    """A supervised turn that the template writes incompletely in history. Reported once for a data set."""
 
     def __init__(self, does: str, index: int) -> None:
         """`does`: the template's action on the turn, as in "leaves out the text of"."""
@@ -54,24 +54,26 @@ class ReasoningAfterClosedBlock(BadRow):
 
 @dataclass(slots=True)
 class Marked:
-    """The positions of each message's marks in the plain text."""
+    """Where each message's marks stood in the plain text."""
 
     text: str
     first: dict[int, int] = field(default_factory=dict)
-    opened: set[int] = field(default_factory=set)  # messages whose text is there from its beginning
+    opened: set[int] = field(
+        default_factory=set
+    )  # messages whose first mark is an opening one: nothing is cut off there
     last: dict[int, int] = field(default_factory=dict)
     begun: set[Part] = field(default_factory=set)  # parts with their beginning in the text
     ended: set[Part] = field(default_factory=set)  # parts with their end in the text
     has_tools: bool = False
     literals: list[Span] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)  # (position, message) of each mark, in order
+    places: list[tuple[int, int]] = field(default_factory=list)  # each mark's (position, message), in order
 
 
 class Marks:
-    """The private characters of one chat."""
+    """One chat's marks: private characters that its texts do not use."""
 
     def __init__(self, messages: Messages, tools: Tools, special: re.Pattern[str]) -> None:
-        """Raises BadRow where the texts use nearly all private characters themselves."""
+        """Raises BadRow if the texts use nearly all private characters themselves."""
         self._messages, self._special = messages, special
         self._parts: list[Part] = [
             (index, part)
@@ -83,10 +85,19 @@ class Marks:
 
     def around_messages(self) -> list[dict[str, Any]]:
         """The messages with marks around their texts."""
-        openings = {part: chr(self._block + FIRST_PART + 2 * number) for number, part in enumerate(self._parts)}
+        openings = {part: self._block + FIRST_PART + 2 * number for number, part in enumerate(self._parts)}
 
         def marked(index: int, message: dict[str, Any]) -> dict[str, Any]:
-            return mark_message(message, lambda text, part: self._put_around(openings[index, part], text))
+            def mark(text: str, part: int) -> str:
+                # Many templates trim white space, so the marks stand inside it: " Hi " becomes " [Hi] ".
+                core = text.strip()
+                if not core:
+                    return text
+                start, opening = text.index(core), openings[index, part]
+                before, after = text[:start], text[start + len(core) :]
+                return f"{before}{chr(opening)}{self._fenced(core)}{chr(opening + 1)}{after}"
+
+            return mark_message(message, mark)
 
         return [marked(index, message) for index, message in enumerate(self._messages)]
 
@@ -104,16 +115,8 @@ class Marks:
     def _fenced(self, text: str) -> str:
         return self._special.sub(chr(self._block + FENCE_BEGIN) + r"\g<0>" + chr(self._block + FENCE_END), text)
 
-    def _put_around(self, opening: str, text: str) -> str:
-        """Put marks inside of the space that many templates trim: " Hi " becomes " [Hi] "."""
-        core = text.strip()
-        if not core:
-            return text
-        start, closing = text.index(core), chr(ord(opening) + 1)
-        return f"{text[:start]}{opening}{self._fenced(core)}{closing}{text[start + len(core) :]}"
-
     def take_out(self, marked: str) -> Marked:
-        """The text without marks, and the positions where they stood."""
+        """Take the marks out, and note the positions where they stood."""
         result, pieces, position, copied, fence_begin = Marked(""), [], 0, 0, 0
         seen: set[int] = set()
         for match in re.finditer(f"[{chr(self._block)}-{chr(self._block + self._size - 1)}]", marked):
@@ -133,7 +136,7 @@ class Marks:
             # A pair of codes for each part: even opens it, odd closes it.
             number, is_closing = divmod(code - FIRST_PART, 2)
             index, part = self._parts[number]
-            if part >= CALLS and code in seen:  # a call's name that is written again
+            if part >= CALLS and code in seen:  # the template writes a call's name again
                 continue
             seen.add(code)
             if is_closing:
@@ -150,11 +153,13 @@ class Marks:
 
 
 def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> tuple[int, str] | None:
-    """The first message with a text or a call that the template left out, and the part. A message that is not `wanted`
-    counts only if nothing of it is there."""
+    """The first message with a text or a call that the template left out, and the part.
+
+    The text of a message that is not `wanted` counts as written if one of its marks is there.
+    """
     for index, message in enumerate(messages):
         is_kept = index in marked.last
-        if index in wanted:  # it must be complete; a thought at its beginning may be written elsewhere
+        if index in wanted:  # it must be complete; only a thought at its start may be written elsewhere
             content = (index, CONTENT)
             is_kept = content in marked.ended and (content in marked.begun or "</think>" in message["content"])
         if message["content"].strip() and not is_kept:
@@ -162,16 +167,18 @@ def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> 
         names = [call["function"]["name"].strip() for call in message.get("tool_calls", ())]
         for number, name in enumerate(names):
             if name and (index, CALLS + number) not in marked.ended:
-                return index, f"tool call {number + 1}" if len(names) > 1 else "the tool call"
+                if len(names) == 1:
+                    return index, "the tool call"
+                return index, f"tool call {number + 1}"
     return None
 
 
 def mark_message(message: dict[str, Any], mark: Callable[[str, int], str]) -> dict[str, Any]:
-    """mark(text, part) on content, reasoning, and the names and arguments of calls; ids and types stay as they are."""
+    """Apply mark(text, part) to content, reasoning, and calls' names and arguments; ids and types stay as they are."""
     marked = dict(message)
-    for key in ("content", *REASONING):
+    for key, part in (("content", CONTENT), *((key, ELSE) for key in REASONING)):
         if key in marked:
-            marked[key] = mark(marked[key], CONTENT if key == "content" else ELSE)
+            marked[key] = mark(marked[key], part)
     if "tool_calls" in marked:
         marked["tool_calls"] = [
             call | {"function": call["function"] | {
@@ -184,13 +191,13 @@ def mark_message(message: dict[str, Any], mark: Callable[[str, int], str]) -> di
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, the longest where one begins another; never when there are none."""
+    """A pattern for any of the tokens; the longest wins. Without tokens it matches nothing."""
     longest_first = sorted(tokens, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with each text inside of it changed; keys stay."""
+    """Change each text inside a JSON value; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -208,7 +215,7 @@ def texts_of(value: Any) -> list[str]:
 
 
 def free_block(value: Any, size: int) -> int:
-    """First of `size` private characters in a row that the value's own texts do not use."""
+    """The first character in a block with `size` private characters, all unused by the value's own texts."""
     used = {ord(character) for text in texts_of(value) if not text.isascii() for character in _PRIVATE.findall(text)}
     for plane in _PLANES:
         for block in range(plane, plane + _PLANE_SIZE - size, size):

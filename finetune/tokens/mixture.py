@@ -1,4 +1,4 @@
-"""The documents of all data sets as one pool: held-out documents, how often each is seen, and documents of a row."""
+"""Pools all data sets' documents: holds some out, repeats the others by weight, and packs them into rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from finetune.tokens.packing import pack
 
 
 class DocumentPool:
-    """All documents, counted over the data sets in their order; the tokens stay on disk, memory-mapped.
+    """All documents, numbered through the data sets in order. The tokens stay on disk, memory-mapped.
 
-    Two data sets of 3 and 2 documents have starts [0, 3, 5]; document 4 is the second one of the second set.
+    Two data sets with 3 and 2 documents have starts [0, 3, 5]; document 4 is the second set's second document.
     """
 
     def __init__(self, stores: Sequence[StoredDocuments]) -> None:
@@ -26,10 +26,10 @@ class DocumentPool:
         self.lengths = np.concatenate([np.diff(store.offsets) for store in stores])  # int64 [documents]: tokens
         self.supervised = np.concatenate([store.supervised for store in stores])
         self.digests = np.concatenate([store.digests for store in stores])
-        # Of preferences alone: supervised tokens in each first document, and whether a judged answer is wanted.
+        # Only for preferences: each first document's supervised tokens, and whether a judged answer is wanted.
         self.first_supervised = _joined([store.first_supervised for store in stores])
         self.desirable = _joined([store.desirable for store in stores])
-        # Rows of all sets are counted on too, so that documents of one row have one number that no other row has.
+        # Rows are numbered through all sets: documents from one row share a number that no other row has.
         source_rows, first_row = [], 0
         for store in stores:
             source_rows.append(store.rows + first_row)
@@ -38,7 +38,7 @@ class DocumentPool:
         self.source_rows = np.concatenate(source_rows)
 
     def group(self, store: int) -> np.ndarray:
-        """The documents of one data set."""
+        """One data set's documents."""
         return np.arange(self.starts[store], self.starts[store + 1])
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,17 +47,17 @@ class DocumentPool:
         return store.document(local_index)
 
     def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same of one document, or of a preference pair's two."""
+        """(input_ids, labels), int64, unshifted: one document's, or both documents' for a preference pair."""
         store, local_index = self._locate(index)
         return store.documents(local_index)
 
     def place(self, index: int) -> str:
-        """file:line of the row that a document was made of."""
+        """file:line of a document's row."""
         store, local_index = self._locate(index)
         return store.place(local_index)
 
     def rows(self, documents: np.ndarray, capacity: int | None) -> Rows:
-        """Rows of packed documents, or one document a row where `capacity` is None.
+        """Pack documents into rows of `capacity` tokens; None: one document a row.
 
         Documents [7, 2, 9] in packs [[0, 2], [1]] have offsets [0, 2, 3] and members [7, 9, 2].
         """
@@ -67,14 +67,14 @@ class DocumentPool:
         offsets = np.concatenate([[0], np.cumsum([len(indices) for indices in packs])]).astype(np.int64)
         order = np.fromiter((index for indices in packs for index in indices), dtype=np.int64, count=len(documents))
         members = documents[order]
-        # Sums over each row's stretch of `members`: the tokens, and the supervised ones.
+        # Each row's tokens and supervised tokens: sums over its part of `members`.
         lengths, supervised = np.add.reduceat(
             np.stack([self.lengths[members], self.supervised[members]]), offsets[:-1], axis=1
         )
         return Rows(lengths, supervised, self, offsets, members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """All rows of these parts, in order; no row holds documents of two parts.
+        """Join these parts' rows, in order. No row mixes documents from two parts.
 
         Offsets [0, 2, 3] and [0, 1, 4] become [0, 2, 3, 4, 7].
         """
@@ -95,7 +95,7 @@ class DocumentPool:
 
 
 def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """All stores' arrays as one; None where a store has none."""
+    """All stores' arrays as one; None if a store has none."""
     present = [array for array in arrays if array is not None]
     if len(present) < len(arrays):
         return None
@@ -104,7 +104,7 @@ def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one or more complete documents."""
+    """Rows with one or more complete documents each."""
 
     lengths: np.ndarray  # int64 [rows]: tokens
     supervised: np.ndarray  # int64 [rows]: supervised tokens
@@ -116,20 +116,20 @@ class Rows:
         return len(self.lengths)
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(input_ids, labels), int64, unshifted, of each document in a row."""
+        """Each document's (input_ids, labels) in a row, int64, unshifted."""
         return [document for index in self.members(row) for document in self._pool.documents(index)]
 
     def places(self, row: int) -> list[str]:
-        """file:line of each document in a row."""
+        """Each document's file:line in a row."""
         return [self._pool.place(index) for index in self.members(row)]
 
     def units(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
-        """The pool's document of each of these rows, of which each holds one: a preference pair or a judged answer."""
+        """Each row's document in the pool. Only for rows with one document: a preference pair or a judged answer."""
         members: np.ndarray = self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
         return members
 
     def subset(self, rows: Sequence[int]) -> Rows:
-        """These rows alone, in this order."""
+        """Only these rows, in this order."""
         members = [self.members(row) for row in rows]
         offsets = np.cumsum([0, *map(len, members)]).astype(np.int64)
         flat = np.asarray([index for indices in members for index in indices], dtype=np.int64)
@@ -138,18 +138,18 @@ class Rows:
 
     @property
     def pool(self) -> DocumentPool:
-        """The documents that the rows are made of."""
+        """The pool that holds the rows' documents."""
         return self._pool
 
     def members(self, row: int) -> list[int]:
-        """The pool's documents in a row."""
+        """A row's documents, as indices into the pool."""
         members: list[int] = self._members[self._offsets[row] : self._offsets[row + 1]].tolist()
         return members
 
 
 @dataclass(frozen=True)
 class Split:
-    """The documents to train on, as often as their weights say, and the held-out ones."""
+    """Training documents, as often as their weights say, and held-out documents; both are indices into the pool."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -172,7 +172,7 @@ def split_documents(
         rows, row_of = np.unique(pool.source_rows[:end], return_inverse=True)  # examples of one row stay together
         if len(rows) < 2:
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
-        # Of 10 rows and a fraction of 0.02, one is held out; a fraction of 0.98 leaves one to train on.
+        # With 10 rows, fraction 0.02 holds one row out, and fraction 0.98 leaves one to train on.
         count = max(1, min(len(rows) - 1, round(evaluation.fraction * len(rows))))
         is_held_out = np.isin(row_of, seeded_order(len(rows), seed, HOLD_OUT)[:count])
         train, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
@@ -193,7 +193,7 @@ def split_documents(
 
 
 def shares(pool: DocumentPool, split: Split, training_sets: int) -> list[dict[str, Any]]:
-    """Each training set's part in an epoch, copies by weight included: documents, tokens, share of all tokens."""
+    """Each training set's part in an epoch, with copies by weight: documents, tokens, and their share of all tokens."""
     total, parts = int(pool.lengths[split.train].sum()), []
     for store in range(training_sets):
         inside = (split.train >= pool.starts[store]) & (split.train < pool.starts[store + 1])
@@ -214,17 +214,17 @@ def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, 
     return np.sort(np.concatenate([np.repeat(members, copies), chosen]))
 
 
-# The first part of a draw's key after the seed, so that two draws of one run are not the same draw.
+# A draw's key begins with the seed and one of these, so that a run's draws differ from each other.
 HOLD_OUT, WEIGH, ROW_ORDER = 1, 2, 3
 
 
 def seeded_order(count: int, *key: int) -> np.ndarray:
-    """A permutation of range(count) that follows from `key` alone, int64.
+    """A permutation of range(count) that depends on `key` alone, int64.
 
-    Sorts by a hash (splitmix64; Steele, Lea and Flood 2014) instead of asking numpy's generators, whose streams may
-    change between releases: a run must find its rows again after an upgrade.
+    Sorts by a hash (splitmix64; Steele, Lea and Flood 2014). The streams of numpy's generators may change between
+    releases, and a run must find its rows again after an upgrade.
     """
-    # Each part of the key is mixed into a state of 64 bits; item i then has the hash of state + i.
+    # Each key part is mixed into a 64-bit state; item i then has the hash of state + i.
     state = np.uint64(0)
     for part in key:
         state = _mix(np.asarray([state ^ np.uint64(part & (2**64 - 1))], dtype=np.uint64))[0]

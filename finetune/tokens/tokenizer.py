@@ -1,15 +1,15 @@
-"""Texts with marked spans to token ids and labels.
+"""Tokenises texts with marked spans into token ids and labels.
 
-Ordinary texts get exactly the tokens that the tokenizer makes of them. Two kinds are split before they are tokenised:
+Ordinary texts go to the tokenizer in one piece. Two kinds are split before they are tokenised:
 
 - a text that spells a control token, because it stays text;
-- an answer whose first characters would join the header's last token. The model is prompted with the header alone, so
-  it must learn to continue from there.
+- an answer that would join its first characters with the header's last token. The model is prompted with the header
+  alone, so it must learn to continue from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -34,22 +34,22 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A row ready to be tokenised: its text, and character spans of it."""
+    """A row before it is tokenised: its text, and character spans in it."""
 
     text: str
     supervised: list[Span]
-    literals: list[Span]  # look like control tokens, are text
-    is_text: bool = False  # a text without a prompt, of which every piece is a text too
-    affixes: bool = False  # the tokenizer's own beginning and a supervised end of text belong around it
-    stops: tuple[str, ...] = ()  # the control tokens on which the model ends a supervised stretch
-    remarks: tuple[str, ...] = ()  # facts that the owner of the data should know, counted for each data set
+    literals: list[Span]  # look like control tokens, but are text
+    is_text: bool = False  # a text without a prompt; it may be split into pieces
+    affixes: bool = False  # whether the tokenizer's start tokens and a supervised end-of-text token go around it
+    stops: tuple[str, ...] = ()  # the stop tokens of its supervised spans
+    remarks: tuple[str, ...] = ()  # facts for the data's owner, counted for each data set
 
 
 class TextTokenizer:
     """A tokenizer, always called with the same arguments. Needs no torch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises FinetuneError for a tokenizer that is not a fast one."""
+        """Raises FinetuneError for a slow tokenizer."""
         if not tokenizer.is_fast:
             raise FinetuneError(
                 "model.name_or_path: its tokenizer does not report character positions; it needs a tokenizer.json"
@@ -59,8 +59,10 @@ class TextTokenizer:
         self.special = {str(token) for token in added_tokens if token.special} | set(tokenizer.all_special_tokens)
         self._pattern = any_of(self.special)
         ids = tokenizer.convert_tokens_to_ids(sorted(self.special))
-        self.special_ids: set[int] = {ids} if isinstance(ids, int) else set(ids)
-        # Tokens that the tokenizer puts before a text by itself: usually begin-of-text, or none.
+        if isinstance(ids, int):
+            ids = [ids]
+        self.special_ids: set[int] = set(ids)
+        # The tokenizer's start tokens: usually begin-of-text, or none.
         plain, with_start = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
         positions = range(len(with_start))
         start = next((position for position in positions if with_start[position:][: len(plain)] == plain), 0)
@@ -68,18 +70,22 @@ class TextTokenizer:
         self._puts_space = self.call(["\na"]).input_ids[0][-len(plain) :] != plain
 
     def literals(self, text: str) -> list[Span]:
-        """The places where a text spells control tokens."""
+        """The spans where a text spells control tokens."""
         return [match.span() for match in self._pattern.finditer(text)]
 
     def tokenise(self, scripts: Sequence[Script]) -> list[Document | BadRow]:
-        """Documents of many rows, or their mistakes; one call of the tokenizer for all ordinary ones."""
-        ordinary = [script for script in scripts if not script.literals]
-        encodings = iter(self.call([script.text for script in ordinary]).encodings if ordinary else ())
+        """Tokenise many rows, the ordinary ones in one call. A row gives its document or its mistake."""
+        ordinary = [script.text for script in scripts if not script.literals]
+        encodings: Iterator[Any] = iter(())
+        if ordinary:
+            encodings = iter(self.call(ordinary).encodings)
         documents: list[Document | BadRow] = []
         for script in scripts:
-            encoding = None if script.literals else next(encodings)
+            encoding, spans = None, None
+            if not script.literals:
+                encoding = next(encodings)
+                spans = _token_spans(encoding, script.supervised)
             try:
-                spans = None if encoding is None else _token_spans(encoding, script.supervised)
                 if encoding is None or spans is None:
                     documents.append(self.tokenise_cut(script))
                 else:
@@ -89,7 +95,11 @@ class TextTokenizer:
         return documents
 
     def call(self, texts: list[str], *, as_text: bool = False) -> Any:
-        """The tokenizer's answer for many texts: nothing added or truncated; `as_text`: control tokens are text."""
+        """Call the tokenizer for many texts. Nothing is added or truncated.
+
+        Args:
+            as_text: Control tokens are text.
+        """
         return self._tokenizer(
             texts,
             add_special_tokens=False,
@@ -102,7 +112,7 @@ class TextTokenizer:
         )
 
     def tokenise_cut(self, script: Script) -> Document:
-        """Tokens of a text, split at the edges of supervised spans and around texts that spell control tokens.
+        """Tokenise a text in pieces, split at supervised spans' edges and around texts that spell control tokens.
 
         <user>What is <end>?<end><bot>A token.<end>       the first <end> is a literal
         <user>|What is <end>?|<end><bot>|A token.<end>    the pieces; the second one is tokenised as text
@@ -111,7 +121,7 @@ class TextTokenizer:
         literal_stretches = self._literal_stretches(script)
         edges = sorted({0, len(text), *(edge for span in [*script.supervised, *literal_stretches] for edge in span)})
         ids: list[int] = []
-        token_at = {0: 0}  # edge in characters -> edge in tokens
+        token_at = {0: 0}  # a piece's edge in characters -> in tokens
         for start, end in pairwise(edges):
             as_text = any(first <= start < last for first, last in literal_stretches)
             piece = self._tokenise_piece(text[start:end], as_text=as_text, first=start == 0)
@@ -124,7 +134,7 @@ class TextTokenizer:
         return self._finish(script, ids, spans)
 
     def _literal_stretches(self, script: Script) -> list[Span]:
-        """Stretches between the template's own control tokens that hold a text spelling one."""
+        """The stretches between the template's own control tokens, if a text in them spells a control token."""
         if not script.literals:
             return []
         own_tokens = sorted(set(self.literals(script.text)).difference(script.literals))
@@ -136,10 +146,10 @@ class TextTokenizer:
         ]
 
     def _tokenise_piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
-        """Tokens of a text inside of another: without a space before it.
+        """Tokenise a piece of a longer text, without a space before it.
 
-        A tokenizer that puts a space before each text (Llama 2) gets the piece after a line break, whose tokens are
-        then taken off.
+        If a tokenizer puts a space before each text (Llama 2), it gets the piece after a line break. The line break's
+        tokens are then removed.
         """
         if self._puts_space and not first:
             line_break = self.call(["\n"]).input_ids[0]
@@ -150,7 +160,7 @@ class TextTokenizer:
         return plain
 
     def _finish(self, script: Script, ids: list[int], spans: list[Span]) -> Document:
-        """The document, after checking that its supervised tokens decode to the rendered text."""
+        """Make the document. Raises BadRow if its supervised tokens do not decode to the rendered text."""
         labels = [IGNORE] * len(ids)
         for (start, end), (first, last) in zip(script.supervised, spans, strict=True):
             self._check_decoded(ids[first:last], script.text[start:end])
@@ -163,17 +173,19 @@ class TextTokenizer:
         return Document(ids, labels)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of some tokens."""
+        """These tokens' text."""
         return str(self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def _check_decoded(self, ids: list[int], text: str) -> None:
-        """Raises BadRow if tokens decode to another text. A tokenizer of another model would make such tokens."""
+        """Raises BadRow if tokens decode to another text, as with another model's tokenizer."""
         decoded = self.decode(ids)
         if decoded == text or self._tokenizer.unk_token_id in ids:
             return
         normalizer = self._tokenizer.backend_tokenizer.normalizer
-        expected = normalizer.normalize_str(text) if normalizer else text
-        if self._puts_space:  # before the text and after each control token, and decoding does not take all away
+        expected = text
+        if normalizer:
+            expected = normalizer.normalize_str(text)
+        if self._puts_space:  # before the text and after each control token; decoding does not remove all
             decoded, expected = ("".join(words.replace("▁", " ").split(" ")) for words in (decoded, expected))
         if decoded != expected:
             raise BadRow(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
@@ -182,8 +194,8 @@ class TextTokenizer:
 def _token_spans(encoding: Any, supervised: Sequence[Span]) -> list[Span] | None:
     """Convert character spans to token spans; None if an edge lies inside a token.
 
-    Tokens `Hel` `lo` `<end>` of the text Hello<end>: the characters 0 to 10 are the tokens 0 to 3, and an edge at 4 is
-    inside of `lo`.
+    The text Hello<end> has the tokens `Hel` `lo` `<end>`: characters 0 to 10 are tokens 0 to 3, and an edge at 4 lies
+    inside `lo`.
     """
     spans = []
     for start, end in supervised:
