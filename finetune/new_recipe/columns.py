@@ -162,7 +162,21 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> list[Reading]
     best = pairs[0][0]
     plausible = [pair for pair in pairs if best - pair[0] < CLEAR]
     # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
-    return [_with_context(score, question, answer, candidates) for score, question, answer in plausible[:4]]
+    result = [_with_context(score, question, answer, candidates) for score, question, answer in plausible[:4]]
+    return result + _as_better_and_worse(result)
+
+
+def _as_better_and_worse(plausible: Sequence[Reading]) -> list[Reading]:
+    """Two columns that may both answer the same question may be a better and a worse answer, in either order."""
+    questions = {reading.columns.get("instruction") for reading in plausible}
+    answers = [reading.columns["output"] for reading in plausible if "output" in reading.columns]
+    if len(plausible) != 2 or len(questions) != 1 or len(answers) != 2:
+        return []
+    question = str(questions.pop())
+    return [
+        Reading("preference", {"instruction": question, "chosen": chosen, "rejected": rejected})
+        for chosen, rejected in (answers, reversed(answers))
+    ]
 
 
 def _read_pairs(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Reading | None:

@@ -404,6 +404,12 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
             f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
             "such questions, name that run's model"
         )
+        prompt = reading.columns.get("prompt", "prompt")
+        if "instruction" not in reading.columns and isinstance(sample.rows[0].get(prompt), str):
+            lines.append(
+                f"{prompt!r} is a text, which the model sees without its chat template; for questions to a chat model "
+                f"write instruction: {prompt} in place of prompt"
+            )
     dropped = [f"{counts.empty:,} with an empty cell"] * (counts.empty > 0)
     dropped += [f"{counts.duplicate:,} that are there already"] * (counts.duplicate > 0)
     if dropped:

@@ -102,7 +102,7 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
 
 
 def _read_texts(source: Source, data: Data) -> _Texts:
-    """Measure a data set's documents; a pair has two. Rows with a mistake are passed over: other commands report them."""
+    """Measure a data set's documents; a pair has two. Other commands report rows with a mistake."""
     texts = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:

@@ -254,6 +254,22 @@ def test_a_question_is_asked_where_it_can_be(tmp_path: Path) -> None:
     assert told.entry.columns == {"instruction": "en", "output": "de"}
 
 
+def test_two_answers_to_one_question_may_be_a_better_and_a_worse_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"Wie lagert man Ding {n}?;Trocken und dunkel. {n};Das fragen sich viele {n}.\n" for n in range(40))
+    (file := tmp_path / "a.csv").write_text(f"frage;gut;schlecht\n{rows}", "utf-8")
+    assert main(["init", str(file), "--gpus", "cpu"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "{instruction: frage, chosen: gut, rejected: schlecht}" in said
+    assert "{instruction: frage, chosen: schlecht, rejected: gut}" in said
+    proposal = propose(str(file), gpus="cpu", columns="instruction=frage,chosen=gut,rejected=schlecht")
+    assert "objective: dpo" in proposal.text
+    assert not any("without its chat template" in line for line in proposal.lines)
+    proposal = propose(str(file), gpus="cpu", columns="prompt=frage,chosen=gut,rejected=schlecht")
+    assert any("'frage' is a text, which the model sees without its chat" in line for line in proposal.lines)
+
+
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
