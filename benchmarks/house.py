@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ANNEXES = ("planner", "preflight", "finished_run", "importers")
+ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 RELATIVE = re.compile(r"\b(which|whose|what|that of|those of)\b", re.IGNORECASE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -170,7 +170,7 @@ def _resolve(entry: DataSet) -> Source:
         return Source(entry, kind, tuple(files))
     elif _is_file(path):
         files = [path]
-    elif path.suffix in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
+    elif path.suffix.lower() in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
         raise DataError([f"{entry.path}: no such file; paths are relative to the working folder ({Path.cwd()})"])
     else:
         return Source(entry, "hub", ())
@@ -235,9 +235,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _kind(file: Path) -> str | None:
+    """The kind that a file's suffix means: json for rows.jsonl.gz and ROWS.JSON; None if it is not known."""
     if file.suffix == ".gz":
         file = file.with_suffix("")
-    return SUFFIXES.get(file.suffix)
+    return SUFFIXES.get(file.suffix.lower())
 
 
 def _common_kind(files: Sequence[Path]) -> str:

@@ -37,8 +37,8 @@ def entry_of(target: str) -> DataSet:
 def _kind_of(file: Path) -> str:
     """json, csv, parquet, excel or text. Raises DataError for a file without text rows."""
     suffix = file.suffix.lower()
-    if file.suffix == ".gz":
-        suffix = file.with_suffix("").suffix
+    if suffix == ".gz":
+        suffix = file.with_suffix("").suffix.lower()
     known = {".tsv": "csv", ".tab": "csv", ".xlsx": "excel"} | dict.fromkeys(DOCUMENTS, "text") | SUFFIXES
     try:
         with open_regular(file) as stream:

@@ -42,7 +42,8 @@ def test_every_kind_of_file_says_the_same(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": words}), tmp_path / "a.parquet")
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
         stream.write((tmp_path / "a.jsonl").read_text())
-    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz"):
+    (tmp_path / "SHOUTED.CSV").write_bytes((tmp_path / "a.csv").read_bytes())
+    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "SHOUTED.CSV"):
         assert texts(source(path=str(tmp_path / name))) == words, name
     for builder, name in (("json", "a.jsonl"), ("json", "a.jsonl.gz"), ("csv", "a.csv"), ("parquet", "a.parquet")):
         assert texts(source(path=builder, data_files=str(tmp_path / name))) == words
