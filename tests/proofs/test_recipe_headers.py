@@ -55,20 +55,6 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-# Recipes that keep the rate at which they were last rehearsed and trained: docs/recipes.md names them.
-EARLIER_RATE = 2e-4
-AT_EARLIER_RATE = (
-    "llama3_3b_lora_1x16gb",
-    "qwen3.5_4b_lora_reasoning_1x24gb",
-    "qwen3_4b_lora_tools_1x24gb",
-    "qwen3_8b_lora_chat_1x24gb",
-    "qwen3_8b_lora_korean_1x48gb",
-    "qwen3_8b_lora_sql_1x24gb",
-    "qwen3_8b_qlora_reasoning_1x24gb",
-    "smollm2_1.7b_lora_1x8gb",
-)
-
-
 def rate_for(weights: float) -> float:
     """The adapters' learning rate by the base's size, as docs/recipes.md has it."""
     for most, rate in ((4e9, 5e-4), (9e9, 3e-4), (25e9, 2e-4)):
@@ -151,6 +137,6 @@ class TestHeader:
         if name in PUBLISHED:
             assert "No GPU has run it here" in header_of(RECIPES[name])
         elif recipe.budget.gpus and not full:
-            expected = EARLIER_RATE if name in AT_EARLIER_RATE else rate_for(shape_of(recipe).total)
+            expected = rate_for(shape_of(recipe).total)
             assert recipe.training.learning_rate == expected
             assert recipe.training.num_train_epochs in (2, 3)
