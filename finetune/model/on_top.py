@@ -31,7 +31,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.lora import by_pattern
 
 START = "start"  # the frozen adapter's name in peft's model
-# What a layer's product depends on. Dropout is the training's own, so a frozen adapter has none.
+# Settings that decide a layer's product. The frozen adapter has no dropout: only the trained one needs it.
 KEPT_SETTINGS = (
     "r",
     "lora_alpha",

@@ -72,7 +72,7 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     around, estimated_by = AROUND, f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
     if file:
         around, estimated_by = _tokens_around(file), "the model's tokenizer"
-    # [rows, documents of a row]: each of a pair's two answers, with its prompt, has a max_length of its own.
+    # Shape [rows, documents in a row]. max_length holds for each answer in a pair, together with its prompt.
     documents = [_token_counts(texts, file, around).reshape(-1, data.answers_a_row) for texts in texts_of_sets]
     longest_of_rows = np.concatenate([of_rows.max(axis=1) for of_rows in documents])
     longer = int((longest_of_rows > data.max_length).sum())

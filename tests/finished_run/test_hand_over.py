@@ -39,7 +39,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def answer_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the script in a printed command says. It runs in this process, which has imported the libraries already."""
+    """Run the script in a printed command in this process, because a new one would import torch again."""
     python, script, *words = shlex.split(command)
     assert python == "python"
     capsys.readouterr()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
+from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, step_folder
 from finetune.train import main
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.cells import launch
@@ -179,6 +180,9 @@ def test_preferences_on_top_of_a_supervised_adapter(reference: str, tmp_path: Pa
     margins = [line["reward_margin"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "eval"]
     assert (abs(margins[0]) < 1e-6) == (reference == "start")
     assert margins[-1] != margins[0]
+    checkpoint = examine(step_folder(run, checkpoint_steps(run)[-1]))
+    assert isinstance(checkpoint, Checkpoint)
+    assert not [name for name in checkpoint.groups["model"] if ".start." in name], "the adapter below would be trained"
     frozen = load_file(below / "adapter_model.safetensors")
     for name, tensor in load_file(run / "adapter" / "adapter_model.safetensors").items():
         if ".lora_A." in name:
