@@ -124,8 +124,12 @@ def plan_recipe(
         worst = max(stages, key=lambda each: max(each.needed, each.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
-    rows = {"pairs": "pairs of two answers, each of", "judged": "answers of"}.get(recipe.data.unit, "full rows of")
-    notes = [f"{rows} data.max_length", f"model: {source}"]
+    assumed_rows = {
+        "pairs": "pairs of two answers, each of data.max_length",
+        "judged": "answers of data.max_length",
+        "documents": "full rows of data.max_length",
+    }
+    notes = [assumed_rows[recipe.data.unit], f"model: {source}"]
     if recipe.lora is not None and recipe.lora.on_top:
         notes.append(f"model.adapter: {recipe.model.adapter} is frozen, in memory beside the new adapter")
     elif recipe.model.adapter is not None:

@@ -37,7 +37,8 @@ RowError = BadRow
 # answer has reasoning, although the template asks for it.
 REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
-_SWITCHES = ("/no_think", "/nothink")  # in a message: no thinking in this chat, whatever the template's variables say
+# A message with one of these turns thinking off, even if a template variable turns it on.
+_SWITCHES = ("/no_think", "/nothink")
 
 
 class ReasoningLeftOut(RowError):
