@@ -41,7 +41,10 @@ ADAPTERS = 0.3e9  # bytes of the largest checkpoint of adapters, with their mome
 POLL_SECONDS = 0.2
 PLAN_SECONDS = 120  # at most, for the plan of a training that has ended
 OUT_OF_TIME = "not finished in time"
-OF_THE_RECEIPT = "attention", "compiled", "flash_kernel", "change", "recomputation", "dtypes", "probe", "guard"
+OF_THE_RECEIPT = (
+    *("attention", "change", "compiled", "dtypes", "flash_kernel", "guard", "optimizer_update", "probe"),
+    *("recomputation", "reference", "worst_step_first"),
+)
 
 
 @cache

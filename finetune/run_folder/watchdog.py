@@ -7,6 +7,7 @@ torchrun reports only on the dead rank's machine. So a thread in every rank exam
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import re
@@ -22,7 +23,7 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 
-from finetune.errors import FinetuneError, NoRendezvous, RankLost, Stopped
+from finetune.errors import EnvironmentMismatch, FinetuneError, NoRendezvous, RankLost, Stopped
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
 from finetune.launch.signals import Interrupted
 from finetune.recipe.schema import Recipe
@@ -37,6 +38,7 @@ from finetune.run_folder.heartbeat import (
     process_is_gone,
     this_machine,
 )
+from finetune.trial_limit import trials_end_process
 
 NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
@@ -71,7 +73,8 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
     """While the block runs, this rank writes heartbeats and watches other ranks. Its failure goes to run_state.json.
 
     When another rank is lost, this process ends with RankLost's exit code: there is no other way out of a collective
-    that waits for the lost rank.
+    that waits for the lost rank. When a trial does not end, the stacks of all threads go to standard error, and this
+    process ends with EnvironmentMismatch's exit code.
 
     Args:
         recipe: Rank 0 has claimed its folder and cleared the heartbeats there. A rank without a heartbeat for the
@@ -89,7 +92,19 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
             command = continue_command(launch, resume=recipe.training.resume)
             watch = Watchdog(run_dir, launch, progress, heartbeat, token, recipe.timeout_seconds, command)
             watch.start()
-        yield
+
+        def end_trial(line: str) -> None:
+            faulthandler.dump_traceback()
+            with suppress(FinetuneError, OSError):
+                error = EnvironmentMismatch(line)
+                mark_failed(run_dir, error, phase=progress.phase, rank=launch.rank, step=progress.step)
+            if watch is not None:
+                watch.close("failed")
+            print_after_launcher(line)
+            os._exit(EnvironmentMismatch.exit_code)
+
+        with trials_end_process(end_trial):
+            yield
     except Interrupted:
         if watch is not None:
             watch.close("failed")  # ranks that got no signal end too

@@ -369,6 +369,7 @@ def try_worst_step(session: Session) -> None:
     give_back_freed_memory()
     give_back_cached_memory(device)
     run.terminal.log(str(worst))
+    receipt.add("worst_step_first", worst.facts())
     compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), device)
     run.terminal.log(str(compiled))
     receipt.add("compiled", compiled.facts())

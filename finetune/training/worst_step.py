@@ -44,6 +44,11 @@ class WorstStep:
     phases: dict[str, Phase] = field(default_factory=dict)  # state (the optimizer's), forward, backward, step
     peak_of: str = "process"  # on a GPU: tensors
 
+    def facts(self) -> dict[str, int | float]:
+        """For the receipt."""
+        seconds = {"step_seconds": round(self.step_seconds, 2), "save_seconds": round(self.save_seconds, 2)}
+        return {"tokens": self.tokens, **seconds, "peak_bytes": self.peak_bytes}
+
     def __str__(self) -> str:
         tokens, gib = counted(self.tokens, "token"), self.peak_bytes / GIB
         return (

@@ -27,7 +27,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
 from tests.support.models.tiny import flat_batch, tiny_model
-from tests.support.runs.recipes import least_recipe
+from tests.support.runs.recipes import half_recipe, least_recipe
 from tests.support.stand_ins import varlen_stand_in
 from tests.support.stand_ins.compiling import Counting, broken_backward, broken_forward, nothing_compiled
 
@@ -337,7 +337,7 @@ def test_the_operator_draws_no_dropout() -> None:
 
 
 def choose(asked: bool | str, device: torch.device = CARD, name: str = "single", **sections: Any) -> CompiledLayers:
-    recipe = least_recipe(training={"compile": asked}, **sections)
+    recipe = half_recipe(training={"compile": asked}, **sections)
     for problem in unfit(recipe, read_strategy(name)):
         raise EnvironmentMismatch(str(problem))
     return compile_as_asked(recipe, read_strategy(name), built("llama", False, False)[1], device, pytest.fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finetune import trial_limit
 from finetune.errors import EnvironmentMismatch
 from finetune.model.optimizers import fused_update, rounded_adamw
 from finetune.model.optimizers.fused_update import (
@@ -285,6 +287,23 @@ def test_all_ranks_run_as_written_where_one_does(tmp_path: Path, monkeypatch: py
     chosen.agree(lambda own: own + 1, CPU)
     assert chosen.optimizer.update_range is None
     assert "another rank" in str(chosen)
+
+
+def test_a_trial_that_does_not_end_in_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise ValueError("too late")
+
+    monkeypatch.setattr(trial_limit, "TRIAL_SECONDS", 0.01)
+    with trial_limit.trials_end_process(ended.append):
+        choose(tmp_path, monkeypatch, slow)
+    (line,) = ended
+    assert line.startswith("training.compile: the optimizer's update: ")
+    assert line.endswith("; set training.compile: false")
 
 
 def test_a_cpu_and_a_recipe_without_compiling_keep_the_update_as_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 # From the ground up: a room imports from the floors below its own, never from its neighbours.
 FLOORS = [
-    ["errors", "output_stream", "paths", "redaction", "wording"],
+    ["errors", "output_stream", "paths", "redaction", "trial_limit", "wording"],
     ["recipe", "files"],
     ["architecture", "untrusted", "scoring"],
     ["importers", "measure", "launch", "model", "data"],
@@ -35,7 +35,7 @@ ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
-errors output_stream paths redaction wording files train untrusted
+errors output_stream paths redaction trial_limit wording files train untrusted
 recipe data importers new_recipe preflight cli closed_form scoring
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent

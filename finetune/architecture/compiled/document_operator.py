@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,16 +27,22 @@ def document_operator(name: str, attend: Attend) -> Attend:
         with torch.autocast(given[0].device.type, enabled=False):
             return attend(*given).contiguous()  # as it is described to the compiler, and so the gradients
 
-    def differentiated(slope: Tensor, *given: Any) -> list[Tensor]:
-        leaves = [each.detach().requires_grad_() for each in given[:4] if each is not None]
-        output = computed(*leaves, *[None] * (4 - len(leaves)), *given[4:])
-        return [each.contiguous() for each in torch.autograd.grad(output, leaves, slope)]
+    def differentiated(on_device: AbstractContextManager[Any], slope: Tensor, *given: Any) -> list[Tensor]:
+        # On a GPU, autograd computes each device's gradients in one thread of its own. That thread runs the outer
+        # backward and waits for this one, so this backward must not be queued for it: this thread computes it alone.
+        with on_device, torch.autograd.set_multithreading_enabled(False):
+            leaves = [each.detach().requires_grad_() for each in given[:4] if each is not None]
+            output = computed(*leaves, *[None] * (4 - len(leaves)), *given[4:])
+            return [each.contiguous() for each in torch.autograd.grad(output, leaves, slope)]
 
     # In a thread of its own: inside of an operator torch records nothing for a backward.
     thread = ThreadPoolExecutor(max_workers=1)
 
-    def gradients(*given: Any) -> list[Tensor]:
-        return thread.submit(differentiated, *given).result()
+    def gradients(slope: Tensor, *given: Any) -> list[Tensor]:
+        on_device: AbstractContextManager[Any] = nullcontext()
+        if slope.device.type == "cuda":  # a new thread would use GPU 0, and its default stream
+            on_device = torch.cuda.stream(torch.cuda.current_stream(slope.device))
+        return thread.submit(differentiated, on_device, slope, *given).result()
 
     forward = torch.library.custom_op(f"finetune::{name}", computed, mutates_args=(), schema=f"({INPUTS}) -> Tensor")
     backward = torch.library.custom_op(

@@ -36,6 +36,7 @@ from finetune.architecture.attention import ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
 from finetune.errors import EnvironmentMismatch
+from finetune.trial_limit import limited
 from finetune.wording import counted, error_in_one_line
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
@@ -174,7 +175,8 @@ class CompiledLayers:
             return self.stopped is None
         began, name = time.perf_counter(), type(layer).__name__
         try:
-            difference, too_much = self._compared(layer, reached, args, kwargs)
+            with limited(f"training.compile: {name}", "training.compile: false"):
+                difference, too_much = self._compared(layer, reached, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler

@@ -30,6 +30,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
+from finetune.trial_limit import limited
 from finetune.wording import error_in_one_line
 
 ROW = 16  # elements
@@ -216,9 +217,10 @@ def choose_update(
     began, update = time.perf_counter(), FusedUpdate(compiled_update(backend))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     try:
-        for dtype in sorted({weight.dtype for weight in weights}, key=str):
-            chosen.formats.append(str(dtype).removeprefix("torch."))
-            chosen.others = max(chosen.others, compare_updates(update, dtype, device))
+        with limited("training.compile: the optimizer's update", "training.compile: false"):
+            for dtype in sorted({weight.dtype for weight in weights}, key=str):
+                chosen.formats.append(str(dtype).removeprefix("torch."))
+                chosen.others = max(chosen.others, compare_updates(update, dtype, device))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
