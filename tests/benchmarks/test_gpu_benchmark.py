@@ -762,10 +762,27 @@ def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     row = gpu_recipes.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["tokens_per_second"] > 0
-    assert {"load", "state", "forward", "backward", "step"} <= set(row["phases"])
+    assert {"load", "forward", "backward", "step"} <= set(row["phases"])
     assert row["phases"]["backward"]["measured_bytes"] == row["phases"]["backward"]["planned_bytes"] > 0
     assert row["receipt"]["change"]["unchanged_tensors"] == []
     assert row["receipt"]["compiled"]["left_off"]
+    worst = row["receipt"]["worst_step_first"]
+    assert worst["tokens"] > 0
+    assert worst["step_seconds"] > 0
+    assert worst["save_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_a_full_training_says_whether_its_update_was_fused(tmp_path: Path) -> None:
+    row = gpu_recipes.measure(gpu.recipes()["llama3_8b_full_1x80gb"], machine(tmp_path, 0.0))
+    assert row["ok"], row
+    assert row["receipt"]["optimizer_update"] == {
+        "fused": False,
+        "left_off": "on a CPU",
+        "seconds": None,
+        "rounded_otherwise": None,
+        "formats": [],
+    }
 
 
 @pytest.mark.slow
