@@ -26,7 +26,8 @@ SETTINGS = (
 ).split()
 # Conversions of a model and settings that this kit never pushes. Those of this very run stay.
 MADE_FROM = (
-    "*.gguf */*.gguf onnx/*.onnx* openvino_model* preprocessor_config.json processor_config.json video_preprocessor_config.json"
+    "*.gguf */*.gguf onnx/*.onnx* openvino_model* "
+    "preprocessor_config.json processor_config.json video_preprocessor_config.json"
 ).split()
 RECORD_OF_RUN = "metrics.jsonl"  # equal in two pushes of one run
 
@@ -90,7 +91,10 @@ def merged_card(there: str, new: str) -> tuple[str, list[str]]:
     `new` comes from `marked_card`. The owner's metadata and all text outside the kit's marks stay. Raises FinetuneError
     if the metadata there cannot be read.
     """
-    old, kit = _parsed(there.replace("\r\n", "\n"), "README.md on the Hub"), _parsed(new, "the new card")
+    old, kit = (
+        _parsed(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
+        _parsed(new, "the new card"),
+    )
     part, ours = kit.text.strip(), _PART.search(kit.text)
     assert ours is not None
     before, after, notes = old.text, "", []
@@ -115,11 +119,13 @@ def merged_card(there: str, new: str) -> tuple[str, list[str]]:
 
 
 def _merged_metadata(old: Any, kit: Any) -> tuple[Any, list[str]]:
-    """The owner's metadata with the kit's facts about the weights, and the owner's entries that differ from the kit's."""
+    """The owner's metadata with the kit's facts about the weights, and the owner's entries that win over the kit's."""
     from huggingface_hub import ModelCardData
 
     owners, own = old.to_dict(), kit.to_dict()
     data = owners | own | {key: owners[key] for key in OWNERS_KEYS if owners.get(key)}
+    if "base_model" not in own:  # the owner's word for the base may stay, but not how an earlier model came from it
+        data.pop("base_model_relation", None)
     if "license" in owners:  # a name or link of the base's licence says nothing about the owner's
         data = {key: value for key, value in data.items() if not key.startswith("license_") or key in owners}
     for key, dropped in (("datasets", frozenset[str]()), ("tags", OWN_TAGS)):
