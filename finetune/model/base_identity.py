@@ -98,7 +98,7 @@ def is_same_base(before: object, now: object) -> bool | None:
 
 def base_in_words(base: Mapping[str, Any]) -> str:
     """The name and what is known of the content: m/llama (content 3f2a91c07b12, commit 0e9e39f)."""
-    known = [f"{key} {one_line(base[key], 12)}" for key in ("content", "commit") if base.get(key)]
+    known = [f"{key} {one_line(base[key], 64)[:12]}" for key in ("content", "commit") if base.get(key)]
     return f"{one_line(base.get('name'), 100)} ({', '.join(known) or 'content unknown'})"
 
 

@@ -232,8 +232,9 @@ def _start(
             if key == BASE and earlier[BASE].get("commit"):
                 now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
             lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+        other = "base" if differing == [BASE] else "recipe"
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
-        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *first_lines(lines, 40), remedy]))
+        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another {other}:", *first_lines(lines, 40), remedy]))
     return ("finished" if finished else "resumed"), checkpoint, damaged
 
 

@@ -224,11 +224,12 @@ class TestCardAgain:
         assert merged_card(quoting, OTHER) == (OTHER, [])
 
 
+MODEL = {"model.safetensors": "1", "metrics.jsonl": "2"}
+MADE = {"q4.gguf": "3", "preprocessor_config.json": "4"}
+
+
 class TestWhatGoes:
     """`obsolete_files` by itself: path -> hash there, and what is sent."""
-
-    MODEL = {"model.safetensors": "1", "metrics.jsonl": "2"}
-    MADE = {"q4.gguf": "3", "preprocessor_config.json": "4"}
 
     def sent(self, metrics: bytes) -> dict[str, Outgoing]:
         files = {"model.safetensors": b"weights", "metrics.jsonl": metrics, "README.md": b"card"}
@@ -238,14 +239,14 @@ class TestWhatGoes:
     def test_conversions_of_this_run_stay(self, large: bool) -> None:
         metrics = b'{"step": 1}\n'
         listed = hashlib.sha256(metrics).hexdigest() if large else git_object("blob", metrics)
-        there = self.MODEL | self.MADE | {"metrics.jsonl": listed}
+        there = MODEL | MADE | {"metrics.jsonl": listed}
         assert obsolete_files(there, self.sent(metrics), "") == ([], [])
-        assert obsolete_files(there, self.sent(b"another"), "") == (sorted(self.MADE), [])
+        assert obsolete_files(there, self.sent(b"another"), "") == (sorted(MADE), [])
 
     def test_a_conversion_beside_no_model_stays_and_is_named(self) -> None:
-        assert obsolete_files(self.MADE | {"config.json": "5"}, self.sent(b""), "") == (
+        assert obsolete_files(MADE | {"config.json": "5"}, self.sent(b""), "") == (
             ["config.json"],
-            sorted(self.MADE),
+            sorted(MADE),
         )
 
     def test_pages_of_an_earlier_run_go_only_from_the_kits_own_repository(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from finetune.model.base_identity import BASE_CONTENT
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.save_restore import export_adapter, export_model
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -111,6 +113,20 @@ def test_exporting_again_replaces_the_folder(tmp_path: Path) -> None:
     export_adapter(model, weights_of(model), tokenizer(), tmp_path, base="b")
     assert not (folder / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_the_adapter_names_its_base_by_commit_and_content(tmp_path: Path) -> None:
+    model, base = adapted(llama()), {"commit": "1" * 40, "content": "abc"}
+    written = []
+    for name in ("a", "b"):
+        folder = export_adapter(model, weights_of(model), tokenizer(), tmp_path / name, base="me/b", rests_on=base)
+        assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "1" * 40
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", BASE_CONTENT: "abc"}
+        written.append((folder / "adapter_model.safetensors").read_bytes())
+    assert written[0] == written[1]
+    again = PeftModel.from_pretrained(llama(), folder).eval()
+    torch.testing.assert_close(logits(again), logits(model.eval()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
