@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, FinetuneError, NoRendezvous
-from finetune.output_stream import keep_printing, one_line, wrapped
+from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ def set_up_process(recipe: Recipe) -> Launch:
     from finetune.launch.signals import die_with_launcher
 
     die_with_launcher()  # before importing torch, because that takes minutes for a hundred ranks
-    for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
+    for library in ("bitsandbytes", "torchao", "matplotlib"):  # log missing kernels and folders when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
-    from finetune.launch.cpu_memory import bound_libraries
+    from finetune.launch.cpu_memory import bound_libraries, readable_threads
     from finetune.launch.gpu_environment import set_gpu_environment
 
     bound_libraries()  # before torch loads, and so the next
@@ -102,6 +102,8 @@ def set_up_process(recipe: Recipe) -> Launch:
     from finetune.strategies.accelerator import silence_libraries
 
     launch = read_launch()
+    if (line := readable_threads()) and launch.is_main:
+        print(line, file=sys.stderr)
     refuse_secrets(recipe)
     silence_libraries(launch)  # before the libraries that log at their import
     return launch
@@ -121,6 +123,7 @@ def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as a whole process, perhaps one of several ranks. Returns the exit code."""
     from finetune.launch.signals import stopped_by_signals
 
+    open_missing_streams()
     keep_printing()
     with stopped_by_signals():
         return _wait_for_rank_0(main(argv))

@@ -6,9 +6,11 @@ metrics.jsonl  samples.jsonl  reference.json  checkpoints/  adapter/ or model/  
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -145,11 +147,19 @@ def claim_run_folder(
     notes: list[str] = []
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
-        number = 1
-        while (renamed := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
-            number += 1
-        os.rename(run_dir, renamed)
-        sync(run_dir.parent)
+        place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
+        try:
+            while (renamed := place.with_name(f"{place.name}.previous-{number}")).exists():
+                number += 1
+            os.rename(place, renamed)
+            place.mkdir()
+        except OSError as error:  # a name that is too long with the suffix, another user's folder above
+            os.close(locked)
+            raise FinetuneError(
+                f"{run_dir}: resume is never, and this folder cannot be renamed to .previous-{number}: "
+                f"{error.strerror}; move it away yourself, or choose another output_dir"
+            ) from None
+        sync(place.parent)
         notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
         os.close(locked)  # the lock went with the renamed folder
         locked, previous = _lock(run_dir, wait_seconds), None
@@ -265,12 +275,28 @@ def _refuse_foreign(run_dir: Path) -> None:
 def _lock(run_dir: Path, wait_seconds: float) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if _of_another_user(run_dir) is not None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return lock(run_dir / LOCK, wait_seconds=wait_seconds)
     except BlockingIOError as error:
         remedy = "wait for it, stop it, or choose another output_dir"
         raise FinetuneError(f"{run_dir}: another run is writing here ({error.strerror}); {remedy}") from None
     except OSError as error:
-        raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
+        problem, remedy = f"output_dir cannot be used: {error.strerror}", "choose another"
+        if (other := _of_another_user(run_dir)) is not None:
+            problem = f"{other.relative_to(run_dir)} cannot be written, it belongs to user {other.stat().st_uid}"
+            remedy = f"give it to this user: chown -R {os.getuid()} {shlex.quote(str(run_dir))}"
+        raise FinetuneError(f"{run_dir}: {problem}; {remedy}") from None
+
+
+def _of_another_user(run_dir: Path) -> Path | None:
+    """The first of the run's own files and folders that this user cannot write; None if there is none."""
+    if not os.access(run_dir, os.X_OK | os.R_OK):
+        return None
+    for path in (*(run_dir / name for name in (*OWN_FILES, "checkpoints")), *run_dir.glob("checkpoints/*")):
+        if path.exists() and not os.access(path, os.W_OK) and path.stat().st_uid != os.getuid():
+            return path
+    return None
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:

@@ -277,6 +277,10 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     remove_folder(temporary)  # from a process that was killed during an export
     with disk_errors(target, "checkpoints are intact; "):
-        write(temporary)
-        publish_folder(temporary, target)
+        try:
+            write(temporary)
+            publish_folder(temporary, target)
+        except BaseException:
+            remove_folder(temporary)  # half an export would keep a full disk full
+            raise
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from finetune.errors import EnvironmentMismatch
 from finetune.model.base_identity import BASE_CONTENT
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.save_restore import export_adapter, export_model
@@ -189,3 +191,26 @@ def test_the_optimizer_inside_accelerates_wrapper() -> None:
     again = optimizer_tensors(model, wrapped)
     assert saved.keys() == again.keys()
     assert all(saved[name].equal(again[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Exception("File too large (os error 27)"), OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()],
+    ids=["tokenizers", "disk", "ctrl-c"],
+)
+def test_half_an_export_is_removed(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's own writer raises no OSError; its words hold the number."""
+
+    def save(folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("half")
+        raise error
+
+    model, own = adapted(llama()), tokenizer()
+    monkeypatch.setattr(own, "save_pretrained", save)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else EnvironmentMismatch
+    with pytest.raises(expected) as caught:
+        export_adapter(model, weights_of(model), own, tmp_path, base="b")
+    assert list(tmp_path.iterdir()) == []
+    if expected is EnvironmentMismatch:
+        assert "adapter: could not be written: " in str(caught.value)
+        assert "checkpoints are intact" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -541,3 +542,41 @@ class TestMoved:
         record_base(there, {"commit": "1", "content": "c3"})
         claimed.release()
         self.again(there, base={"commit": None, "content": "c3"}, **{"model.name_or_path": "copy"}).release()
+
+
+def test_never_keeps_a_link_and_renames_the_folder_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk" / "real")
+    run(link, steps=1)
+    claim(link, "never").release()
+    assert link.is_symlink()
+    assert link.resolve() == tmp_path / "disk" / "real"
+    assert step_folder(tmp_path / "disk" / "real.previous-1", 1).is_dir()
+    assert not step_folder(link, 1).exists()
+
+
+def test_a_name_too_long_for_its_suffix_is_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("y" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 7))
+    run(long, steps=1)
+    with pytest.raises(FinetuneError, match=r"cannot be renamed to .previous-1: File name too long; move it away"):
+        claim(long, "never")
+    claim(long).release()
+
+
+@pytest.mark.parametrize("name", [".lock", "run_state.json", "metrics.jsonl", "checkpoints/step-00000001"])
+def test_a_file_of_another_user_is_named_with_the_command(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `chown USER run`: the folder may be written, a file in it not."""
+    run(tmp_path / "my run", steps=1)
+    real, other = os.access, tmp_path / "my run" / name
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != other and real(path, mode))
+    monkeypatch.setattr(os, "getuid", lambda: 955)
+    owner = other.stat().st_uid
+    with pytest.raises(FinetuneError) as caught:
+        claim(tmp_path / "my run")
+    words = str(caught.value)
+    assert f"{name} cannot be written, it belongs to user {owner}" in words
+    assert f"chown -R 955 '{tmp_path / 'my run'}'" in words
+    assert "choose another" not in words
