@@ -18,7 +18,7 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import STOPPED, FinetuneError, NoRendezvous
+from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with segments_explained():
+            refuse_deleted_folder()
             loaded = load_recipe(arguments[0], arguments[1:], here=True)
             announce(loaded.recipe)
             launch = set_up_process(loaded.recipe)
@@ -68,6 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # with words at a second Ctrl-C; a first one ends a start
         return 130
+
+
+def refuse_deleted_folder() -> None:
+    """Raise EnvironmentMismatch in a folder that was deleted. MKL ends a process there, with a line about torch."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise EnvironmentMismatch("the folder that this shell is in was deleted; cd to another one") from None
 
 
 def announce(recipe: Recipe) -> None:

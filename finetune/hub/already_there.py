@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.hub.upload_files import RUN, Outgoing
+from finetune.hub.upload_files import RUN, TOKENIZER, Outgoing
 from finetune.untrusted.library_words import words_of
 
 # Files in a repository's top folder that a reader takes for the model: transformers, peft, vLLM, MLX and converters to
@@ -62,7 +62,7 @@ def obsolete_files(there: Mapping[str, str], sent: Mapping[str, Outgoing], card:
             if any(fnmatchcase(path, one) and path.count("/") == one.count("/") for one in patterns)
         ]
 
-    gone, made = matching([*WEIGHTS, *SETTINGS]), matching(MADE_FROM)
+    gone, made = matching([*WEIGHTS, *SETTINGS, *TOKENIZER]), matching(MADE_FROM)
     same_run = RECORD_OF_RUN in sent and there.get(RECORD_OF_RUN) in _hashes(sent[RECORD_OF_RUN].read())
     held_a_model = any(fnmatchcase(path, one) for path in there for one in WEIGHTS if "/" not in path)
     if _PART.search(card.replace("\r\n", "\n")):  # reports and pictures of an earlier run of the kit
@@ -81,7 +81,7 @@ def _hashes(content: bytes) -> tuple[str, str]:
 
 def marked_card(card: str) -> str:
     """A new card whose text lies between the kit's marks. The marks hold hashes, so that a later edit is noticed."""
-    parsed = _parsed(card, "the new card")
+    parsed = parsed_card(card, "the new card")
     return _card(parsed.data, _part(parsed.text, parsed.data))
 
 
@@ -92,8 +92,8 @@ def merged_card(there: str, new: str) -> tuple[str, list[str]]:
     if the metadata there cannot be read.
     """
     old, kit = (
-        _parsed(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
-        _parsed(new, "the new card"),
+        parsed_card(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
+        parsed_card(new, "the new card"),
     )
     part, ours = kit.text.strip(), _PART.search(kit.text)
     assert ours is not None
@@ -145,7 +145,8 @@ def _merged_metadata(old: Any, kit: Any) -> tuple[Any, list[str]]:
     return merged, kept
 
 
-def _parsed(card: str, place: str) -> Any:
+def parsed_card(card: str, place: str) -> Any:
+    """huggingface_hub's ModelCard. Raises FinetuneError, in one line, if its metadata cannot be read."""
     from huggingface_hub import ModelCard
 
     if not re.match(r"\s*---\s*\n", card):

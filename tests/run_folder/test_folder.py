@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.errors import FinetuneError
-from finetune.files import append_lines, cut_lines, read_lines
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import append_lines, cache_folder, cut_lines, read_lines
 from finetune.measure.environment import environment
 from finetune.recipe.schema import Recipe
 from finetune.run_folder import folder
@@ -580,3 +581,15 @@ def test_a_file_of_another_user_is_named_with_the_command(
     assert f"{name} cannot be written, it belongs to user {owner}" in words
     assert f"chown -R 955 '{tmp_path / 'my run'}'" in words
     assert "choose another" not in words
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOME is not set, and the uid has no entry in passwd."""
+    for name in ("HOME", "FINETUNE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(EnvironmentMismatch, match="no home folder; set HOME .*FINETUNE_CACHE") as caught:
+        cache_folder()
+    assert caught.value.exit_code == 4
+    monkeypatch.setenv("FINETUNE_CACHE", "/somewhere")
+    assert cache_folder() == Path("/somewhere")
