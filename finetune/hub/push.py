@@ -238,7 +238,7 @@ def _attempt(
         log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
     if staying:
         log(f"note: stays there, and some readers take it for this model: {', '.join(staying)}; delete it if it is not")
-    operations = [*adds, *(CommitOperationDelete(path) for path in gone)]
+    operations: list[Any] = [*adds, *(CommitOperationDelete(path) for path in gone)]
     commit = api.create_commit(repo, operations, commit_message=title, revision=branch, parent_commit=head)
     url = f"{api.endpoint}/{repo}"
     if branch != "main":

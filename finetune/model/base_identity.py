@@ -15,14 +15,14 @@ from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.untrusted.json_files import read_object
+from finetune.untrusted.safetensors_header import MOST_HEADER
 
 COVERS = "config.json, and of every tensor the name, number format, shape and up to 4,096 bytes from its middle"
 SAMPLE = 4096  # bytes of a tensor
 # A 70B model has 723 tensors: under 0.1 s from a local disk. Models whose experts are tensors of their own have up to
 # 140,000: of those every so-many-th is read.
 MOST_SAMPLES = 16_384
-MOST_HEADER = 32 * 2**20
-MOST_INDEX = 32 * 2**20
+MOST_RECORD = 32 * 2**20  # bytes of a receipt or an index
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Keys of config.json that writers change and that change no number of a forward in a number format that a recipe sets.
 VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")
@@ -52,7 +52,7 @@ def content_of(folder: Path) -> str | None:
         config = read_object(folder / "config.json")
         files = [folder / SINGLE]
         if not files[0].is_file():
-            listed = read_object(folder / INDEX, MOST_INDEX).get("weight_map")
+            listed = read_object(folder / INDEX, MOST_RECORD).get("weight_map")
             files = [folder / Path(name).name for name in sorted({*dict(listed or {}).values()})]
         tensors: dict[str, tuple[Path, int, Mapping[str, Any]]] = {}
         for file in files:
@@ -66,7 +66,7 @@ def content_of(folder: Path) -> str | None:
         settings = {key: value for key, value in config.items() if key not in VOLATILE}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         every = -(-len(tensors) // MOST_SAMPLES)
-        sampled: dict[Path, list[tuple[int, int]]] = {}
+        sampled: dict[Path, list[tuple[int, int, int]]] = {}
         for place, (name, (file, start, entry)) in enumerate(sorted(tensors.items())):
             begin, end = entry["data_offsets"]
             digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
@@ -105,7 +105,7 @@ def base_in_words(base: Mapping[str, Any]) -> str:
 def recorded_base(run_dir: Path) -> dict[str, Any] | None:
     """The base in a run's receipt; None for a run of an earlier release, or one that built no model yet."""
     try:
-        base = read_object(run_dir / "receipt.json", MOST_INDEX).get("base")
+        base = read_object(run_dir / "receipt.json", MOST_RECORD).get("base")
     except FinetuneError:
         return None
     return base if isinstance(base, dict) else None

@@ -588,7 +588,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     for name in ("HOME", "FINETUNE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    with pytest.raises(EnvironmentMismatch, match="no home folder; set HOME .*FINETUNE_CACHE") as caught:
+    with pytest.raises(EnvironmentMismatch, match=r"no home folder; set HOME .*FINETUNE_CACHE") as caught:
         cache_folder()
     assert caught.value.exit_code == 4
     monkeypatch.setenv("FINETUNE_CACHE", "/somewhere")
