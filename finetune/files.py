@@ -25,8 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
 from finetune.paths import kind_of_file, open_regular
@@ -37,7 +35,12 @@ MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 def cache_folder() -> Path:
     """$FINETUNE_CACHE, or ~/.cache/finetune: converted models and tokenised data sets."""
-    return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
+    try:
+        return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
+    except RuntimeError:  # no HOME, and the system does not know this user
+        raise EnvironmentMismatch(
+            "this user has no home folder; set HOME to a folder that can be written, or FINETUNE_CACHE and HF_HOME"
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -279,10 +282,12 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except FinetuneError:
+        raise
     except OSError as error:
         raise EnvironmentMismatch(_disk_message(path, error.errno, error.strerror or str(error), kept)) from error
-    except SafetensorError as error:
-        errno_text = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno in its text alone
+    except Exception as error:
+        errno_text = re.search(r"os error (\d+)", str(error))  # safetensors and tokenizers give it in their text alone
         if errno_text is None:
             raise
         number = int(errno_text[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import shutil
 import sys
@@ -139,6 +140,21 @@ def _write(stream: TextIO | None, text: str) -> None:
 def lasting(stream: TextIO | None) -> TextIO:
     """The stream, wrapped so that it never raises."""
     return cast(TextIO, stream if isinstance(stream, LastingStream) else LastingStream(stream))
+
+
+def open_missing_streams() -> None:
+    """Give a process that was started without standard input, output or error (a daemon, `>&-`) the null device.
+
+    Python has None for such a stream, and the next file that is opened would take its number: children would write
+    their lines into that file. Call it first.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, so this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # for good
 
 
 def keep_printing() -> None:

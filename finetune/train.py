@@ -18,8 +18,8 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import STOPPED, FinetuneError, NoRendezvous
-from finetune.output_stream import keep_printing, one_line, wrapped
+from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous
+from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with segments_explained():
+            refuse_deleted_folder()
             loaded = load_recipe(arguments[0], arguments[1:], here=True)
             announce(loaded.recipe)
             launch = set_up_process(loaded.recipe)
@@ -70,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def refuse_deleted_folder() -> None:
+    """Raise EnvironmentMismatch in a folder that was deleted. MKL ends a process there, with a line about torch."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise EnvironmentMismatch("the folder that this shell is in was deleted; cd to another one") from None
+
+
 def announce(recipe: Recipe) -> None:
     """Print the first line on the first rank. Importing torch comes later and takes seconds to minutes."""
     from finetune.launch.launcher import speaks_for_ranks
@@ -86,9 +95,9 @@ def set_up_process(recipe: Recipe) -> Launch:
     from finetune.launch.signals import die_with_launcher
 
     die_with_launcher()  # before importing torch, because that takes minutes for a hundred ranks
-    for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
+    for library in ("bitsandbytes", "torchao", "matplotlib"):  # log missing kernels and folders when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
-    from finetune.launch.cpu_memory import bound_libraries
+    from finetune.launch.cpu_memory import bound_libraries, readable_threads
     from finetune.launch.gpu_environment import set_gpu_environment
 
     bound_libraries()  # before torch loads, and so the next
@@ -102,6 +111,8 @@ def set_up_process(recipe: Recipe) -> Launch:
     from finetune.strategies.accelerator import silence_libraries
 
     launch = read_launch()
+    if (line := readable_threads()) and launch.is_main:
+        print(line, file=sys.stderr)
     refuse_secrets(recipe)
     silence_libraries(launch)  # before the libraries that log at their import
     return launch
@@ -121,6 +132,7 @@ def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as a whole process, perhaps one of several ranks. Returns the exit code."""
     from finetune.launch.signals import stopped_by_signals
 
+    open_missing_streams()
     keep_printing()
     with stopped_by_signals():
         return _wait_for_rank_0(main(argv))

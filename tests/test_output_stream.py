@@ -137,3 +137,35 @@ def test_on_a_terminal_lines_break_between_words_and_commands_stay_whole(monkeyp
     assert lines[-2:] == [command, indented]
     assert " ".join(lines[:-2]) == notice
     assert max(map(len, lines[:-2])) <= 40
+
+
+STARTED = """
+import os, sys
+from finetune.output_stream import open_missing_streams
+open_missing_streams()
+print("out", flush=True)
+print("err", file=sys.stderr, flush=True)
+assert sys.stdin.read() == ""
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    os.system("echo a child")
+"""
+
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2), (0,), (2,), (0, 2)])
+def test_a_process_without_streams_gets_the_null_device(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """By a shell that closes them, as a daemon's parent does: `finetune train R >&- 2>&-`."""
+    code, file = tmp_path / "started.py", tmp_path / "file"
+    code.write_text(STARTED)
+    shell = " ".join(f"{number}<&-" if number == 0 else f"{number}>&-" for number in closed)
+    process = subprocess.run(
+        ["sh", "-c", f'"$0" -S "$@" {shell}', sys.executable, str(code), str(file)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.returncode == 0, process.stderr
+    assert file.read_text() == "", "a child's line went into a file"
+    assert process.stdout == ("" if 1 in closed else "out\na child\n")
+    assert process.stderr == ("" if 2 in closed else "err\n")

@@ -76,7 +76,9 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
 
     A user's mistake becomes its text and exit code, never a traceback.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing optional kernels
+    # They warn about missing optional kernels, and about a home folder that cannot be written.
+    for library in ("bitsandbytes", "matplotlib"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         result = work()
     except FinetuneError as error:
@@ -88,6 +90,11 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
             if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
                 typer.echo(f"{len(mistakes)} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
+    except UnicodeEncodeError as error:
+        if sys.getfilesystemencoding() != "ascii":
+            raise
+        typer.echo(f"this shell's LC_ALL or LANG cannot say {error.object!a}; unset it, or set PYTHONUTF8=1", err=True)
+        raise typer.Exit(4) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # 128 + SIGINT, as shells report it
     if as_json:

@@ -16,8 +16,8 @@ from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, user_path
 from finetune.files import check_output
-from finetune.launch.cpu_memory import bound_libraries
-from finetune.output_stream import plain_output
+from finetune.launch.cpu_memory import bound_libraries, readable_threads
+from finetune.output_stream import open_missing_streams, plain_output
 
 
 def _print_version(asked: bool) -> None:
@@ -290,7 +290,10 @@ app.command()(data_verbs.doctor)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default the console's. Returns the exit code."""
+    open_missing_streams()
     words = sys.argv[1:] if argv is None else list(argv)
+    if line := readable_threads():
+        print(line, file=sys.stderr)
     # Frames and lines broken at 80 columns are for a terminal. In a file or a pipe each message is one line, for grep.
     app.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from finetune.cli.app import Overrides, RecipeFile, run_verb
+from finetune.cli.app import Overrides, RecipeFile, run_verb, say
 
 
 def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
@@ -13,12 +13,15 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
     words = [str(recipe), *(overrides or [])]
 
     def work() -> dict[str, Any]:
+        from finetune.launch.launcher import take_out_left_over
         from finetune.launch.local_ranks import is_rank_already, ranks_here, run_ranks
         from finetune.launch.script import plan_launch
         from finetune.paths import TRAIN_SCRIPT
         from finetune.recipe.loader import load_recipe
 
         load_recipe(recipe, words[1:], here=True)  # reports mistakes before any process starts
+        if left_over := take_out_left_over():
+            say(left_over, err=True)
         if is_rank_already():
             return {"exit_code": train_here(words)}
         plan = plan_launch(recipe, words[1:], launcher="torchrun")

@@ -19,6 +19,7 @@ from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
+from finetune.model.base_identity import with_the_runs_base
 from finetune.model.build import load_base
 from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
@@ -68,7 +69,7 @@ def recipe_of_run(resolved: Path) -> Recipe:
     # recipe.yaml may be a stranger's. Code that this user never accepted must not run.
     if recipe.model.trust_remote_code:
         refuse_unknown_code(resolved.parent, recipe.model.name_or_path, recipe.model.revision)
-    return recipe
+    return with_the_runs_base(recipe, resolved.parent)
 
 
 def best_device() -> torch.device:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from finetune.errors import FinetuneError
+from finetune.hub.already_there import parsed_card
 from finetune.model.packaged import PREFIX, in_hub_cache, read_origin, resolve_model_path
 from finetune.recipe.schema import ModelSection
-from finetune.recipe.yaml_text import yaml_value
 from finetune.untrusted.json_files import read_bounded, read_object
 
 if TYPE_CHECKING:
@@ -102,14 +100,10 @@ def _licence_in(card: Path) -> dict[str, str]:
         text = read_bounded(card, MOST_CARD).decode("utf-8", "replace")
     except FinetuneError:
         return {}
-    front_matter = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    if front_matter is None:
-        return {}
     try:
-        values = yaml_value(front_matter[1])
-    except yaml.YAMLError:
+        return _licence_fields(parsed_card(text, str(card)).data.to_dict())
+    except FinetuneError:
         return {}
-    return _licence_fields(values) if isinstance(values, dict) else {}
 
 
 def _licence_fields(values: Mapping[str, Any]) -> dict[str, str]:

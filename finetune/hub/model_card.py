@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.hub.base_model import BaseFacts
 from finetune.recipe.adapter_config import names_a_folder
@@ -28,77 +27,23 @@ LEARNED_FROM = {"assistant": "the assistant's turns", "completion": "the last an
 TASK = "text-generation"
 
 
-@dataclass(frozen=True)
-class Paper:
-    """The publication of an objective."""
+class Paper(NamedTuple):
+    """The publication of an objective. Its page on arXiv has the entry for a list of references."""
 
-    key: str
     title: str
-    authors: str
-    year: int
     arxiv: str
-
-    @property
-    def bibtex(self) -> str:
-        """The entry for a list of references. Two braces keep the title's capitals."""
-        lines = [
-            f"@misc{{{self.key},",
-            f"  title = {{{{{self.title}}}}},",
-            f"  author = {{{self.authors}}},",
-            f"  year = {self.year},",
-            f"  eprint = {{{self.arxiv}}},",
-            "  archivePrefix = {arXiv},",
-            "}",
-        ]
-        return "\n".join(lines)
 
 
 PAPERS = {
-    "sigmoid": Paper(
-        "rafailov2023direct",
-        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        "Rafael Rafailov and Archit Sharma and Eric Mitchell and Christopher D. Manning and Stefano Ermon and "
-        "Chelsea Finn",
-        2023,
-        "2305.18290",
-    ),
-    "robust": Paper(
-        "chowdhury2024provably",
-        "Provably Robust DPO: Aligning Language Models with Noisy Feedback",
-        "Sayak Ray Chowdhury and Anush Kini and Nagarajan Natarajan",
-        2024,
-        "2403.00409",
-    ),
-    "ipo": Paper(
-        "azar2023general",
-        "A General Theoretical Paradigm to Understand Learning from Human Preferences",
-        "Mohammad Gheshlaghi Azar and Mark Rowland and Bilal Piot and Daniel Guo and Daniele Calandriello and "
-        "Michal Valko and Rémi Munos",
-        2023,
-        "2310.12036",
-    ),
+    "sigmoid": Paper("Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"),
+    "robust": Paper("Provably Robust DPO: Aligning Language Models with Noisy Feedback", "2403.00409"),
+    "ipo": Paper("A General Theoretical Paradigm to Understand Learning from Human Preferences", "2310.12036"),
     "apo_zero": Paper(
-        "doosterlinck2024anchored",
         "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
-        "Karel D'Oosterlinck and Winnie Xu and Chris Develder and Thomas Demeester and Amanpreet Singh and "
-        "Christopher Potts and Douwe Kiela and Shikib Mehri",
-        2024,
         "2408.06266",
     ),
-    "simpo": Paper(
-        "meng2024simpo",
-        "SimPO: Simple Preference Optimization with a Reference-Free Reward",
-        "Yu Meng and Mengzhou Xia and Danqi Chen",
-        2024,
-        "2405.14734",
-    ),
-    "kto": Paper(
-        "ethayarajh2024kto",
-        "KTO: Model Alignment as Prospect Theoretic Optimization",
-        "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
-        2024,
-        "2402.01306",
-    ),
+    "simpo": Paper("SimPO: Simple Preference Optimization with a Reference-Free Reward", "2405.14734"),
+    "kto": Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"),
 }
 OBJECTIVE_TAGS = {"supervised": "sft", "dpo": "dpo", "kto": "kto"}
 CARD_TEMPLATE = "model_card.md.jinja"

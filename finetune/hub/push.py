@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import write_json
-from finetune.hub.base_model import ask_licence, check_repository, read_base
+from finetune.hub.already_there import marked_card, merged_card, obsolete_files
+from finetune.hub.base_model import MOST_CARD, ask_licence, check_repository, read_base
 from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
@@ -20,10 +21,11 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.facts import read_run
+from finetune.untrusted.json_files import read_bounded
 from finetune.untrusted.library_words import in_one_line, words_of
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
 RECORD = "hub.json"  # in the run's folder: how the last push ended
 
@@ -97,6 +99,10 @@ def describe_upload(upload: Upload, destination: Destination) -> str:
     lines += [f"  {file.size:>14,} bytes  {file.path}" for file in upload.files]
     lines += [f"  stays here: {name}" for name in upload.left_out]
     lines += [f"note: {note}" for note in upload.notes]
+    lines.append(
+        "note: a dry run does not ask what is there. The push removes an earlier model's files (weights, settings, "
+        "tokenizer) in the same commit and names them first; it keeps other files, and what others wrote in README.md"
+    )
     return "\n".join([*lines, "", "README.md:", upload.card])
 
 
@@ -117,7 +123,8 @@ def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None
     files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=destination.merged)
     check_no_secrets(files, known_secrets())
     # The card as it is sent: local paths in it are shortened.
-    card = next(file for file in files if file.path == "README.md").read().decode()
+    card = marked_card(next(file for file in files if file.path == "README.md").read().decode())
+    files = [replace(file, content=card.encode()) if file.path == "README.md" else file for file in files]
     notes = []
     if base.repository is None:
         notes.append(f"the base model {base.name} has no name on the Hub; if it has one: --base owner/name")
@@ -157,8 +164,15 @@ def push(
 
     api = HfApi(endpoint=endpoint)
 
+    said: set[str] = set()
+
     def log_retry(text: str) -> None:
         log(hide_secrets(text, known_secrets()))
+
+    def log_once(text: str) -> None:  # each attempt finds the same files there
+        if text not in said:
+            said.add(text)
+            log_retry(text)
 
     try:
         refuse_offline()
@@ -166,7 +180,9 @@ def push(
         for note in upload.notes:
             log(f"note: {note}")
         title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=destination.merged).name}"
-        sent = retry(lambda: _attempt(api, upload, destination, title), attempts=attempts, pause=pause, log=log_retry)
+        sent = retry(
+            lambda: _attempt(api, upload, destination, title, log_once), attempts=attempts, pause=pause, log=log_retry
+        )
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
         _record(run_dir, destination, {"state": "failed", "error": text})
@@ -188,41 +204,46 @@ def refuse_offline() -> None:
         raise EnvironmentMismatch("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
 
 
-def _attempt(api: HfApi, upload: Upload, destination: Destination, title: str) -> dict[str, Any]:
-    """Send everything once: check the rights, create the repository and branch, commit, and compare hashes."""
-    from huggingface_hub import CommitOperationAdd
+def _attempt(
+    api: HfApi, upload: Upload, destination: Destination, title: str, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Send everything once: check the rights, create the repository and branch, look at what is there, and commit."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub.hf_api import RepoFile
 
-    check_permission(api, destination.repo_id)
-    private = ensure_repository(api, destination.repo_id, public=destination.public)
-    if destination.revision != "main":
-        api.create_branch(destination.repo_id, branch=destination.revision, exist_ok=True)
+    repo, branch = destination.repo_id, destination.revision
+    check_permission(api, repo)
+    private = ensure_repository(api, repo, public=destination.public)
+    if branch != "main":
+        api.create_branch(repo, branch=branch, exist_ok=True)
+    # The listed commit is the new one's parent: the Hub refuses a branch that has moved since, and `retry` looks again.
+    head = api.repo_info(repo, revision=branch).sha
+    entries = [
+        entry for entry in api.list_repo_tree(repo, recursive=True, revision=head) if isinstance(entry, RepoFile)
+    ]
+    there = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
+    files, card = list(upload.files), ""
+    if "README.md" in there:
+        with tempfile.TemporaryDirectory() as folder:
+            file = api.hf_hub_download(repo, "README.md", revision=head, local_dir=folder)
+            card = read_bounded(Path(file), MOST_CARD).decode("utf-8", "replace")
+        merged, notes = merged_card(card, upload.card)
+        for note in notes:
+            log(f"note: {note}")
+        files = [replace(file, content=merged.encode()) if file.path == "README.md" else file for file in files]
     # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
-    adds = [CommitOperationAdd(file.path, file.content) for file in upload.files]
-    commit = api.create_commit(destination.repo_id, list(adds), commit_message=title, revision=destination.revision)
-    _verify(api, destination.repo_id, commit.oid, adds)
-    url = f"{api.endpoint}/{destination.repo_id}"
-    if destination.revision != "main":
-        url += f"/tree/{destination.revision}"
-    return {"commit": commit.oid, "url": url, "private": private}
-
-
-def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperationAdd]) -> None:
-    """Compare the Hub's reported hashes with the files sent. Raises ConnectionError, which `retry` retries."""
-    listed = api.get_paths_info(repo_id, [add.path_in_repo for add in adds], revision=commit)
-    entries = {entry.path: entry for entry in listed}
-    for add in adds:
-        entry: Any = entries.get(add.path_in_repo)
-        if entry is None:
-            raise ConnectionError(f"{add.path_in_repo} did not arrive")
-        # Large files are stored by their SHA-256. Small ones are git blobs: SHA-1 of "blob SIZE\0" and the content.
-        if entry.lfs is not None:
-            same = entry.lfs.sha256 == add.upload_info.sha256.hex()
-        else:
-            with add.as_file() as file:
-                content = file.read()
-            same = entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        if not same:
-            raise ConnectionError(f"{add.path_in_repo} arrived with another hash")
+    adds = [CommitOperationAdd(file.path, file.content) for file in files]
+    gone, staying = obsolete_files(there, {file.path: file for file in files}, card)
+    if gone:
+        log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
+    if staying:
+        log(f"note: stays there, and some readers take it for this model: {', '.join(staying)}; delete it if it is not")
+    operations: list[Any] = [*adds, *(CommitOperationDelete(path) for path in gone)]
+    commit = api.create_commit(repo, operations, commit_message=title, revision=branch, parent_commit=head)
+    url = f"{api.endpoint}/{repo}"
+    if branch != "main":
+        url += f"/tree/{branch}"
+    return {"commit": commit.oid, "url": url, "private": private, "removed": gone}
 
 
 def _record(run_dir: Path, destination: Destination, facts: dict[str, Any]) -> dict[str, Any]:

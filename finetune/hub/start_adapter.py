@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
+from finetune.model.base_identity import BASE_CONTENT, base_identity
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.on_top import START, fetched_adapter_file, fill, frozen_parameters, is_on_top
 from finetune.model.packaged import published_name, resolve_model_path
@@ -35,6 +36,7 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.zero_state import load_masters
 from finetune.untrusted.model_folder import look_at_adapter
+from finetune.untrusted.safetensors_header import read_metadata
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class StartAdapter:
     file: Path
     sha256: str
     base: str  # the base model's name, as the adapter has it
+    content: str | None  # of the base that it was trained on; None: another tool's adapter, or an older one
     keys: Mapping[str, str]  # the model's parameter -> the file's tensor
 
     def facts(self) -> dict[str, Any]:
@@ -56,8 +59,11 @@ class StartAdapter:
         """A line for the user. It also tells if the adapter was made for another base."""
         does = "a new adapter is trained on top of" if is_on_top(recipe) else "training starts from"
         line = f"model.adapter: {does} {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
-        model = recipe.model.name_or_path
-        if self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
+        model, now = recipe.model.name_or_path, base_identity(recipe.model)["content"]
+        if self.content and now:  # then names say nothing more
+            if self.content != now:
+                line += f"; it was made for a base with the content {self.content[:12]}, {model} has {now[:12]}"
+        elif self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
             line += f"; it was made for {self.base}, this recipe has {model}: see that the two are one model"
         return line
 
@@ -87,7 +93,7 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
     keys = _fitting_keys(recipe, name, file)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return StartAdapter(name, revision, file, sha256, base, keys)
+    return StartAdapter(name, revision, file, sha256, base, read_metadata(file).get(BASE_CONTENT), keys)
 
 
 def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:

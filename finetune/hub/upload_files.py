@@ -239,7 +239,7 @@ def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
         paths += [entry.path, *([files] if isinstance(files, str) else files)]
     names = {path: Path(path).name for path in paths if path and os.path.isabs(path) and "\n" not in path}
     names |= {str(run_dir.resolve()): run_dir.name}
-    folders = {str(Path.cwd()): ".", str(Path.home()): "~"}
+    folders = {str(Path.cwd()): ".", os.path.expanduser("~"): "~"}
     # "/" alone, as a working directory or a home, would replace every slash.
     names |= {f"{path}/": f"{brief}/" for path, brief in folders.items() if len(path) > 1}
     return dict(sorted(names.items(), key=lambda entry: -len(entry[0])))

@@ -10,8 +10,30 @@ import os
 import sys
 from collections.abc import MutableMapping
 
+from finetune.output_stream import one_line
+
 _SPINS = "1000"  # a few microseconds, then a waiting thread of GNU's OpenMP sleeps
 _KEPT = "256"  # products, 0.3 MB each; a row of SmolLM2 with adapters takes about 60, forward and backward
+
+
+def readable_threads(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Make the thread counts numbers that every library reads. Returns a line about a change; empty without one.
+
+    OpenMP takes a list by level (4,2), and a container's limit may be written there (500m). Accelerate takes a number.
+    """
+    changes = []
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = environment.get(name)
+        if value is None or (value.strip().isdecimal() and int(value) > 0):
+            continue
+        first = value.split(",")[0].strip()
+        if first.isdecimal() and int(first) > 0:
+            environment[name] = first
+            changes.append(f"{name}={one_line(value, 40)}: its first number counts, {first}")
+        else:
+            del environment[name]
+            changes.append(f"{name}={one_line(value, 40)} is no number of threads and is left out")
+    return "; ".join(changes)
 
 
 def bound_libraries(environment: MutableMapping[str, str] = os.environ) -> None:

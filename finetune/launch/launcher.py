@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from finetune.errors import EnvironmentMismatch
+from finetune.launch.slurm import slurm_ranks
 from finetune.output_stream import one_line
 from finetune.paths import read_regular
 from finetune.recipe.yaml_text import MAX_BYTES, yaml_value
@@ -113,6 +114,45 @@ def refuse_left_over(environment: Mapping[str, str], *, by_launcher: bool) -> No
         raise _left_over("LOCAL_RANK", str(local_rank), f"is not one of {local_world} ranks of a machine")
     if world > 1 and not by_launcher and "MASTER_ADDR" not in environment:
         raise _left_over("WORLD_SIZE", str(world), "names other ranks, and MASTER_ADDR does not say where they are")
+
+
+# Set by launchers and one-pod jobs, and read by Accelerate. A user may set the last two.
+_OF_LAUNCHERS = (
+    "LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ADDR MASTER_PORT TORCHELASTIC_ PET_ "
+    "ACCELERATE_ FSDP_ PMI_ OMPI_COMM_WORLD_ MV2_COMM_WORLD_ FINETUNE_RANKS"
+).split()
+_OF_USERS = ("ACCELERATE_USE_CPU", "ACCELERATE_LOG_LEVEL")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def take_out_left_over(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Take a launcher's variables out if no launcher started this process as one of several ranks.
+
+    A shell, an image or a job with one pod sets them. Returns a line that names them; empty if there are none. Raises
+    EnvironmentMismatch for contradictory ones, and under mpirun.
+    """
+    if _find_launcher(environment)[0] or slurm_ranks(environment):
+        return ""
+    refuse_left_over(environment, by_launcher=False)
+    if int(environment.get("WORLD_SIZE", "1")) > 1:  # ranks started by hand, or by a cluster's operator
+        return ""
+    for name in _MPI_SIZES:
+        if environment.get(name, "1") not in ("", "1"):
+            raise EnvironmentMismatch(
+                f"launch: {name}={one_line(environment[name], 40)}: mpirun's ranks do not train together; start "
+                f"`finetune train` without mpirun, or unset {name} if a shell has it left over"
+            )
+    exact = ("RANK", "WORLD_SIZE")
+    names = sorted(
+        name
+        for name in environment
+        if (name in exact or name.startswith(tuple(_OF_LAUNCHERS))) and name not in _OF_USERS
+    )
+    for name in names:
+        del environment[name]
+    if not names:
+        return ""
+    return f"launch: no launcher started this process, so it takes no notice of {', '.join(names)} (unset them)"
 
 
 def _left_over(name: str, value: str, problem: str) -> EnvironmentMismatch:

@@ -36,7 +36,10 @@ _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
 def is_rank_already(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun or another launcher started this process as a rank. Raises EnvironmentMismatch as slurm_ranks."""
+    """Whether srun or another launcher started this process as a rank. Raises EnvironmentMismatch as slurm_ranks.
+
+    Call it after `take_out_left_over`.
+    """
     return under_launcher(environment) or "RANK" in environment or bool(slurm_ranks(environment))
 
 

@@ -36,7 +36,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     rank = _number(environment, "SLURM_PROCID")
     if "RANK" in environment or rank is None or tasks == 1:
         return {}
-    if rank == 0 and "SLURM_JOB_ID" in environment and not any(name in environment for name in _STEP_VARIABLES):
+    if "SLURM_JOB_ID" in environment and not any(name in environment for name in _STEP_VARIABLES):
         raise EnvironmentMismatch(
             f"launch: Slurm gave this job {tasks} tasks, but srun did not start this process, which would train alone; "
             "write `srun python finetune/train.py RECIPE` in the job's script, or give the job one task (--ntasks=1)"

@@ -23,6 +23,7 @@ from finetune.files import read_lines, remove_folder, write_json
 from finetune.launch.local_ranks import check_rank_count
 from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
+from finetune.model.base_identity import base_identity, is_same_base, recorded_base
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare_rows import SEED_KEY, AskedRow, ComparedRow, check_compared
 from finetune.preflight.job import failure_reason
@@ -157,9 +158,11 @@ def _finished_rows(comparison: Comparison) -> dict[str, Row]:
 
 
 def _has_its_folder(comparison: Comparison, row: Row) -> bool:
-    """Whether the job's folder of a finished row is still there, for `finetune report`."""
+    """Whether the job's folder of a finished row is still there, for `finetune report`, and its base is the same."""
     return any(
-        each.name == row["name"] and (comparison.job_folder(each) / "metrics.jsonl").is_file()
+        each.name == row["name"]
+        and (comparison.job_folder(each) / "metrics.jsonl").is_file()
+        and is_same_base(recorded_base(comparison.job_folder(each)), base_identity(each.recipe.model)) is not False
         for each in comparison.rows
     )
 

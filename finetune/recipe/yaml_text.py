@@ -124,7 +124,10 @@ def parse(text: str) -> Parsed:
     except yaml.reader.ReaderError as error:
         before = LINE_END.split(text[: error.position])
         place = Place(len(before), len(before[-1]) + 1)
-        parsed.flaws.append(Flaw(place, "", "holds a character that YAML does not allow; remove it"))
+        problem = "holds a character that YAML does not allow; remove it"
+        if "\udc80" <= text[error.position] <= "\udcff":  # Python's mark for a byte that it could not read as a letter
+            problem = "holds a letter that this shell's LC_ALL or LANG cannot say; unset it, or set PYTHONUTF8=1"
+        parsed.flaws.append(Flaw(place, "", problem))
         return parsed
     if node is not None:
         parsed.value = _value(node, (), parsed)

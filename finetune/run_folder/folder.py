@@ -6,8 +6,11 @@ metrics.jsonl  samples.jsonl  reference.json  checkpoints/  adapter/ or model/  
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +28,7 @@ from finetune.files import (
     sync,
     write_json,
 )
+from finetune.model.base_identity import base_in_words, is_same_base
 from finetune.output_stream import one_line
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
@@ -68,6 +72,10 @@ FREE_TO_CHANGE = (
     "training.resume",
 )
 
+# The base in a run's identity: model/base_identity.py. Content counts, so files may lie elsewhere in a resumed run.
+BASE = "base"
+DATA_PLACES = re.compile(r"data\.(train|eval)(\[\d+\])?\.(path|name|revision|data_files(\[\d+\])?)|data\.chat_template")
+
 RunState = Literal["running", "stopped", "finished", "failed"]
 
 
@@ -98,6 +106,10 @@ def curve_identity(recipe: Recipe) -> dict[str, Any]:
     others = tuple(f"{name}." for name in ("dpo", "kto") if name != objective)
     supervised = ("training.objective",) if objective == "supervised" else ()
     return {key: value for key, value in identity.items() if not key.startswith(others) and key not in supervised}
+
+
+def _equal(key: str, earlier: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    return key in earlier and earlier[key] == identity.get(key)
 
 
 def _is_free(key: str) -> bool:
@@ -135,11 +147,19 @@ def claim_run_folder(
     notes: list[str] = []
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
-        number = 1
-        while (renamed := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
-            number += 1
-        os.rename(run_dir, renamed)
-        sync(run_dir.parent)
+        place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
+        try:
+            while (renamed := place.with_name(f"{place.name}.previous-{number}")).exists():
+                number += 1
+            os.rename(place, renamed)
+            place.mkdir()
+        except OSError as error:  # a name that is too long with the suffix, another user's folder above
+            os.close(locked)
+            raise FinetuneError(
+                f"{run_dir}: resume is never, and this folder cannot be renamed to .previous-{number}: "
+                f"{error.strerror}; move it away yourself, or choose another output_dir"
+            ) from None
+        sync(place.parent)
         notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
         os.close(locked)  # the lock went with the renamed folder
         locked, previous = _lock(run_dir, wait_seconds), None
@@ -184,8 +204,27 @@ def _start(
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
     # An older release may have saved keys that are free to change now.
-    keys = (key for key in {**previous["identity"], **identity} if not _is_free(key))
-    differing = [key for key in keys if previous["identity"].get(key, _UNSET) != identity.get(key, _UNSET)]
+    earlier = previous["identity"]
+    keys = (key for key in {**earlier, **identity} if not _is_free(key))
+    differing = [key for key in keys if earlier.get(key, _UNSET) != identity.get(key, _UNSET)]
+    # Releases that knew no base's identity wrote none, and a part of it may be unknown.
+    same_base = is_same_base(earlier.get(BASE), identity.get(BASE))
+    if same_base is not False:
+        differing = [key for key in differing if key != BASE]
+    notes = list(damaged)
+    for is_equal, places in (
+        (same_base, re.compile(r"model\.(name_or_path|revision)")),
+        (_equal("data fingerprint", earlier, identity), DATA_PLACES),
+        (_equal("adapter fingerprint", earlier, identity), re.compile(r"model\.adapter(_revision)?")),
+    ):
+        moved = [key for key in differing if is_equal and places.fullmatch(key)]
+        differing = [key for key in differing if key not in moved]
+        notes += [
+            f"{run_dir}: {key}: {one_line(earlier.get(key, _UNSET))} there, {one_line(identity.get(key, _UNSET))} now; "
+            "its content is the same, so the run goes on"
+            for key in moved
+        ]
+    damaged = tuple(notes)
     if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
         longer = go_on(run_dir, previous, asked, checkpoint)
         if longer is not None:
@@ -193,11 +232,19 @@ def _start(
             return "resumed", longer[0], (*damaged, longer[1])
     if differing:
         lines = []
+        if finished and asked is not None and asked.steps > asked.as_before(earlier).steps:
+            differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
         for key in differing:
-            there, now = (one_line(facts.get(key, _UNSET)) for facts in (previous["identity"], identity))
+            there, now = (
+                base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
+                for facts in (earlier, identity)
+            )
+            if key == BASE and earlier[BASE].get("commit"):
+                now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
             lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+        other = "base" if differing == [BASE] else "recipe"
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
-        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *first_lines(lines, 40), remedy]))
+        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another {other}:", *first_lines(lines, 40), remedy]))
     return ("finished" if finished else "resumed"), checkpoint, damaged
 
 
@@ -228,12 +275,28 @@ def _refuse_foreign(run_dir: Path) -> None:
 def _lock(run_dir: Path, wait_seconds: float) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if _of_another_user(run_dir) is not None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return lock(run_dir / LOCK, wait_seconds=wait_seconds)
     except BlockingIOError as error:
         remedy = "wait for it, stop it, or choose another output_dir"
         raise FinetuneError(f"{run_dir}: another run is writing here ({error.strerror}); {remedy}") from None
     except OSError as error:
-        raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
+        problem, remedy = f"output_dir cannot be used: {error.strerror}", "choose another"
+        if (other := _of_another_user(run_dir)) is not None:
+            problem = f"{other.relative_to(run_dir)} cannot be written, it belongs to user {other.stat().st_uid}"
+            remedy = f"give it to this user: chown -R {os.getuid()} {shlex.quote(str(run_dir))}"
+        raise FinetuneError(f"{run_dir}: {problem}; {remedy}") from None
+
+
+def _of_another_user(run_dir: Path) -> Path | None:
+    """The first of the run's own files and folders that this user cannot write; None if there is none."""
+    if not os.access(run_dir, os.X_OK | os.R_OK):
+        return None
+    for path in (*(run_dir / name for name in (*OWN_FILES, "checkpoints")), *run_dir.glob("checkpoints/*")):
+        if path.exists() and not os.access(path, os.W_OK) and path.stat().st_uid != os.getuid():
+            return path
+    return None
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
@@ -263,6 +326,14 @@ def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str
     more = {"exported": dict(exported)} if exported else None
     _write_state(run_dir, state, step, saved["command"], saved["identity"], more)
     return str(saved["command"])
+
+
+def record_base(run_dir: Path, base: Mapping[str, Any]) -> None:
+    """Write the base's identity into a running run's state. A base from the Hub has its files here only when loaded."""
+    with exclusive(run_dir / STATE_LOCK):
+        saved = read_state(run_dir)
+        if saved is not None and saved["state"] == "running":
+            _write_state(run_dir, "running", saved["step"], saved["command"], saved["identity"] | {BASE: dict(base)})
 
 
 def mark_step(run_dir: Path, step: int) -> None:

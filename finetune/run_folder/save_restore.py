@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
+from finetune.model.base_identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.on_top import is_on_top, stack, start_file
@@ -31,6 +33,7 @@ from finetune.strategies.fsdp import reshard
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
 from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.safetensors_header import add_metadata
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -174,11 +177,12 @@ def export_weights(
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
+        rests_on = recorded_base(folder) or base_identity(recipe.model)
         below = None
         if is_on_top(recipe):
             _refuse_another_below(recipe)
             below = recipe
-        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below)
+        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below, rests_on=rests_on)
     return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
 
 
@@ -202,6 +206,7 @@ def export_adapter(
     *,
     base: str,
     below: Recipe | None = None,
+    rests_on: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -212,9 +217,11 @@ def export_adapter(
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
         below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
+        rests_on: The base's identity. Its commit becomes adapter_config.json's `revision`; its content goes into the
+            weight file's metadata, where readers of adapters look for nothing.
     """
     config = model.peft_config["default"]
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = base, rests_on.get("commit")
     whole_names = names_in_whole(decoder_parts(model))
 
     def write(folder: Path) -> None:
@@ -232,6 +239,8 @@ def export_adapter(
             if isinstance(saved.get(key), list):
                 saved[key] = sorted(saved[key])
         write_json(config_file, saved)
+        if rests_on.get("content"):
+            add_metadata(folder / WEIGHTS, {BASE_CONTENT: str(rests_on["content"])})
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "adapter", write)
@@ -268,6 +277,10 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     remove_folder(temporary)  # from a process that was killed during an export
     with disk_errors(target, "checkpoints are intact; "):
-        write(temporary)
-        publish_folder(temporary, target)
+        try:
+            write(temporary)
+            publish_folder(temporary, target)
+        except BaseException:
+            remove_folder(temporary)  # half an export would keep a full disk full
+            raise
     return target

@@ -34,6 +34,7 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
+from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
@@ -42,7 +43,7 @@ from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
-from finetune.run_folder.folder import Claim, mark_run
+from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
 from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
 from finetune.run_folder.saving.background import Saves, saves_in_background
@@ -318,6 +319,9 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     }
     if start.adapter is not None:
         content["adapter"] = start.adapter.facts()
+    if start.writes:
+        content["base"] = base_identity(start.recipe.model) | {"covers": COVERS}
+        record_base(start.run_dir, content["base"])
     content |= {
         "probe": start.probed,
         "recomputation": start.recomputation,

@@ -6,6 +6,7 @@ The first refusal ends the start. Only rank 0 writes, and only at the end, when 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from finetune.launch.launcher import Launch, continue_command
 from finetune.launch.signals import StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
+from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
 from finetune.recipe.gpus import Gpus
@@ -31,7 +34,7 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.folder import Claim, claim_run_folder, curve_identity
+from finetune.run_folder.folder import BASE, Claim, claim_run_folder, curve_identity
 from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens.dataset import Prepared, prepare
@@ -93,7 +96,21 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
             notes.append(slow)
         for note in notes:
             print(wrapped(note, sys.stderr), file=sys.stderr)
+    # A resumed run goes on with its own base, also if the Hub's branch has moved. A new one keeps to one commit.
+    asked = recipe.model.revision
+    recorded = recorded_base(Path(recipe.run_dir)) if recipe.training.resume != "never" else None
+    recipe = at_recorded_commit(recipe, recorded)
     tokenizer = load_tokenizer(recipe)
+    base = base_identity(recipe.model)
+    if launch.is_main and recipe.model.revision != asked:
+        branch = folder_of(recipe.model.name_or_path, asked)
+        if branch is not None and branch.name != recipe.model.revision:
+            print(
+                f"model.revision: {asked} is {branch.name[:12]} now; this run goes on with its own base, "
+                f"{recipe.model.revision[:12]}",
+                file=sys.stderr,
+            )
+    recipe = at_recorded_commit(recipe, base)
 
     recomputation = own_recomputation(recipe, launch)
     recipe = recomputation.recipe
@@ -122,7 +139,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     check_best(recipe, plan.total_steps)
     claim = None
     if launch.is_main:
-        claim = _claim(loaded, prepared, adapter, command)
+        claim = _claim(loaded, prepared, adapter, base, command)
         if claim.status != "finished":
             print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
     return Start(
@@ -150,10 +167,12 @@ def own_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
     return choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
 
 
-def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:
+def _claim(
+    loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, base: Mapping[str, Any], command: str
+) -> Claim:
     """Rank 0 locks the run's folder and writes the facts known at the start."""
     recipe = loaded.recipe
-    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
+    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(base)}
     if adapter is not None:
         identity |= {"adapter fingerprint": adapter.sha256}
     claim = claim_run_folder(

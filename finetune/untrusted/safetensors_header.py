@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +72,28 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
     _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
     _refuse_what_safetensors_does(path)
     return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts in a file's header that are no tensors; empty without any. The file has passed `read_header`."""
+    with safe_open(path, framework="numpy") as file:
+        return dict(file.metadata() or {})
+
+
+def add_metadata(path: Path, texts: Mapping[str, str]) -> None:
+    """Add texts to the header of a file of ours; its tensors stay as they are.
+
+    safetensors would write them in another order each time. Equal runs have equal files.
+    """
+    aside = path.with_name(f".tmp-{path.name}")
+    with path.open("rb") as file, aside.open("wb") as changed:
+        header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+        header["__metadata__"] = dict(sorted({**header.get("__metadata__", {}), **texts}.items()))
+        content = json.dumps(header, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % 8)  # the data begin at a multiple of 8
+        changed.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
+        shutil.copyfileobj(file, changed, 2**24)
+    os.replace(aside, path)
 
 
 def _refuse_what_safetensors_does(path: Path) -> None:

@@ -95,7 +95,7 @@ def test_several_machines_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
         ([str(FSDP), *TWO_RANKS], 0, {}, 2),
         ([str(FSDP)], 0, {}, None),
         ([str(FSDP), "accelerate_config=single", "budget.gpus=1"], 1, {}, None),
-        ([str(FSDP)], 4, {"RANK": "3", "WORLD_SIZE": "4"}, None),
+        ([str(FSDP)], 4, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, None),
     ],
 )
 def test_one_process_trains_here_and_several_are_started(

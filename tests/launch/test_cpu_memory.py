@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import console
-from finetune.launch.cpu_memory import bound_libraries
+from finetune.launch.cpu_memory import bound_libraries, readable_threads
 from tests.support.runs.recipes import least, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,3 +104,31 @@ def test_every_verb_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         console()
     assert {name: os.environ.get(name) for name in bounded} == bounded
+
+
+@pytest.mark.parametrize(
+    ("value", "left", "told"),
+    [
+        (None, None, ""),
+        ("4", "4", ""),
+        (" 4 ", " 4 ", ""),
+        ("4,2", "4", "its first number counts, 4"),
+        ("8,,1", "8", "its first number counts, 8"),
+        ("500m", None, "is no number of threads and is left out"),
+        ("", None, "is left out"),
+        ("0", None, "is left out"),
+        ("-1", None, "is left out"),
+        ("1.5", None, "is left out"),
+        (",4", None, "is left out"),
+        ("0x2", None, "is left out"),
+        ("\u0664\u00b2", None, "is left out"),  # int() reads the first of them and not the second
+    ],
+)
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_threads_that_no_library_reads(name: str, value: str | None, left: str | None, told: str) -> None:
+    environment = {} if value is None else {name: value}
+    line = readable_threads(environment)
+    assert environment.get(name) == left
+    assert told in line
+    assert bool(line) == bool(told)
+    assert left is None or int(left) > 0  # as Accelerate reads it

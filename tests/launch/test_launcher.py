@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.launch import launcher
 from finetune.launch.launcher import continue_command, read_launch
+from finetune.train import main as train_main
 
 
 def test_options_of_the_launcher_not_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +199,12 @@ def test_whether_ranks_see_the_same_gpus(
     )
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
     assert read_launch({**ranks, **own}).shares_gpus == shared
+
+
+def test_a_folder_that_was_deleted_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert train_main(["/r.yaml"]) == 4
+    assert capsys.readouterr().err == "the folder that this shell is in was deleted; cd to another one\n"

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch import local_ranks
+from finetune.launch import launcher, local_ranks
+from finetune.launch.launcher import take_out_left_over
 from finetune.launch.local_ranks import is_rank_already, ranks_here
 from finetune.launch.script import plan_launch
 from tests.support.runs.launching import REPOSITORY
@@ -319,8 +320,56 @@ def test_gpus_are_counted_in_another_process() -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODELIST": "a"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, True),  # by hand, or a cluster's operator
-        ({"TORCHELASTIC_RUN_ID": "x"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}, True),
+        ({"TORCHELASTIC_RUN_ID": "x"}, False),  # left in a shell
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, False),  # an image's
+        ({"FINETUNE_RANKS": "2"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "PET_NNODES": "1"}, False),  # a job of one pod
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, False),
     ],
 )
 def test_a_rank_starts_no_ranks(environment: dict[str, str], rank: bool) -> None:
+    before, line = dict(environment), ""
+    if environment.get("WORLD_SIZE") != "2" or "MASTER_ADDR" in environment:
+        line = take_out_left_over(environment)
     assert is_rank_already(environment) is rank
+    gone = before.keys() - environment.keys()
+    assert not gone or not rank
+    assert all(name in line for name in gone)
+    assert bool(gone) == bool(line)
+
+
+def test_a_launchers_own_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "arguments_of", lambda process: ["python", "/env/bin/torchrun", "x.py"])
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    before = dict(environment)
+    assert take_out_left_over(environment) == ""
+    assert environment == before
+    assert is_rank_already(environment)
+
+
+def test_what_a_user_sets_for_accelerate_stays() -> None:
+    environment = {
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "HOME": "/",
+    }
+    assert "ACCELERATE_USE_FSDP, FSDP_OFFLOAD_PARAMS (unset them)" in take_out_left_over(environment)
+    assert environment == {"ACCELERATE_USE_CPU": "true", "HOME": "/"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=4: mpirun's ranks"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "unset PMI_SIZE"),
+        ({"RANK": "3"}, "RANK=3 is not one of 1 ranks .*unset RANK"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a count"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR does not say"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is not one of"),
+    ],
+)
+def test_contradictory_variables_are_refused_by_name(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=words):
+        take_out_left_over(environment)

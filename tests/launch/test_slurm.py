@@ -92,6 +92,7 @@ def test_what_is_left_alone(environment: dict[str, str]) -> None:
     ("changes", "words"),
     [
         ({"SLURM_STEP_ID": None, "SLURM_PROCID": "0"}, ["7 tasks", "srun python finetune/train.py", "--ntasks=1"]),
+        ({"SLURM_STEP_ID": None, "SLURM_PROCID": "3"}, ["7 tasks", "srun did not start"]),  # a job's shell, copied
         ({"SLURM_LOCALID": None}, ["SLURM_LOCALID", "torchrun"]),
         ({"SLURM_NODELIST": None, "SLURM_LOCALID": "0"}, ["SLURM_NODELIST", "MASTER_ADDR"]),
         ({"SLURM_DISTRIBUTION": "arbitrary"}, ["by hand", "MASTER_ADDR"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -20,6 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from finetune.errors import EnvironmentMismatch
+from finetune.model.base_identity import BASE_CONTENT
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.save_restore import export_adapter, export_model
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -113,6 +117,20 @@ def test_exporting_again_replaces_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+def test_the_adapter_names_its_base_by_commit_and_content(tmp_path: Path) -> None:
+    model, base = adapted(llama()), {"commit": "1" * 40, "content": "abc"}
+    written = []
+    for name in ("a", "b"):
+        folder = export_adapter(model, weights_of(model), tokenizer(), tmp_path / name, base="me/b", rests_on=base)
+        assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "1" * 40
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", BASE_CONTENT: "abc"}
+        written.append((folder / "adapter_model.safetensors").read_bytes())
+    assert written[0] == written[1]
+    again = PeftModel.from_pretrained(llama(), folder).eval()
+    torch.testing.assert_close(logits(again), logits(model.eval()))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_model_loads_in_plain_transformers(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
@@ -173,3 +191,26 @@ def test_the_optimizer_inside_accelerates_wrapper() -> None:
     again = optimizer_tensors(model, wrapped)
     assert saved.keys() == again.keys()
     assert all(saved[name].equal(again[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Exception("File too large (os error 27)"), OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()],
+    ids=["tokenizers", "disk", "ctrl-c"],
+)
+def test_half_an_export_is_removed(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's own writer raises no OSError; its words hold the number."""
+
+    def save(folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("half")
+        raise error
+
+    model, own = adapted(llama()), tokenizer()
+    monkeypatch.setattr(own, "save_pretrained", save)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else EnvironmentMismatch
+    with pytest.raises(expected) as caught:
+        export_adapter(model, weights_of(model), own, tmp_path, base="b")
+    assert list(tmp_path.iterdir()) == []
+    if expected is EnvironmentMismatch:
+        assert "adapter: could not be written: " in str(caught.value)
+        assert "checkpoints are intact" in str(caught.value)

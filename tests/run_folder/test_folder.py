@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.errors import FinetuneError
-from finetune.files import append_lines, cut_lines, read_lines
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import append_lines, cache_folder, cut_lines, read_lines
 from finetune.measure.environment import environment
 from finetune.recipe.schema import Recipe
 from finetune.run_folder import folder
@@ -28,6 +30,7 @@ from finetune.run_folder.folder import (
     mark_run,
     mark_step,
     read_state,
+    record_base,
 )
 from tests.support.runs.recipes import half_recipe
 
@@ -459,3 +462,134 @@ def test_appended_lines_are_whole_and_json(tmp_path: Path) -> None:
         {"step": 1, "loss": 0.1 + 0.2, "text": "ä\n"},
         {"step": 2, "loss": None, "parts": [None, 1]},
     ]
+
+
+BEFORE = {
+    "model.name_or_path": "m/llama", "model.revision": "main", "base": {"name": "m/llama", "content": "c1"},
+    "data.train[0].path": "json", "data.train[0].data_files": "a.jsonl", "data.eval[0].data_files[1]": "e.jsonl",
+    "data.train[0].format": "messages", "data fingerprint": "d1",
+    "model.adapter": "runs/a/adapter", "adapter fingerprint": "s1",
+}  # fmt: skip
+
+
+class TestMoved:
+    """Keys that name a place may change if the content there is equal, with a line for each."""
+
+    def again(self, run_dir: Path, **changes: Any) -> Claim:
+        return claim_run_folder(
+            run_dir, resume="auto", identity=BEFORE | changes, command="python train.py r.yaml", wait_seconds=0
+        )
+
+    @pytest.fixture
+    def there(self, tmp_path: Path) -> Path:
+        claimed = self.again(tmp_path / "run")
+        save(tmp_path / "run", 2)
+        claimed.release()
+        return tmp_path / "run"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"model.name_or_path": "n/llama", "base": {"name": "n/llama", "content": "c1"}},
+            {"model.name_or_path": "acme/llama", "model.revision": "v2", "base": {"content": "c1", "commit": "9"}},
+            {"data.train[0].data_files": "other/a.jsonl"},
+            {"data.train[0].path": "parquet", "data.eval[0].data_files[1]": "f.jsonl"},
+            {"model.adapter": "adapter", "model.adapter_revision": "v1"},
+        ],
+    )
+    def test_equal_content_goes_on_with_a_line_for_each(self, there: Path, changes: dict[str, Any]) -> None:
+        claimed = self.again(there, **changes)
+        claimed.release()
+        assert claimed.status == "resumed"
+        told = [note for note in claimed.notes if "its content is the same, so the run goes on" in note]
+        assert len(told) == len(changes.keys() - {"base"})
+        assert all(key in " ".join(told) for key in changes if key != "base")
+        again = self.again(there, **changes)
+        again.release()
+        assert not [note for note in again.notes if "its content" in note], "told once"
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            (
+                {"base": {"name": "m/llama", "content": "c2"}},
+                r"another base:\n  base: m/llama .*c1\) there, .*c2",
+            ),
+            (
+                {"model.name_or_path": "n", "base": {"name": "n", "content": "c2"}},
+                r"path: m/llama there, n now",
+            ),
+            (
+                {"model.name_or_path": "n", "base": {"name": "n", "content": None}},
+                r"path: m/llama there, n now",
+            ),
+            ({"data.train[0].data_files": "b.jsonl", "data fingerprint": "d2"}, r"data_files: a.jsonl there, b.jsonl"),
+            ({"data.train[0].format": "text"}, r"format: messages there, text now"),
+            ({"model.adapter": "b", "adapter fingerprint": "s2"}, r"model.adapter: runs/a/adapter there, b now"),
+        ],
+    )
+    def test_other_content_is_refused(self, there: Path, changes: dict[str, Any], words: str) -> None:
+        with pytest.raises(FinetuneError, match=words):
+            self.again(there, **changes)
+
+    def test_a_run_that_recorded_no_base_goes_on_as_ever(self, there: Path) -> None:
+        state = json.loads((there / "run_state.json").read_text())
+        del state["identity"]["base"]
+        (there / "run_state.json").write_text(json.dumps(state))
+        self.again(there).release()
+
+    def test_a_base_that_is_loaded_later_is_recorded(self, there: Path) -> None:
+        claimed = self.again(there, base={"commit": "1", "content": None})
+        record_base(there, {"commit": "1", "content": "c3"})
+        claimed.release()
+        self.again(there, base={"commit": None, "content": "c3"}, **{"model.name_or_path": "copy"}).release()
+
+
+def test_never_keeps_a_link_and_renames_the_folder_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk" / "real")
+    run(link, steps=1)
+    claim(link, "never").release()
+    assert link.is_symlink()
+    assert link.resolve() == tmp_path / "disk" / "real"
+    assert step_folder(tmp_path / "disk" / "real.previous-1", 1).is_dir()
+    assert not step_folder(link, 1).exists()
+
+
+def test_a_name_too_long_for_its_suffix_is_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("y" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 7))
+    run(long, steps=1)
+    with pytest.raises(FinetuneError, match=r"cannot be renamed to .previous-1: File name too long; move it away"):
+        claim(long, "never")
+    claim(long).release()
+
+
+@pytest.mark.parametrize("name", [".lock", "run_state.json", "metrics.jsonl", "checkpoints/step-00000001"])
+def test_a_file_of_another_user_is_named_with_the_command(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `chown USER run`: the folder may be written, a file in it not."""
+    run(tmp_path / "my run", steps=1)
+    real, other = os.access, tmp_path / "my run" / name
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != other and real(path, mode))
+    monkeypatch.setattr(os, "getuid", lambda: 955)
+    owner = other.stat().st_uid
+    with pytest.raises(FinetuneError) as caught:
+        claim(tmp_path / "my run")
+    words = str(caught.value)
+    assert f"{name} cannot be written, it belongs to user {owner}" in words
+    assert f"chown -R 955 '{tmp_path / 'my run'}'" in words
+    assert "choose another" not in words
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOME is not set, and the uid has no entry in passwd."""
+    for name in ("HOME", "FINETUNE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(EnvironmentMismatch, match=r"no home folder; set HOME .*FINETUNE_CACHE") as caught:
+        cache_folder()
+    assert caught.value.exit_code == 4
+    monkeypatch.setenv("FINETUNE_CACHE", "/somewhere")
+    assert cache_folder() == Path("/somewhere")

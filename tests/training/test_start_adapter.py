@@ -17,7 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
+from finetune.hub.start_adapter import StartAdapter
+from finetune.model.base_identity import BASE_CONTENT, content_of
+from finetune.recipe.loader import load_recipe
 from finetune.train import main
+from finetune.untrusted.safetensors_header import add_metadata
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.processes import run_python
 from tests.support.hub.server import TOKEN
@@ -374,8 +378,29 @@ def test_an_adapter_of_another_base_is_told(
 ) -> None:
     shutil.copytree(first / "run" / "adapter", tmp_path / "first" / "run" / "adapter")
     changed(base_model_name_or_path="someone/else")(tmp_path / "first" / "run" / "adapter")
+    add_metadata(tmp_path / "first" / "run" / "adapter" / "adapter_model.safetensors", {BASE_CONTENT: "0" * 32})
     assert main([str(from_adapter(tmp_path, base, tmp_path / "first"))]) == 0
-    assert f"it was made for someone/else, this recipe has {base}" in capsys.readouterr().out
+    assert f"it was made for a base with the content 000000000000, {base} has " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("someone/else", None, "it was made for someone/else, this recipe has {base}"),
+        ("{base}", None, None),
+        ("someone/else", "{content}", None),  # the same model under another name
+        ("{base}", "0" * 32, "it was made for a base with the content 000000000000, {base} has {content:.12}"),
+    ],
+)
+def test_when_another_base_is_told(
+    tmp_path: Path, base: Path, name: str, content: str | None, told: str | None
+) -> None:
+    recipe = load_recipe(write(tmp_path, base)).recipe
+    words = {"base": base, "content": content_of(base)}
+    adapter = StartAdapter("a", None, tmp_path, "5" * 64, name.format(**words), content and content.format(**words), {})
+    line = adapter.note(recipe)
+    assert ("it was made for" in line) == (told is not None)
+    assert told is None or told.format(**words) in line
 
 
 def test_rehearsal_and_plan_need_no_adapter(
