@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, units_of
+from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, nothing_left, units_of
 from finetune.tokens.encoder import Encoder
 from finetune.tokens.estimate import text_of
 from finetune.untrusted.library_words import in_one_line, not_loaded
@@ -44,6 +44,7 @@ class _Progress:
     encoded: int = 0
     nbytes: int = 0
     kept: int = 0  # rows with a document for training
+    counts: Counter[str] = field(default_factory=Counter)  # of documents left out, by reason
 
     @property
     def is_complete(self) -> bool:
@@ -80,12 +81,15 @@ def check_documents(recipe: Recipe) -> list[str] | None:
             rows = f"{progress.encoded:,} of {counted(progress.rows, 'row')}"
             notes.append(f"{source.name}: {rows} were encoded; `finetune preview` encodes all")
     mistakes.raise_if_any()
-    train = progress_of_sets[: len(data.train)]
-    if all(progress.is_complete for progress in train):
-        kept = sum(progress.kept for progress in train)
+    for key in ("train", "eval"):
+        part = progress_of_sets[: len(data.train)] if key == "train" else progress_of_sets[len(data.train) :]
+        if not part or not all(progress.is_complete for progress in part):
+            continue
+        kept = sum(progress.kept for progress in part)
         if not kept:
-            raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
-        if kept == 1 and isinstance(data.eval, EvalFraction):
+            counts = [progress.counts for progress in part]
+            raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
+        if kept == 1 and key == "train" and isinstance(data.eval, EvalFraction):
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
     return notes
 
@@ -106,10 +110,9 @@ def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes,
     """Encode a data set's chosen rows, and count them in `progress`."""
     check_set_variables(source, encoder)
     units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
-    counts: Counter[str] = Counter()
     last_row = None
     while chunk := list(islice(units, CHUNK_ROWS)):
-        for unit, _ in fitted_units(chunk, encoder, data, mistakes, counts):
+        for unit, _ in fitted_units(chunk, encoder, data, mistakes, progress.counts):
             progress.kept += unit.row is not last_row  # with train_on: each_turn, a row has several documents
             last_row = unit.row
 

@@ -13,7 +13,7 @@ from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
-from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
+from finetune.tokens.cache import StoredDocuments, content_key, nothing_left, stored_documents
 from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
@@ -51,6 +51,7 @@ class Prepared:
             ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
             ("truncated", "document", truncated),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
+            ("identical_cut", "pair", "left out: the answers differ only beyond data.max_length; raise it"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
             (
                 "control_token_texts",
@@ -119,7 +120,12 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     mistakes.raise_if_any()
 
     pool = DocumentPool(stores)
-    split = split_documents(pool, entries, len(data.train), data.eval, seed)
+    train_sets = len(data.train)
+    for key, part in (("train", stores[:train_sets]), ("eval", stores[train_sets:])):
+        if part and not any(map(len, part)):
+            counts = [store.facts for store in part]
+            raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
+    split = split_documents(pool, entries, train_sets, data.eval, seed)
     capacity: int | None = None  # one document a row
     if data.packing and data.unit == "documents":
         capacity = data.max_length  # a preference row stays one pair or one judged answer: its micro-batches are packed
@@ -185,8 +191,9 @@ def _facts(
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
     pairs = {}
-    if identical := total("identical"):
-        pairs["identical"] = identical
+    for name in ("identical", "identical_cut"):
+        if count := total(name):
+            pairs[name] = count
     tokens = int(train.lengths.sum())
     return {
         "documents": len(split.train),  # in one epoch, with copies by weight

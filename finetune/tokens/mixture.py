@@ -166,8 +166,6 @@ def split_documents(
     """Hold out first, then weigh, so that no copy of a held-out document is trained on. Raises DataError."""
     end = int(pool.starts[training_sets])
     train, held_out = np.arange(end), np.arange(end, len(pool.lengths))
-    if not end:
-        raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
     if isinstance(evaluation, EvalFraction):
         rows, row_of = np.unique(pool.source_rows[:end], return_inverse=True)  # examples of one row stay together
         if len(rows) < 2:
