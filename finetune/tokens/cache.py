@@ -44,6 +44,8 @@ from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
 VERSION = 8
+# The refusal of judged answers with nothing to measure the KL baseline on.
+ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",

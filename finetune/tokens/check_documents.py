@@ -22,8 +22,15 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, nothing_left, units_of
-from finetune.tokens.encoder import Encoder
+from finetune.tokens.cache import (
+    CHUNK_ROWS,
+    ONE_ANSWER,
+    check_set_variables,
+    fitted_units,
+    nothing_left,
+    units_of,
+)
+from finetune.tokens.encoder import Encoder, answer_of
 from finetune.tokens.estimate import text_of
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.wording import counted
@@ -45,6 +52,7 @@ class _Progress:
     nbytes: int = 0
     kept: int = 0  # rows with a document for training
     counts: Counter[str] = field(default_factory=Counter)  # of documents left out, by reason
+    answers: set[tuple[int, ...]] = field(default_factory=set)  # the first two that differ, if answers are judged
 
     @property
     def is_complete(self) -> bool:
@@ -89,6 +97,8 @@ def check_documents(recipe: Recipe) -> list[str] | None:
         if not kept:
             counts = [progress.counts for progress in part]
             raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
+        if key == "train" and data.unit == "judged" and len(set().union(*(each.answers for each in part))) == 1:
+            raise DataError([ONE_ANSWER])
         if kept == 1 and key == "train" and isinstance(data.eval, EvalFraction):
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
     return notes
@@ -112,7 +122,9 @@ def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes,
     units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
     last_row = None
     while chunk := list(islice(units, CHUNK_ROWS)):
-        for unit, _ in fitted_units(chunk, encoder, data, mistakes, progress.counts):
+        for unit, documents in fitted_units(chunk, encoder, data, mistakes, progress.counts):
+            if data.unit == "judged" and len(progress.answers) < 2:
+                progress.answers.add(tuple(answer_of(documents[0].input_ids, documents[0].labels)))
             progress.kept += unit.row is not last_row  # with train_on: each_turn, a row has several documents
             last_row = unit.row
 

@@ -13,8 +13,8 @@ from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
-from finetune.tokens.cache import StoredDocuments, content_key, nothing_left, stored_documents
-from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
+from finetune.tokens.cache import ONE_ANSWER, StoredDocuments, content_key, nothing_left, stored_documents
+from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
 
@@ -126,6 +126,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
             counts = [store.facts for store in part]
             raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
     split = split_documents(pool, entries, train_sets, data.eval, seed)
+    if data.unit == "judged":
+        pool.two_answers = _two_answers(pool, split)
     capacity: int | None = None  # one document a row
     if data.packing and data.unit == "documents":
         capacity = data.max_length  # a preference row stays one pair or one judged answer: its micro-batches are packed
@@ -159,6 +161,17 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         pool=pool,
         split=split,
     )
+
+
+def _two_answers(pool: DocumentPool, split: Split) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """The first training document, and the first whose answer is another. Raises DataError if there is none."""
+    documents = (pool.document(int(index)) for index in np.unique(split.train))
+    first = next(documents)
+    answer = answer_of(*first)
+    for document in documents:
+        if answer_of(*document) != answer:
+            return first, document
+    raise DataError([ONE_ANSWER])
 
 
 def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:

@@ -36,6 +36,8 @@ class DocumentPool:
             if len(store):
                 first_row += int(store.rows[-1]) + 1
         self.source_rows = np.concatenate(source_rows)
+        # For judged answers: two training documents with different answers, which `prepare` finds.
+        self.two_answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
     def group(self, store: int) -> np.ndarray:
         """One data set's documents."""
@@ -127,6 +129,11 @@ class Rows:
         """Each row's document in the pool. Only for rows with one document: a preference pair or a judged answer."""
         members: np.ndarray = self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
         return members
+
+    @property
+    def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """For judged answers: two training documents with different answers."""
+        return self._pool.two_answers
 
     def subset(self, rows: Sequence[int]) -> Rows:
         """Only these rows, in this order."""

@@ -8,7 +8,7 @@ values are kept in the cache folder too, under a key of everything that they dep
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from finetune.training.run import Run, check_vocabulary
 from finetune.training.start import Start
 
 KEPT_IN_RUN = "reference.json"  # in the run folder
-REFERENCE_FORMAT = 1
+REFERENCE_FORMAT = 2
 # A kept reference is compared with a live one on the first micro-batch: other weights under the same name differ more.
 AGREEING = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
 VALUES = ("answers", "mismatched", "held_out")
@@ -138,7 +138,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
         cast_weights(other, start.strategy, assembled.unwrapped_model),
         plan,
         rows.train,
-        rows.eval,
+        _held_out_sets(rows.eval, rows.eval_sets),
         terminal,
     )
     reference = _computed(forwards, objective, shapes)
@@ -161,14 +161,20 @@ class Forwards:
     weights: CastWeights
     plan: BatchPlan
     train: Rows
-    held_out: Rows | None
+    held_out: Sequence[Rows]  # each data set by itself
     terminal: Terminal
 
     @classmethod
     def of(cls, run: Run) -> Forwards:
         """Of a run that was built."""
         parts = run.parts
-        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, run.eval_rows, run.terminal)
+        held_out = _held_out_sets(run.eval_rows, run.eval_sets)
+        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, run.terminal)
+
+
+def _held_out_sets(rows: Rows | None, sets: Mapping[str, Rows]) -> list[Rows]:
+    """The held-out rows as an evaluation takes them: each data set by itself."""
+    return [*sets.values()] or ([] if rows is None else [rows])
 
 
 def reference_key(start: Start, section: Dpo | Kto) -> str:
@@ -237,12 +243,14 @@ def _computed(
 
 
 def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
-    """The steps whose mismatched answers are compared: the run's, and the held-out rows as one."""
+    """The steps whose mismatched answers are compared: the run's, and each held-out data set as one."""
     plan = forwards.plan
     steps = ((step * plan.global_batch_size, plan.rows_of(step)) for step in range(plan.total_steps))
     yield "mismatched", forwards.train, steps
-    if forwards.held_out is not None:
-        yield "held_out", forwards.held_out, iter([(0, np.arange(len(forwards.held_out)))])
+    first = 0
+    for part in forwards.held_out:
+        yield "held_out", part, iter([(first, np.arange(len(part)))])
+        first += len(part)
 
 
 def _log_probabilities(
@@ -263,7 +271,7 @@ def _log_probabilities(
 
 def _all_units(forwards: Forwards) -> Rows:
     """Every document that is trained on or held out, once, each a row."""
-    sets = [rows for rows in (forwards.train, forwards.held_out) if rows is not None]
+    sets = [forwards.train, *forwards.held_out]
     units = np.unique(np.concatenate([rows.units(np.arange(len(rows))) for rows in sets]))
     return forwards.train.pool.rows(units, None)
 
