@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from finetune.data.check import Mistakes
 from finetune.data.formats import Passage, documents_in
 from finetune.data.row_reader import ReadRow, RowReader
@@ -32,6 +34,7 @@ from finetune.tokens.cache import (
 )
 from finetune.tokens.encoder import Encoder, answer_of
 from finetune.tokens.estimate import text_of
+from finetune.tokens.second_model import refuse_other_tokens
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.wording import counted
 
@@ -69,12 +72,14 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     if file is None or recipe.model.trust_remote_code or all(source.kind == "hub" for source in sources):
         return None
     try:
-        encoder = Encoder(_tokenizer(recipe, file.parent), data)
+        tokenizer = _tokenizer(recipe, file.parent)
+        encoder = Encoder(tokenizer, data)
     except FinetuneError:
         if Path(recipe.model.name_or_path).is_dir():
             raise
         return None  # the Hub's cache may hold only some files, and training fetches the others
-    mistakes, notes, progress_of_sets = Mistakes(), [], []
+    mistakes, notes, progress_of_sets = Mistakes(), list[str](), list[_Progress]()
+    used: set[int] = set()
     for source in sources:
         progress = _Progress()
         progress_of_sets.append(progress)
@@ -82,7 +87,7 @@ def check_documents(recipe: Recipe) -> list[str] | None:
             progress.rows = 1  # at least
             continue
         try:
-            _check_set(source, data, encoder, mistakes, progress)
+            _check_set(source, data, encoder, mistakes, progress, used)
         except DataError as error:
             mistakes.take(error)
         if not progress.is_complete:
@@ -101,7 +106,19 @@ def check_documents(recipe: Recipe) -> list[str] | None:
             raise DataError([ONE_ANSWER])
         if kept == 1 and key == "train" and isinstance(data.eval, EvalFraction):
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
-    return notes
+    tokens = np.fromiter(used, np.int64, len(used))
+    return [*notes, *refuse_other_tokens(recipe, tokenizer, [tokens], offline=True)]
+
+
+def check_reference(recipe: Recipe) -> list[str]:
+    """Compare the vocabulary of a reference that is a model of its own, if the model's tokenizer is on this machine.
+
+    Returns notes. Raises FinetuneError for another tokenizer.
+    """
+    file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
+    if recipe.preferences is None or file is None or recipe.model.trust_remote_code:
+        return []
+    return [*refuse_other_tokens(recipe, _tokenizer(recipe, file.parent), [], offline=True)]
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
@@ -116,13 +133,17 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress) -> None:
-    """Encode a data set's chosen rows, and count them in `progress`."""
+def _check_set(
+    source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress, used: set[int]
+) -> None:
+    """Encode a data set's chosen rows, count them in `progress`, and add their token ids to `used`."""
     check_set_variables(source, encoder)
     units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
     last_row = None
     while chunk := list(islice(units, CHUNK_ROWS)):
         for unit, documents in fitted_units(chunk, encoder, data, mistakes, progress.counts):
+            if data.unit != "documents":
+                used.update(*(document.input_ids for document in documents))
             if data.unit == "judged" and len(progress.answers) < 2:
                 progress.answers.add(tuple(answer_of(documents[0].input_ids, documents[0].labels)))
             progress.kept += unit.row is not last_row  # with train_on: each_turn, a row has several documents

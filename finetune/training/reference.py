@@ -27,11 +27,12 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.metrics import Terminal
 from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
-from finetune.recipe.sections.preferences import Dpo, Kto
+from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import assemble
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
+from finetune.tokens.second_model import as_reference, reference_section
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
@@ -105,11 +106,6 @@ def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, s
     return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
-def names_second_model(section: Dpo | Kto) -> bool:
-    """Whether the reference is a model of its own, neither the start nor the base without adapters."""
-    return section.needs_reference and section.reference not in ("start", "adapter_off")
-
-
 def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal) -> None:
     """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
     are there. Called before the run's own model is built, so that one of the two is in memory at a time.
@@ -127,11 +123,11 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
         return
     # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
     lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
-    model = recipe.model.model_copy(update={"name_or_path": section.reference, "revision": "main", "adapter": None})
-    other = recipe.model_copy(update={"model": model, "lora": lora})
+    other = recipe.model_copy(update={"model": reference_section(recipe), "lora": lora})
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
-    assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
-    check_vocabulary(rows, assembled.unwrapped_model)
+    with as_reference(recipe):
+        assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
+        check_vocabulary(rows, assembled.unwrapped_model)
     forwards = Forwards(
         accelerator,
         assembled.model,
