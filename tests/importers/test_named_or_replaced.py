@@ -330,7 +330,7 @@ def test_other_files_are_answered_with_what_they_are(name: str, text: str, said:
 
 def test_a_folder_is_answered_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("")
-    with pytest.raises(RecipeError, match="is a folder; name a tool's configuration in it: b.yaml$"):
+    with pytest.raises(RecipeError, match=r"is a folder; name a tool's configuration in it: b\.yaml$"):
         convert(tmp_path)
 
 
