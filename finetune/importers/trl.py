@@ -49,7 +49,7 @@ _OF_DPO = (
     "use_weighting", "reference_free",
 )  # fmt: skip
 _OF_KTO = ("desirable_weight", "undesirable_weight")
-_OF_CPO = ("cpo_alpha", "simpo_gamma")
+_OF_CPO = ("cpo_alpha", "simpo_gamma", "gamma_beta_ratio")
 # Keys that DPO, KTO, ORPO and CPO share, and no supervised training has.
 _OF_ANY = ("beta", "precompute_ref_log_probs", "max_prompt_length", "generate_during_eval")
 _OTHERS = re.compile(r"(?<![a-z])(orpo|cpo|kto|simpo|dpo|grpo|sft)(?![a-z])", re.IGNORECASE)
@@ -87,6 +87,11 @@ def _objective(foreign: ForeignConfig) -> Objective:
     return "supervised"
 
 
+def _is_simpo(foreign: ForeignConfig) -> bool:
+    """Whether the file is CPOConfig's with loss_type simpo, or of SimPO's authors, whose loss_type is sigmoid."""
+    return foreign.peek("loss_type") in ("simpo", ["simpo"]) or foreign.peek("gamma_beta_ratio") is not None
+
+
 def _given(foreign: ForeignConfig, keys: tuple[str, ...]) -> list[str]:
     return [key for key in keys if foreign.peek(key) is not None]
 
@@ -96,8 +101,7 @@ def _say_trainer(foreign: ForeignConfig, objective: Objective) -> None:
     losses = foreign.peek("loss_type")
     if objective == "kto" or (objective == "supervised" and (losses or _given(foreign, _OF_SFT))):
         return
-    is_simpo = losses in ("simpo", ["simpo"])
-    if is_simpo or (objective == "dpo" and (_given(foreign, _OF_DPO) or losses in ("robust", "apo_zero"))):
+    if _is_simpo(foreign) or (objective == "dpo" and (_given(foreign, _OF_DPO) or losses in ("robust", "apo_zero"))):
         return
     taken, reason = "SFT", "no key is another trainer's"
     if objective == "dpo":
@@ -113,7 +117,7 @@ def _say_trainer(foreign: ForeignConfig, objective: Objective) -> None:
 
 def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     """training.objective with its section, from DPOConfig, KTOConfig or CPOConfig."""
-    is_simpo = foreign.peek("loss_type") in ("simpo", ["simpo"])
+    is_simpo = _is_simpo(foreign)
     trainer = {"dpo": "TRL's DPO", "kto": "TRL's KTO"}[objective]
     foreign.write("training.objective", objective, "TRL's CPO with loss_type simpo" if is_simpo else trainer)
     foreign.carry(f"{objective}.beta", "beta", default=0.1)
@@ -128,7 +132,17 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
             foreign.leave("alpha", "differs", "AlphaPO's rewards are not offered; SimPO's take their place")
         if foreign.get("label_smoothing"):
             foreign.leave("label_smoothing", "differs", "SimPO's loss has none here")
-        carry_simpo(foreign, alpha="cpo_alpha")
+        if (ratio := foreign.number("gamma_beta_ratio")) is None:
+            carry_simpo(foreign, alpha="cpo_alpha")
+        else:
+            if foreign.peek("loss_type") not in ("simpo", "sigmoid", None):
+                foreign.refuse("loss_type", "of SimPO's losses, sigmoid is offered")
+            carry_simpo(foreign)
+            beta = float(foreign.number("beta", 2.0))
+            foreign.write("dpo.beta", beta, "beta" if foreign.peek("beta") else "SimPO's default")
+            foreign.write("dpo.simpo_gamma", ratio * beta, "gamma_beta_ratio x beta")
+            if weight := foreign.get("sft_weight"):
+                carry_supervised_part(foreign, "sft_weight", weight)
     else:
         for key in ("cpo_alpha", "simpo_gamma"):
             if foreign.peek(key) is not None:

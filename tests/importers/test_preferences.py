@@ -114,6 +114,9 @@ def test_alignment_handbooks_dpo(tmp_path: Path) -> None:
         ({"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.0},
          {"loss_type": "simpo", "simpo_gamma": 1.2, "beta": 2.0, "sft_weight": 0.0}, set()),
         ({"loss_type": "simpo"}, {"loss_type": "simpo", "sft_weight": 1.0}, {"cpo_alpha"}),
+        # SimPO's authors: their gamma is a share of beta, their loss_type is the sigmoid in SimPO's loss.
+        ({"beta": 2.5, "gamma_beta_ratio": 0.5, "loss_type": "sigmoid", "sft_weight": 0.0},
+         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.25, "sft_weight": 0.0}, set()),
         ({"beta": 0.1, "sync_ref_model": True, "f_divergence_type": "js_divergence", "ld_alpha": 0.5,
           "use_weighting": True}, {}, {"sync_ref_model", "f_divergence_type", "ld_alpha", "use_weighting"}),
         ({"beta": 0.1, "precompute_ref_log_probs": True, "truncation_mode": "keep_end"}, {}, {"truncation_mode"}),

@@ -146,3 +146,10 @@ def test_models_that_ask_for_no_balance_loss_have_no_line(base: Path, tmp_path: 
     experts = save_tiny(tmp_path / "mixtral", "mixtral", **EXPERTS)
     for model in (base, experts):
         assert list(router_left_out(recipe_of(tmp_path, model, "dpo"))) == []
+
+
+def test_simpos_beta_is_another_scale(base: Path, tmp_path: Path) -> None:
+    for words, told in (([], 0), (["dpo.loss_type=simpo"], 1), (["dpo.loss_type=simpo", "dpo.beta=2"], 0)):
+        recipe = recipe_of(tmp_path, base, "dpo", *words)
+        lines = [line for line in far_rate(recipe) if line.startswith("dpo.beta: 0.1 is a beta for DPO")]
+        assert len(lines) == told
