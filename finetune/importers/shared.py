@@ -14,7 +14,6 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.importers import Level
 from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.recipe_writer import written
-from finetune.model.packaged import tokenizer_file
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.schema import Recipe, Scheduler, Tracker
@@ -37,15 +36,15 @@ def carry_remote_code(foreign: ForeignConfig) -> None:
 
 
 def leave_end_token(foreign: ForeignConfig, key: str) -> None:
-    """Compare an eos_token with the model's own, if its tokenizer's settings are on this machine."""
+    """Compare an eos_token with the model's own, if the model is a folder on this machine."""
     token = foreign.get(key)
     if token is None:
         return
     name, _ = foreign.carried.get("model.name_or_path", ("", ""))
-    settings: Mapping[str, Any] | None = None
-    if (file := tokenizer_file(str(name), "main")) is not None:
-        settings = json_near(file.parent, "tokenizer_config.json")
-    own = (settings or {}).get("eos_token")
+    settings: Mapping[str, Any] = {}
+    if os.path.isdir(str(name)):
+        settings = json_near(Path(str(name)), "tokenizer_config.json") or {}
+    own = settings.get("eos_token")
     own = own.get("content") if isinstance(own, Mapping) else own
     if own == token:
         foreign.leave(key, "same", "the model's own tokenizer has it")

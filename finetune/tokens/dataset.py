@@ -163,13 +163,18 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     )
 
 
+def _answer(document: tuple[np.ndarray, np.ndarray]) -> list[int]:
+    ids, labels = document
+    return answer_of(ids.tolist(), labels.tolist())
+
+
 def _two_answers(pool: DocumentPool, split: Split) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """The first training document, and the first whose answer is another. Raises DataError if there is none."""
     documents = (pool.document(int(index)) for index in np.unique(split.train))
     first = next(documents)
-    answer = answer_of(*first)
+    answer = _answer(first)
     for document in documents:
-        if answer_of(*document) != answer:
+        if _answer(document) != answer:
             return first, document
     raise DataError([ONE_ANSWER])
 

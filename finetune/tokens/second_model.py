@@ -24,7 +24,7 @@ from finetune.untrusted.model_folder import look_at_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCANNED = 2**20  # tokens that are searched at a time
+SEARCHED_AT_A_TIME = 2**20  # tokens
 
 
 def reference_section(recipe: Recipe) -> ModelSection:
@@ -94,6 +94,6 @@ def _found(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
     """The numbers that are among these token ids."""
     found: set[int] = set()
     for tokens in used if numbers else ():
-        for start in range(0, len(tokens), SCANNED):
-            found |= {*np.intersect1d(tokens[start : start + SCANNED], numbers).tolist()}
+        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
+            found |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
     return found
