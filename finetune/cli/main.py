@@ -123,7 +123,10 @@ def check(
             from finetune.closed_form.recomputation import choose_recomputation
             from finetune.probe.probe import probe
             from finetune.recipe.gpus import gpus_of
+            from finetune.tokens.check_documents import check_reference
 
+            if not data:  # whose reading of rows compares it too
+                notes += check_reference(loaded.recipe)
             # Probe the layers as a run on the recipe's GPUs would recompute them.
             recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
             probed = probe(recomputation.recipe, offline=True)

@@ -8,6 +8,7 @@ from finetune.importers.foreign_config import ForeignConfig, as_count, positive_
 from finetune.importers.preferences import (
     carry_judged,
     carry_simpo,
+    carry_supervised_part,
     carry_trl_losses,
     leave_lengths_of_parts,
     switch_off_dropout,
@@ -30,6 +31,7 @@ from finetune.importers.shared import (
     data_set_entry,
     find_quantisation_key,
     keep_to_linear_layers,
+    leave_end_token,
     renamed_columns,
 )
 from finetune.recipe.sections.training import Objective
@@ -79,6 +81,7 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.name_or_path", "base_model")
     foreign.carry("model.revision", "revision_of_model")
     carry_remote_code(foreign)
+    leave_end_token(foreign, "special_tokens.eos_token")
     for plugin in foreign.names("plugins"):
         if "liger" in plugin or "cut_cross_entropy" in plugin:
             foreign.leave("plugins", "same", "another way to compute the same", plugin)
@@ -117,6 +120,8 @@ def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
             foreign.write("dpo.loss_type", "ipo", "rl: ipo")
         case _:
             carry_trl_losses(foreign, "dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing")
+            if weight := foreign.get("rpo_alpha"):
+                carry_supervised_part(foreign, "rpo_alpha", weight)
     leave_lengths_of_parts(foreign, ("max_prompt_len", "trl.max_completion_length"))
     switch_off_dropout(foreign, "TRL's disable_dropout")
 
@@ -382,6 +387,13 @@ def _answer_columns(foreign: ForeignConfig, entry_key: str, objective: Objective
         fields = {ours: kind.get(f"field_{ours}") for ours in ("system", *answers)}
         return renamed_columns(instruction=kind.get("field_prompt", "prompt"), **fields)
     family, _, strategy = str(kind).partition(".")
+    if family == "user_defined":
+        for name in ("prompt", "chosen", "rejected", "completion"):
+            if foreign.get(f"{entry_key}.{name}_format"):
+                reason = "custom text around the field; the chat template's turns take its place"
+                foreign.leave(f"{entry_key}.{name}_format", "differs", reason)
+        fields = {name: foreign.get(f"{entry_key}.field_{name}") for name in ("system", *answers)}
+        return renamed_columns(instruction=foreign.get(f"{entry_key}.field_prompt", "prompt"), **fields)
     if family == "chat_template" and strategy in ("", "default"):
         turns = foreign.get(f"{entry_key}.field_messages", "messages")
         fields = {name: foreign.get(f"{entry_key}.field_{name}") for name in answers}
@@ -405,13 +417,16 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
     own = [kind for kind in ("chatml", "llama3") if kind in kinds]
+    are_chats = kinds & {"chat_template", "sharegpt"}
     if own and foreign.peek("rl"):  # these strategies write a template's tokens themselves
         foreign.write("data.chat_template", TEMPLATES[own[0]], f"type: {own[0]}")
+        if len(kinds) > 1:
+            foreign.leave(f"{key}.*.type", "differs", f"all rows follow one template here, {own[0]}", sorted(kinds))
         if name or jinja:
             foreign.leave(
                 "chat_template" if name else "chat_template_jinja", "look", "the strategy's own turns are used"
             )
-    elif "alpaca" in kinds:
+    elif "alpaca" in kinds and not are_chats:
         foreign.write("data.chat_template", TEMPLATES["alpaca"], "type: alpaca")
         reason = "rows with an input: it follows the instruction here, without the heading ### Input: and its sentence"
         foreign.leave(f"{key}.*.type", "look", reason, "alpaca")
@@ -425,6 +440,10 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     elif name:
         has_tools = any(foreign.peek(f"{entry_key}.field_tools") for entry_key in entry_keys)
         carry_named_template(foreign, "chat_template", _TEMPLATE_NAMES, tools=has_tools)
+
+    if "alpaca" in kinds and are_chats:
+        reason = "all rows follow one template here, the chats'; for Alpaca's headings train its rows by themselves"
+        foreign.leave(f"{key}.*.type", "differs", reason, sorted(kinds))
 
     # eot_tokens: nothing to do if the template ends a turn with these tokens anyway.
     tokens = foreign.names("eot_tokens")

@@ -31,6 +31,8 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     """`finetune.importers.convert`."""
     parsed = _parse_file(file)
     values: dict[str, Any] = parsed.value
+    if hint := _other_file(values):
+        raise RecipeError([f"{file}: {hint}"])
     tool = tool or tool_of(values)
     if tool is None and "model" in values and "data" in values:
         command = shlex.join(["finetune", "check", str(file)])
@@ -77,8 +79,33 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
 
 
+# The keys of other files that lie beside a configuration: what each is, and what to do with it.
+_OTHER_FILES = (
+    ({"zero_optimization"}, "DeepSpeed's own file; name it as deepspeed in the tool's configuration, or see "
+     "docs/deepspeed_keys.md for a recipe's"),
+    ({"distributed_type"}, "Accelerate's own file; name it as accelerate_config in a recipe"),
+    ({"peft_type"}, "an adapter's settings; name its folder as model.adapter in a recipe"),
+    ({"architectures"}, "a model's config.json; name its folder as model.name_or_path in a recipe"),
+    ({"nbformat"}, "a notebook; write its arguments as YAML: model_name_or_path, dataset_name and the others"),
+)  # fmt: skip
+
+
+def _other_file(values: dict[str, Any]) -> str | None:
+    """What a file is that no tool reads as its configuration, and the remedy; None for any other page."""
+    if tool_of(values) is not None:
+        return None
+    return next((f"is {words}" for keys, words in _OTHER_FILES if keys <= values.keys()), None)
+
+
 def _parse_file(file: Path) -> Parsed:
     """The file's YAML, whose value is a mapping. Raises RecipeError."""
+    if file.is_dir():
+        found = sorted(each.name for each in file.iterdir() if each.suffix in (".yaml", ".yml"))
+        named = f": {', '.join(found[:3])}" if found else ""
+        raise RecipeError([f"{file}: is a folder; name a tool's configuration in it{named}"])
+    if file.suffix in (".py", ".sh"):
+        remedy = "write its arguments as YAML: model_name_or_path, dataset_name and the others"
+        raise RecipeError([f"{file}: is a script, which is never run; {remedy}, and import that"])
     try:
         parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from finetune.importers.shared import (
     carry_strategy,
     carry_trackers,
     carry_warmup,
+    leave_end_token,
 )
 
 # Defaults of transformers (TrainingArguments of 5.23).
@@ -68,6 +69,7 @@ def carry_training(foreign: ForeignConfig, *, learning_rate: float, recompute: b
     foreign.carry("output_dir", "output_dir")
     carry_hub(foreign, push=bool(foreign.get("push_to_hub")))
 
+    leave_end_token(foreign, "eos_token")
     for key in ("router_aux_loss_coef", "moe_aux_loss_coef"):
         if foreign.peek(key) == 0:
             foreign.carry("model.router_aux_loss_coef", key)

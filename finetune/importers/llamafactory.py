@@ -115,7 +115,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         for key in ("ref_model_adapters", "ref_model_quantization_bit"):
             if foreign.get(key):
                 foreign.leave(key, "differs", "the reference is loaded as ref_model's files say; merge adapters first")
-    elif is_read and "model.adapter" in foreign.carried:
+    elif is_read and "model.adapter" in foreign.carried and "lora.on_top" not in foreign.carried:
         foreign.write(f"{objective}.reference", "adapter_off", "LLaMA-Factory's, whose reference is the base alone")
         reason = "the reference there is the base without this adapter; reference: start counts from what it has learnt"
         foreign.leave("adapter_name_or_path", "look", reason)
@@ -151,12 +151,15 @@ def _method(foreign: ForeignConfig) -> None:
 
     # LLaMA-Factory first merges all adapters but the last one; with create_new_adapter it merges all of them.
     adapters = _names(foreign.get("adapter_name_or_path", []))
-    are_several = isinstance(adapters, list) and len(adapters) > 1
-    if are_several or (adapters and foreign.peek("create_new_adapter")):
+    if isinstance(adapters, list) and len(adapters) > 1:
         foreign.leave("adapter_name_or_path", "differs", "one adapter is trained further; merge the others first")
     elif adapters:
         adapter = adapters[0] if isinstance(adapters, list) else adapters
         foreign.write("model.adapter", adapter, "adapter_name_or_path")
+        if foreign.get("create_new_adapter"):
+            foreign.write("lora.on_top", True, "create_new_adapter")
+            reason = "the adapter below stays frozen, and the export is the sum of both; there it is the new one alone"
+            foreign.leave("create_new_adapter", "look", reason)
 
     bits, library = foreign.get("quantization_bit"), foreign.get("quantization_method", "bnb")
     if bits is None:
@@ -328,6 +331,7 @@ def _leave_unknown_keys(foreign: ForeignConfig, place: str, known: Mapping[str, 
     """List the keys in an entry of dataset_info.json that nothing here reads."""
     read, read_columns = set(_ENTRY_KEYS), set(_ENTRY_COLUMNS)
     if objective != "supervised":
+        read_columns.remove("history")  # a prompt of turns is one column: messages
         read.add("ranking")
         read_columns |= {"chosen", "rejected", "kto_tag"}
     if "hf_hub_url" in known or "file_name" in known:
@@ -337,7 +341,10 @@ def _leave_unknown_keys(foreign: ForeignConfig, place: str, known: Mapping[str, 
             foreign.leave(f"{place}: {key}", "differs", f"{key} is not read", value)
     for key, value in (known.get("columns") or {}).items():
         if key not in read_columns and value is not None:
-            foreign.leave(f"{place}: columns.{key}", "differs", f"{key} are not read", value)
+            reason = f"{key} is not read"
+            if key == "history":
+                reason = "the earlier turns are not read; write them and the question as one column of messages"
+            foreign.leave(f"{place}: columns.{key}", "differs", reason, value)
     for key, value in (known.get("tags") or {}).items():
         if key not in (*_ROLE_OF_TAG, "role_tag", "content_tag") and value is not None:
             foreign.leave(f"{place}: tags.{key}", "differs", f"{key} is not read", value)

@@ -33,7 +33,10 @@ def carry_trl_losses(foreign: ForeignConfig, losses: str, weights: str, smoothin
     if not share:
         foreign.refuse(weights, f"the weight of {name} must be above 0")
     level = foreign.get(smoothing)
-    if level and name not in _SMOOTHED:
+    if level and name == "sigmoid":
+        reason = "conservative DPO in former versions of TRL, which is not offered, and without effect in TRL 1.16"
+        foreign.leave(smoothing, "differs", f"{reason}; dpo.loss_type: robust is another loss for wrong labels")
+    elif level and name not in _SMOOTHED:
         foreign.leave(smoothing, "same", f"{name} does not read it in TRL; robust does")
     elif level:
         foreign.write("dpo.label_smoothing", level, smoothing)
@@ -75,6 +78,10 @@ def carry_judged(foreign: ForeignConfig, *, wanted: str, unwanted: str, micro_ba
     foreign.carry("kto.undesirable_weight", unwanted, default=1.0)
     reason = "the KL baseline is a mean over the step's rows here, each with the next row's answer; there over these"
     foreign.leave(micro_batch, "differs", reason, foreign.peek(micro_batch) or "not given")
+    rows, origin = foreign.carried["training.global_batch_size"]
+    if rows == 1:
+        foreign.write("training.global_batch_size", 2, f"{origin}; kto takes two or more")
+        foreign.leave(micro_batch, "differs", "a step has two rows here, so that each has another row's answer", 1)
 
 
 def switch_off_dropout(foreign: ForeignConfig, origin: str) -> None:

@@ -29,10 +29,31 @@ _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"
 
 
 def carry_remote_code(foreign: ForeignConfig) -> None:
-    """model.trust_remote_code; many examples set it by habit, and few models need it."""
-    if foreign.carry("model.trust_remote_code", "trust_remote_code"):
-        reason = "runs the model repository's own Python; remove it if the model needs none"
+    """Name trust_remote_code, which many examples set by habit and few models need."""
+    if foreign.get("trust_remote_code"):
+        reason = "would run the repository's own Python; set model.trust_remote_code: true if the model needs it"
         foreign.leave("trust_remote_code", "look", reason)
+
+
+def leave_end_token(foreign: ForeignConfig, key: str) -> None:
+    """Compare an eos_token with the model's own, if the model is a folder on this machine."""
+    token = foreign.get(key)
+    if token is None:
+        return
+    name, _ = foreign.carried.get("model.name_or_path", ("", ""))
+    settings: Mapping[str, Any] = {}
+    if os.path.isdir(str(name)):
+        settings = json_near(Path(str(name)), "tokenizer_config.json") or {}
+    own = settings.get("eos_token")
+    own = own.get("content") if isinstance(own, Mapping) else own
+    if own == token:
+        foreign.leave(key, "same", "the model's own tokenizer has it")
+    elif own:
+        reason = f"the tokenizer is used as it is, with {shown(own)}; change it beforehand and name its folder"
+        foreign.leave(key, "differs", reason)
+    else:
+        reason = "the tokenizer is used as it is; if this is not its own end of text, change it and name its folder"
+        foreign.leave(key, "look", reason)
 
 
 def find_quantisation_key(foreign: ForeignConfig) -> str | None:
@@ -354,6 +375,9 @@ _TRACKER_VARIABLES = {
     "wandb_project": ("wandb", "WANDB_PROJECT"),
     "wandb_entity": ("wandb", "WANDB_ENTITY"),
     "wandb_mode": ("wandb", "WANDB_MODE"),
+    "wandb_name": ("wandb", "WANDB_NAME"),
+    "wandb_run_id": ("wandb", "WANDB_RUN_ID"),
+    "run_name": ("wandb", "WANDB_NAME"),
     "mlflow_tracking_uri": ("mlflow", "MLFLOW_TRACKING_URI"),
     "metric_logger.project": ("wandb", "WANDB_PROJECT"),
     "metric_logger.entity": ("wandb", "WANDB_ENTITY"),

@@ -3,6 +3,7 @@ SFTConfig, DPOConfig, KTOConfig and the experimental CPOConfig in TRL 1.16."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from finetune.importers import hf_trainer
@@ -22,6 +23,7 @@ from finetune.importers.shared import (
     keep_to_linear_layers,
     renamed_columns,
 )
+from finetune.recipe.resolved import leaves
 from finetune.recipe.sections.training import Objective
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
@@ -38,11 +40,19 @@ TRL_DEFAULTS: dict[str, Any] = {
     "use_bnb_nested_quant": False,
 }
 PREFERENCE_RATE = 1e-6
-# Keys of DPOConfig, former ones too, that no supervised training has.
-_OF_PAIRS = (
-    "beta", "precompute_ref_log_probs", "ref_model_sync_steps", "sync_ref_model", "f_divergence_type", "rpo_alpha",
-    "ld_alpha", "max_prompt_length", "loss_weights", "use_weighting", "reference_free", "generate_during_eval",
+# Keys of one trainer alone, former ones too.
+_OF_SFT = (
+    "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length", "block_size",
 )  # fmt: skip
+_OF_DPO = (
+    "ref_model_sync_steps", "sync_ref_model", "f_divergence_type", "rpo_alpha", "ld_alpha", "loss_weights",
+    "use_weighting", "reference_free",
+)  # fmt: skip
+_OF_KTO = ("desirable_weight", "undesirable_weight")
+_OF_CPO = ("cpo_alpha", "simpo_gamma", "gamma_beta_ratio")
+# Keys that DPO, KTO, ORPO and CPO share, and no supervised training has.
+_OF_ANY = ("beta", "precompute_ref_log_probs", "max_prompt_length", "generate_during_eval")
+_OTHERS = re.compile(r"(?<![a-z])(orpo|cpo|kto|simpo|dpo|grpo|sft)(?![a-z])", re.IGNORECASE)
 _SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft")
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -50,6 +60,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     objective = _objective(foreign)
+    _say_trainer(foreign, objective)
     if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # two names for the next token's cross-entropy
         foreign.get("loss_type")
     foreign.carry("model.name_or_path", "model_name_or_path")
@@ -68,17 +79,45 @@ def _objective(foreign: ForeignConfig) -> Objective:
     """training.objective, from the keys of TRL's trainers: a configuration does not name its trainer."""
     losses = foreign.peek("loss_type")
     names = [losses] if isinstance(losses, str) else losses or []
-    if "kto" in names or any(foreign.peek(key) is not None for key in ("desirable_weight", "undesirable_weight")):
+    if "kto" in names or _given(foreign, _OF_KTO):
         return "kto"
     others = [name for name in names if name not in _SUPERVISED_LOSSES]
-    if others or any(foreign.peek(key) is not None for key in (*_OF_PAIRS, "cpo_alpha", "simpo_gamma")):
+    if others or _given(foreign, (*_OF_DPO, *_OF_ANY, *_OF_CPO)):
         return "dpo"
     return "supervised"
 
 
+def _is_simpo(foreign: ForeignConfig) -> bool:
+    """Whether the file is CPOConfig's with loss_type simpo, or of SimPO's authors, whose loss_type is sigmoid."""
+    return foreign.peek("loss_type") in ("simpo", ["simpo"]) or foreign.peek("gamma_beta_ratio") is not None
+
+
+def _given(foreign: ForeignConfig, keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if foreign.peek(key) is not None]
+
+
+def _say_trainer(foreign: ForeignConfig, objective: Objective) -> None:
+    """A line to look at, unless a key belongs to one trainer alone: TRL's scripts name the trainer, not its files."""
+    losses = foreign.peek("loss_type")
+    if objective == "kto" or (objective == "supervised" and (losses or _given(foreign, _OF_SFT))):
+        return
+    if _is_simpo(foreign) or (objective == "dpo" and (_given(foreign, _OF_DPO) or losses in ("robust", "apo_zero"))):
+        return
+    taken, reason = "SFT", "no key is another trainer's"
+    if objective == "dpo":
+        keys = ", ".join(_given(foreign, (*_OF_ANY, "loss_type")))
+        taken, reason = "DPO", f"for {keys}, which KTO, ORPO and CPO have too, with other meanings"
+    texts = [str(value) for _, value in leaves(foreign.values) if isinstance(value, str)]
+    named = sorted({word.upper() for text in texts for word in _OTHERS.findall(text)} - {taken})
+    hint = f"; its names speak of {' and '.join(named)}" if named else ""
+    look = "keep TRL for ORPO and CPO, or set training.objective: kto for KTO"
+    reason = f"the file does not name its trainer; taken for TRL's {taken}: {reason}{hint}; {look}"
+    foreign.leave("trainer", "look", reason, "not named")
+
+
 def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     """training.objective with its section, from DPOConfig, KTOConfig or CPOConfig."""
-    is_simpo = foreign.peek("loss_type") in ("simpo", ["simpo"])
+    is_simpo = _is_simpo(foreign)
     trainer = {"dpo": "TRL's DPO", "kto": "TRL's KTO"}[objective]
     foreign.write("training.objective", objective, "TRL's CPO with loss_type simpo" if is_simpo else trainer)
     foreign.carry(f"{objective}.beta", "beta", default=0.1)
@@ -93,7 +132,17 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
             foreign.leave("alpha", "differs", "AlphaPO's rewards are not offered; SimPO's take their place")
         if foreign.get("label_smoothing"):
             foreign.leave("label_smoothing", "differs", "SimPO's loss has none here")
-        carry_simpo(foreign, alpha="cpo_alpha")
+        if (ratio := foreign.number("gamma_beta_ratio")) is None:
+            carry_simpo(foreign, alpha="cpo_alpha")
+        else:
+            if foreign.peek("loss_type") not in ("simpo", "sigmoid", None):
+                foreign.refuse("loss_type", "of SimPO's losses, sigmoid is offered")
+            carry_simpo(foreign)
+            beta = float(foreign.number("beta", 2.0))
+            foreign.write("dpo.beta", beta, "beta" if foreign.peek("beta") else "SimPO's default")
+            foreign.write("dpo.simpo_gamma", ratio * beta, "gamma_beta_ratio x beta")
+            if weight := foreign.get("sft_weight"):
+                carry_supervised_part(foreign, "sft_weight", weight)
     else:
         for key in ("cpo_alpha", "simpo_gamma"):
             if foreign.peek(key) is not None:
@@ -171,9 +220,8 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     foreign.write("data.train", entries, "data sets")
     if (foreign.peek("eval_strategy") or foreign.peek("evaluation_strategy") or "no") != "no":
         _held_out(foreign)
-    foreign.carry(
-        "data.max_length", "max_length", "max_seq_length", "model_max_length", default=TRL_DEFAULTS["max_length"]
-    )
+    lengths = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    foreign.carry("data.max_length", *lengths, default=TRL_DEFAULTS["max_length"])
     if objective != "supervised":
         # Answers are supervised after their prompt, and micro-batches are packed without a document seeing another.
         foreign.write(
@@ -181,6 +229,13 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         )
         if foreign.peek("truncation_mode") == "keep_end":
             foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
+        _template(foreign)
+        return
+    if foreign.peek("block_size"):
+        foreign.write("data.packing", True, "block_size")
+        foreign.write("data.truncation", "split", "block_size")
+        reason = "texts fill rows of this length, and do not see each other; there they are joined and cut"
+        foreign.leave("block_size", "differs", reason)
         _template(foreign)
         return
     is_packed = foreign.carry("data.packing", "packing", default=TRL_DEFAULTS["packing"])
@@ -199,7 +254,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.write("data.train_on", "all", "completion_only_loss")
     else:
         foreign.write("data.train_on", "all", "TRL's default for chats and texts")
-        reason = "in rows with a prompt and a completion TRL supervises the completion: then data.train_on: completion"
+        reason = "if your rows have a prompt and a completion, set data.train_on: completion, as TRL trains those"
         foreign.leave("completion_only_loss", "look", reason, "not given")
 
     _template(foreign)
@@ -228,10 +283,12 @@ def _data_sets(foreign: ForeignConfig) -> list[dict[str, Any]]:
             data_set_entry(name, split=train_split, weight=float(shares.get(name, share)))
             for name, share in mixed.items()
         ]
+    if foreign.peek("dataset_name") is None and (file := foreign.get("train_file")):  # transformers' run_clm
+        return [data_set_entry(str(file))]
     if foreign.peek("dataset_name") is None:
         foreign.refuse("dataset_name", "a data set is needed")
-    split = foreign.get("dataset_train_split")
-    return [data_set_entry(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)]
+    _, name = foreign.first("dataset_config", "dataset_config_name")
+    return [data_set_entry(foreign.get("dataset_name"), name=name, split=foreign.get("dataset_train_split"))]
 
 
 def _mixed_data_set(foreign: ForeignConfig, entry_key: str) -> dict[str, Any]:
@@ -264,8 +321,12 @@ def _held_out(foreign: ForeignConfig) -> None:
         entries = [data_set_entry(name, split=held_out[0]) for name in foreign.mapping("dataset_mixer")]
         foreign.write("data.eval", entries, "dataset_splits")
         return
+    if file := foreign.get("validation_file"):
+        foreign.write("data.eval", [data_set_entry(str(file))], "validation_file")
+        return
     split = foreign.get("dataset_test_split", "test")
     if foreign.peek("dataset_name"):
-        entry = data_set_entry(foreign.get("dataset_name"), name=foreign.get("dataset_config"), split=split)
+        _, name = foreign.first("dataset_config", "dataset_config_name")
+        entry = data_set_entry(foreign.get("dataset_name"), name=name, split=split)
         origin = f"dataset_test_split, eval_strategy {foreign.get('eval_strategy', '')}".strip()
         foreign.write("data.eval", [entry], origin)

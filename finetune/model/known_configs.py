@@ -59,6 +59,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
+MIRRORS = ("nousresearch", "unsloth")  # owners of ungated copies under the model's own last name
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.
 COMMON_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -208,7 +209,11 @@ def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
 def shipped_config(name: str) -> Path | None:
     """The file of `configs/` for a Hub name, None for a name that is not known here."""
     spellings = {name.lower(), name.lower().replace("-instruct", "")}
+    owner = name.lower().partition("/")[0]
     for stem, names in HUB_NAMES.items():
-        if spellings & {full_name.lower() for full_name in names}:
+        known = {full_name.lower() for full_name in names}
+        if owner in MIRRORS:
+            known |= {f"{owner}/{full_name.partition('/')[2]}" for full_name in known}
+        if spellings & known:
             return CONFIGS / f"{stem}.json"
     return None

@@ -29,6 +29,8 @@ from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.adapter_config import CONFIG, PICKLED, WEIGHTS, lacks_weights, names_a_folder
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.lora import by_pattern
+from finetune.untrusted.model_folder import look_at_settings, patterns_of
+from finetune.untrusted.programs import refuse_slow_patterns
 
 START = "start"  # the frozen adapter's name in peft's model
 # Settings that decide a layer's product. The frozen adapter has no dropout: only the trained one needs it.
@@ -91,8 +93,9 @@ def add_frozen_adapter(adapted: Any, recipe: Recipe) -> None:
     """
     from peft import LoraConfig
 
+    settings, layers = _settings(recipe), [path for path, _ in adapted.get_base_model().named_modules()]
+    refuse_slow_patterns(f"model.adapter: {recipe.model.adapter}", patterns_of(settings), layers)
     with silenced_peft():
-        settings = _settings(recipe)
         config = LoraConfig(
             task_type="CAUSAL_LM",
             inference_mode=True,
@@ -101,7 +104,7 @@ def add_frozen_adapter(adapted: Any, recipe: Recipe) -> None:
         trained = next(parameter for parameter in adapted.parameters() if parameter.requires_grad)
         try:
             adapted.add_adapter(START, config)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             raise FinetuneError(
                 f"model.adapter: {recipe.model.adapter}: {' '.join(str(error).split())}; name an adapter of this base"
             ) from error
@@ -177,9 +180,12 @@ def stack(folder: Path, recipe: Recipe, adapted: nn.Module, whole_names: WholeNa
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    settings = json.loads(start_file(recipe, CONFIG).read_text("utf-8"))
-    assert isinstance(settings, dict)
-    return settings
+    path = start_file(recipe, CONFIG)
+    try:
+        return look_at_settings(path)
+    except FinetuneError as error:
+        reason = str(error).removeprefix(f"{path.parent}/")
+        raise FinetuneError(f"model.adapter: {recipe.model.adapter}: {reason}") from None
 
 
 def _scale(settings: Mapping[str, Any], path: str) -> float:

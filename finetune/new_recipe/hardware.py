@@ -117,7 +117,7 @@ def _needed_bytes(
         "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}], "max_length": length},
         "training": {
             "objective": objective,
-            "global_batch_size": rows * gpus.count * gpus.nodes,
+            "global_batch_size": max(rows * gpus.count * gpus.nodes, 2 if objective == "kto" else 1),
             "per_device_batch_size": rows,
             "activation_checkpointing": True,
             "mixed_precision": "bf16",

@@ -302,6 +302,7 @@ def _choose_settings(
         held_out = max(float(f"{500 / counts.rows:.1g}"), 1e-4)  # about 500 rows
     counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
 
+    least = 2 if objective == "kto" else 1  # rows in a step
     rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
     if objective != "supervised":
         # Preferences move a model that answers already: a twentieth of the rate, and each pair is seen once.
@@ -314,7 +315,7 @@ def _choose_settings(
         # A packed row is full of documents; a pair is two documents, so a step takes several pairs.
         batch, tokens_a_row = 1, length
         if objective != "supervised":
-            batch, tokens_a_row = max(1, min(8, packed // 10)), math.ceil(counts.tokens / packed)
+            batch, tokens_a_row = max(least, min(8, packed // 10)), math.ceil(counts.tokens / packed)
         steps = math.ceil(epochs * packed / batch)
         max_steps: int | None = None
         if choice.model in (EMBEDDED, ONLINE_SMOLLM):
@@ -327,7 +328,7 @@ def _choose_settings(
         return settings, counts
     at_once = choice.rows * choice.ranks
     # About thirty steps an epoch, with at most 64 rows each. Each GPU's micro-batches are full.
-    micro_batches = max(1, min(64 // at_once, packed // (30 * at_once)))
+    micro_batches = max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
     batch = at_once * micro_batches
     steps = max(1, math.ceil(epochs * packed / batch))
     return Settings(length, truncation, held_out, batch, choice.rows, epochs, rate, None, steps, objective), counts

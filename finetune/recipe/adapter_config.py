@@ -14,6 +14,7 @@ from typing import Any
 from finetune.paths import RECIPES, open_regular
 from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.schema import Lora, Recipe
+from finetune.recipe.sections.preferences import names_second_model
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
@@ -45,11 +46,26 @@ def names_a_folder(name: str) -> bool:
 
 
 def folder_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
-    """(key, mistake) if the recipe's model or adapter names a folder that holds no such thing."""
+    """(key, mistake) if the recipe's model, adapter or reference names a folder that holds no such thing."""
     if problem := local_model_problem(recipe.model.name_or_path):
         yield ("model", "name_or_path"), problem
     if problem := folder_mistake(recipe.model.adapter, recipe.lora):
         yield ("model", "adapter"), problem
+    section = recipe.preferences
+    if section is not None and names_second_model(section) and (problem := reference_problem(section.reference)):
+        yield (recipe.training.objective, "reference"), problem
+
+
+def reference_problem(name: str) -> str | None:
+    """The problem with a reference's folder, and the remedy; None if it may be a model, or is on the Hub."""
+    folder = Path(name)
+    adapter = next((each for each in (folder, folder / "adapter") if (each / CONFIG).is_file()), None)
+    if adapter is not None and not (folder / "config.json").is_file():
+        remedy = f"set model.adapter: {adapter} and reference: start, or merge it into its base (finetune merge)"
+        return f"{name}: is an adapter, and a reference is a whole model; {remedy}"
+    if (folder / "model" / "config.json").is_file():  # a run's folder
+        return f"{name}: is a run's folder; name {folder / 'model'}"
+    return local_model_problem(name)
 
 
 def folder_mistake(name: str | None, lora: Lora | None) -> str | None:

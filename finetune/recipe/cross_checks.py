@@ -403,6 +403,9 @@ def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         yield CrossCheck(f"{objective}.reference", problem, "set it to start, or name a model")
     if isinstance(section, Dpo):
         yield from _pair_loss_mistakes(section)
+    elif recipe.training.global_batch_size < 2:
+        problem = "is 1, and kto measures each answer of a step against another row's"
+        yield CrossCheck("training.global_batch_size", problem, "set it to 2 or more, 16 for example")
 
 
 def _pair_loss_mistakes(section: Dpo) -> Iterator[CrossCheck]:

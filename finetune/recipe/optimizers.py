@@ -96,8 +96,11 @@ RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA
 PREFERENCE_RATES = {"full training": (5e-8, 1e-6, 1e-5), "LoRA": (5e-7, 5e-6, 5e-4), "QLoRA": (5e-7, 5e-6, 5e-4)}
 
 
+LEAST_SIMPO_BETA = 1.0  # below it, a margin of 1 by the token is a reward below simpo_gamma
+
+
 def far_rate(recipe: Recipe) -> Iterator[str]:
-    """A line for a learning rate far outside the usual range of the method and the objective."""
+    """A line for a learning rate far outside the usual range of the method and the objective, and for SimPO's beta."""
     method = "full training"
     if recipe.lora is not None:
         method = "LoRA" if recipe.quantization is None else "QLoRA"
@@ -108,6 +111,9 @@ def far_rate(recipe: Recipe) -> Iterator[str]:
         side = "below" if rate < least else "above"
         problem = f"{decimal(rate)} is far {side} what {words} takes, {decimal(least)} to {decimal(most)}"
         yield f"training.learning_rate: {problem}; set training.learning_rate={decimal(usual)}"
+    if recipe.training.objective == "dpo" and recipe.dpo.loss_type == "simpo" and recipe.dpo.beta < LEAST_SIMPO_BETA:
+        problem = f"{decimal(recipe.dpo.beta)} is a beta for DPO; simpo's rewards are by the token and take 2 to 10"
+        yield f"dpo.beta: {problem}; set dpo.beta=2"
 
 
 def decimal(number: float) -> str:

@@ -18,7 +18,7 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.model.build import load_tokenizer
 from finetune.recipe.schema import Data, DataSet, Recipe
-from finetune.tokens.cache import StoredDocuments
+from finetune.tokens.cache import StoredDocuments, are_alike
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Document, Encoder
 from finetune.tokens.mixture import DocumentPool, shares
@@ -155,7 +155,7 @@ def pieces(texts: TextTokenizer, document: Document) -> Iterator[TokenText]:
 
 def _rows_in_turn(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
     """Good rows; the data sets take turns."""
-    sources = [_rows_of(entry, encoder) for entry in data.train]
+    sources = [_rows_of(entry, encoder, data) for entry in data.train]
     while sources:
         for source in list(sources):
             if (row := next(source, None)) is not None:
@@ -164,7 +164,7 @@ def _rows_in_turn(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
                 sources.remove(source)
 
 
-def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
+def _rows_of(entry: DataSet, encoder: Encoder, data: Data) -> Iterator[ShownRow]:
     """A data set's documents. Rows that cannot be read are passed over; `preview` reports them as errors."""
     for row, content, _ in RowReader(resolve(entry)).rows():
         if content is None:
@@ -178,7 +178,8 @@ def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
             place = row.place
             if len(examples) > 1:
                 place += f", example {number} of {len(examples)}"
-            if parts[1:] == parts[:1]:
+            limit = data.max_length if data.truncation == "right" else None
+            if are_alike([Document(part.input_ids[:limit], part.labels[:limit]) for part in parts]):
                 continue  # a pair of two equal answers is left out
             yield _shown(place, example, parts, encoder.texts)
 

@@ -21,7 +21,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -43,7 +43,9 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 7
+VERSION = 8
+# The refusal of judged answers with nothing to measure the KL baseline on.
+ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
@@ -56,6 +58,7 @@ COUNTS = (
     "tokens_cut",
     "dropped",
     "identical",
+    "identical_cut",
     "texts_split",
     "control_token_texts",
     "largest_token_id",
@@ -232,21 +235,53 @@ def fitted_units(
 ) -> Iterator[tuple[Unit, list[Document]]]:
     """Yield the units' documents within max_length: once for each unit, or for each piece of a long text.
 
-    A pair with equal answers is left out and counted.
+    A pair whose answers are equal, or become equal by the cut at max_length, is left out and counted.
     """
     for unit, documents in zip(units, encoder.tokenised([unit.scripts for unit in units]), strict=True):
         if isinstance(documents, RowError):
             mistakes.add(str(documents), unit.row.place)
             continue
-        if len(documents) == 2 and documents[0] == documents[1]:
+        if are_alike(documents):
             counts["identical"] += 1
             continue
+        found: Counter[str] = Counter()  # of a pair that is left out, nothing counts as cut
         fitted = [
-            fit(document, unit.row, data, mistakes, counts, is_text=script.is_text and len(documents) == 1)
+            fit(document, unit.row, data, mistakes, found, is_text=script.is_text and len(documents) == 1)
             for document, script in zip(documents, unit.scripts, strict=True)
         ]
+        if len(fitted) == 2 and all(fitted) and are_alike([pieces[0] for pieces in fitted]):
+            counts["identical_cut"] += 1
+            continue
+        counts.update(found)
         # Each piece of a text is a document. A pair keeps both answers, or is left out.
         yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
+
+
+def are_alike(documents: Sequence[Document]) -> bool:
+    """Whether a pair's two answers are equal up to their last supervised tokens, so that its loss compares nothing."""
+    if len(documents) != 2:
+        return False
+    compared = []
+    for ids, labels in ((document.input_ids, document.labels) for document in documents):
+        end = next((place for place in range(len(ids), 0, -1) if labels[place - 1] != IGNORE), 0)
+        compared.append((ids[:end], labels[:end]))
+    return bool(compared[0][0]) and compared[0] == compared[1]
+
+
+def nothing_left(key: str, counts: Sequence[Mapping[str, Any]], max_length: int) -> str:
+    """The refusal if no document is left of these data sets, by the reasons in their counts."""
+    names = ("identical", "identical_cut", "dropped")
+    equal, cut, dropped = (sum(int(each.get(name, 0)) for each in counts) for name in names)
+    reasons, remedy = [], "check data.max_length and data.truncation"
+    if equal:
+        remedy = "name pairs whose answers differ as the chat template writes them"
+        reasons.append(f"{counted(equal, 'pair')} of two equal answers")
+    if cut:
+        remedy = "raise data.max_length"
+        reasons.append(f"{counted(cut, 'pair')} whose answers differ only beyond data.max_length ({max_length:,})")
+    if reasons and dropped:
+        reasons.append(f"{counted(dropped, 'document')} longer than that, or without a supervised token")
+    return f"{key}: holds no document{': ' if reasons else ''}{', '.join(reasons)}; {remedy}"
 
 
 def fit(

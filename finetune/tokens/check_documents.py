@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from finetune.data.check import Mistakes
 from finetune.data.formats import Passage, documents_in
@@ -22,9 +24,17 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
-from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, units_of
-from finetune.tokens.encoder import Encoder
+from finetune.tokens.cache import (
+    CHUNK_ROWS,
+    ONE_ANSWER,
+    check_set_variables,
+    fitted_units,
+    nothing_left,
+    units_of,
+)
+from finetune.tokens.encoder import Encoder, answer_of
 from finetune.tokens.estimate import text_of
+from finetune.tokens.second_model import refuse_other_tokens
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.wording import counted
 
@@ -44,6 +54,8 @@ class _Progress:
     encoded: int = 0
     nbytes: int = 0
     kept: int = 0  # rows with a document for training
+    counts: Counter[str] = field(default_factory=Counter)  # of documents left out, by reason
+    answers: set[tuple[int, ...]] = field(default_factory=set)  # the first two that differ, if answers are judged
 
     @property
     def is_complete(self) -> bool:
@@ -60,12 +72,14 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     if file is None or recipe.model.trust_remote_code or all(source.kind == "hub" for source in sources):
         return None
     try:
-        encoder = Encoder(_tokenizer(recipe, file.parent), data)
+        tokenizer = _tokenizer(recipe, file.parent)
+        encoder = Encoder(tokenizer, data)
     except FinetuneError:
         if Path(recipe.model.name_or_path).is_dir():
             raise
         return None  # the Hub's cache may hold only some files, and training fetches the others
-    mistakes, notes, progress_of_sets = Mistakes(), [], []
+    mistakes, notes, progress_of_sets = Mistakes(), list[str](), list[_Progress]()
+    used: set[int] = set()
     for source in sources:
         progress = _Progress()
         progress_of_sets.append(progress)
@@ -73,21 +87,38 @@ def check_documents(recipe: Recipe) -> list[str] | None:
             progress.rows = 1  # at least
             continue
         try:
-            _check_set(source, data, encoder, mistakes, progress)
+            _check_set(source, data, encoder, mistakes, progress, used)
         except DataError as error:
             mistakes.take(error)
         if not progress.is_complete:
             rows = f"{progress.encoded:,} of {counted(progress.rows, 'row')}"
             notes.append(f"{source.name}: {rows} were encoded; `finetune preview` encodes all")
     mistakes.raise_if_any()
-    train = progress_of_sets[: len(data.train)]
-    if all(progress.is_complete for progress in train):
-        kept = sum(progress.kept for progress in train)
+    for key in ("train", "eval"):
+        part = progress_of_sets[: len(data.train)] if key == "train" else progress_of_sets[len(data.train) :]
+        if not part or not all(progress.is_complete for progress in part):
+            continue
+        kept = sum(progress.kept for progress in part)
         if not kept:
-            raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
-        if kept == 1 and isinstance(data.eval, EvalFraction):
+            counts = [progress.counts for progress in part]
+            raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
+        if key == "train" and data.unit == "judged" and len(set().union(*(each.answers for each in part))) == 1:
+            raise DataError([ONE_ANSWER])
+        if kept == 1 and key == "train" and isinstance(data.eval, EvalFraction):
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
-    return notes
+    tokens = np.fromiter(used, np.int64, len(used))
+    return [*notes, *refuse_other_tokens(recipe, tokenizer, [tokens], offline=True)]
+
+
+def check_reference(recipe: Recipe) -> list[str]:
+    """Compare the vocabulary of a reference that is a model of its own, if the model's tokenizer is on this machine.
+
+    Returns notes. Raises FinetuneError for another tokenizer.
+    """
+    file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
+    if recipe.preferences is None or file is None or recipe.model.trust_remote_code:
+        return []
+    return [*refuse_other_tokens(recipe, _tokenizer(recipe, file.parent), [], offline=True)]
 
 
 def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
@@ -102,14 +133,19 @@ def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_set(source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress) -> None:
-    """Encode a data set's chosen rows, and count them in `progress`."""
+def _check_set(
+    source: Source, data: Data, encoder: Encoder, mistakes: Mistakes, progress: _Progress, used: set[int]
+) -> None:
+    """Encode a data set's chosen rows, count them in `progress`, and add their token ids to `used`."""
     check_set_variables(source, encoder)
     units = units_of(_rows_to_encode(RowReader(source), data, progress), encoder, mistakes)
-    counts: Counter[str] = Counter()
     last_row = None
     while chunk := list(islice(units, CHUNK_ROWS)):
-        for unit, _ in fitted_units(chunk, encoder, data, mistakes, counts):
+        for unit, documents in fitted_units(chunk, encoder, data, mistakes, progress.counts):
+            if data.unit != "documents":
+                used.update(*(document.input_ids for document in documents))
+            if data.unit == "judged" and len(progress.answers) < 2:
+                progress.answers.add(tuple(answer_of(documents[0].input_ids, documents[0].labels)))
             progress.kept += unit.row is not last_row  # with train_on: each_turn, a row has several documents
             last_row = unit.row
 

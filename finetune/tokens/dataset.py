@@ -13,8 +13,8 @@ from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
-from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
-from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
+from finetune.tokens.cache import ONE_ANSWER, StoredDocuments, content_key, nothing_left, stored_documents
+from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
 
@@ -51,6 +51,7 @@ class Prepared:
             ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
             ("truncated", "document", truncated),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
+            ("identical_cut", "pair", "left out: the answers differ only beyond data.max_length; raise it"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
             (
                 "control_token_texts",
@@ -119,7 +120,14 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     mistakes.raise_if_any()
 
     pool = DocumentPool(stores)
-    split = split_documents(pool, entries, len(data.train), data.eval, seed)
+    train_sets = len(data.train)
+    for key, part in (("train", stores[:train_sets]), ("eval", stores[train_sets:])):
+        if part and not any(map(len, part)):
+            counts = [store.facts for store in part]
+            raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
+    split = split_documents(pool, entries, train_sets, data.eval, seed)
+    if data.unit == "judged":
+        pool.two_answers = _two_answers(pool, split)
     capacity: int | None = None  # one document a row
     if data.packing and data.unit == "documents":
         capacity = data.max_length  # a preference row stays one pair or one judged answer: its micro-batches are packed
@@ -155,6 +163,22 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     )
 
 
+def _answer(document: tuple[np.ndarray, np.ndarray]) -> list[int]:
+    ids, labels = document
+    return answer_of(ids.tolist(), labels.tolist())
+
+
+def _two_answers(pool: DocumentPool, split: Split) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """The first training document, and the first whose answer is another. Raises DataError if there is none."""
+    documents = (pool.document(int(index)) for index in np.unique(split.train))
+    first = next(documents)
+    answer = _answer(first)
+    for document in documents:
+        if _answer(document) != answer:
+            return first, document
+    raise DataError([ONE_ANSWER])
+
+
 def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
     """Raises DataError if an evaluation metric decides something, and no held-out row measures it."""
     training = recipe.training
@@ -185,8 +209,9 @@ def _facts(
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
     pairs = {}
-    if identical := total("identical"):
-        pairs["identical"] = identical
+    for name in ("identical", "identical_cut"):
+        if count := total(name):
+            pairs[name] = count
     tokens = int(train.lengths.sum())
     return {
         "documents": len(split.train),  # in one epoch, with copies by weight

@@ -391,6 +391,12 @@ class Encoder:
         return renamed
 
 
+def answer_of(ids: Sequence[int], labels: Sequence[int]) -> list[int]:
+    """The tokens from the first supervised one on."""
+    start = next((place for place, label in enumerate(labels) if label != IGNORE), len(labels))
+    return [*ids[start:]]
+
+
 def _prompt_tokens(document: Document) -> tuple[int, ...]:
     """The tokens before the first supervised one."""
     supervised = (position for position, label in enumerate(document.labels) if label != IGNORE)

@@ -36,6 +36,8 @@ class DocumentPool:
             if len(store):
                 first_row += int(store.rows[-1]) + 1
         self.source_rows = np.concatenate(source_rows)
+        # For judged answers: two training documents with different answers, which `prepare` finds.
+        self.two_answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
     def group(self, store: int) -> np.ndarray:
         """One data set's documents."""
@@ -128,6 +130,11 @@ class Rows:
         members: np.ndarray = self._members[self._offsets[np.asarray(rows, dtype=np.int64)]]
         return members
 
+    @property
+    def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """For judged answers: two training documents with different answers."""
+        return self._pool.two_answers
+
     def subset(self, rows: Sequence[int]) -> Rows:
         """Only these rows, in this order."""
         members = [self.members(row) for row in rows]
@@ -166,8 +173,6 @@ def split_documents(
     """Hold out first, then weigh, so that no copy of a held-out document is trained on. Raises DataError."""
     end = int(pool.starts[training_sets])
     train, held_out = np.arange(end), np.arange(end, len(pool.lengths))
-    if not end:
-        raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
     if isinstance(evaluation, EvalFraction):
         rows, row_of = np.unique(pool.source_rows[:end], return_inverse=True)  # examples of one row stay together
         if len(rows) < 2:

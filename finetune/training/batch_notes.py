@@ -128,11 +128,12 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
             return
         why, then = few, "leave it out and set"
     most = (plan.total_rows - 1) // (FEW - 1)  # the largest step, in rows, that still gives 20 steps
-    if most >= plan.world_size:
+    least = max(plan.world_size, 2 if recipe.data.unit == "judged" else 1)
+    if most >= least:
         place, remedy = "global_batch_size", f"{then} {_rows_a_step(plan, most)}"
     else:
         # Even steps of one row a rank would be too few.
-        batch = min(plan.global_batch_size, plan.world_size)
+        batch = min(plan.global_batch_size, least)
         settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
         settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
         place, remedy = "num_train_epochs", f"add {plan.noun}s, or {then} {' '.join(settings)}"

@@ -283,12 +283,13 @@ def evaluate(
     width = 2 + len(objective.metric_names)
     tally = torch.zeros(len(parts), width, dtype=torch.float64, device=accelerator.device)
     model.eval()
+    first = 0
     with torch.no_grad(), weights.cast():
         for part, counted in zip(parts.values(), tally, strict=True):
             if objective.needs_whole_step:
-                batches = prefetch(objective.eval_batches(plan, part), accelerator.device, non_blocking=True)
+                batches = prefetch(objective.eval_batches(plan, part, first), accelerator.device, non_blocking=True)
                 objective.before_step(model, batches, partial(accelerator.reduce, reduction="sum"))
-            for batch in prefetch(objective.eval_batches(plan, part), accelerator.device, non_blocking=True):
+            for batch in prefetch(objective.eval_batches(plan, part, first), accelerator.device, non_blocking=True):
                 batch_number += 1
                 show(f"held-out loss: micro-batch {batch_number} of {batch_count}")
                 loss = objective.loss(model, batch)
@@ -296,6 +297,7 @@ def evaluate(
                 counted[1] += loss.count
                 for position, metric in enumerate(loss.metrics, start=2):
                     counted[position] += metric
+            first += len(part)
     model.train()
     by_part = accelerator.reduce(tally, reduction="sum").tolist()
     loss_sum, units, *metrics = (sum(column) for column in zip(*by_part, strict=True))

@@ -8,7 +8,7 @@ values are kept in the cache folder too, under a key of everything that they dep
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,12 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.metrics import Terminal
 from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
-from finetune.recipe.sections.preferences import Dpo, Kto
+from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import assemble
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
+from finetune.tokens.second_model import as_reference, reference_section
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
@@ -41,7 +42,7 @@ from finetune.training.run import Run, check_vocabulary
 from finetune.training.start import Start
 
 KEPT_IN_RUN = "reference.json"  # in the run folder
-REFERENCE_FORMAT = 1
+REFERENCE_FORMAT = 2
 # A kept reference is compared with a live one on the first micro-batch: other weights under the same name differ more.
 AGREEING = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
 VALUES = ("answers", "mismatched", "held_out")
@@ -105,11 +106,6 @@ def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, s
     return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
-def names_second_model(section: Dpo | Kto) -> bool:
-    """Whether the reference is a model of its own, neither the start nor the base without adapters."""
-    return section.needs_reference and section.reference not in ("start", "adapter_off")
-
-
 def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal) -> None:
     """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
     are there. Called before the run's own model is built, so that one of the two is in memory at a time.
@@ -127,18 +123,18 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
         return
     # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
     lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
-    model = recipe.model.model_copy(update={"name_or_path": section.reference, "revision": "main", "adapter": None})
-    other = recipe.model_copy(update={"model": model, "lora": lora})
+    other = recipe.model_copy(update={"model": reference_section(recipe), "lora": lora})
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
-    assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
-    check_vocabulary(rows, assembled.unwrapped_model)
+    with as_reference(recipe):
+        assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
+        check_vocabulary(rows, assembled.unwrapped_model)
     forwards = Forwards(
         accelerator,
         assembled.model,
         cast_weights(other, start.strategy, assembled.unwrapped_model),
         plan,
         rows.train,
-        rows.eval,
+        _held_out_sets(rows.eval, rows.eval_sets),
         terminal,
     )
     reference = _computed(forwards, objective, shapes)
@@ -161,14 +157,20 @@ class Forwards:
     weights: CastWeights
     plan: BatchPlan
     train: Rows
-    held_out: Rows | None
+    held_out: Sequence[Rows]  # each data set by itself
     terminal: Terminal
 
     @classmethod
     def of(cls, run: Run) -> Forwards:
         """Of a run that was built."""
         parts = run.parts
-        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, run.eval_rows, run.terminal)
+        held_out = _held_out_sets(run.eval_rows, run.eval_sets)
+        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, run.terminal)
+
+
+def _held_out_sets(rows: Rows | None, sets: Mapping[str, Rows]) -> list[Rows]:
+    """The held-out rows as an evaluation takes them: each data set by itself."""
+    return [*sets.values()] or ([] if rows is None else [rows])
 
 
 def reference_key(start: Start, section: Dpo | Kto) -> str:
@@ -237,12 +239,14 @@ def _computed(
 
 
 def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
-    """The steps whose mismatched answers are compared: the run's, and the held-out rows as one."""
+    """The steps whose mismatched answers are compared: the run's, and each held-out data set as one."""
     plan = forwards.plan
     steps = ((step * plan.global_batch_size, plan.rows_of(step)) for step in range(plan.total_steps))
     yield "mismatched", forwards.train, steps
-    if forwards.held_out is not None:
-        yield "held_out", forwards.held_out, iter([(0, np.arange(len(forwards.held_out)))])
+    first = 0
+    for part in forwards.held_out:
+        yield "held_out", part, iter([(first, np.arange(len(part)))])
+        first += len(part)
 
 
 def _log_probabilities(
@@ -263,7 +267,7 @@ def _log_probabilities(
 
 def _all_units(forwards: Forwards) -> Rows:
     """Every document that is trained on or held out, once, each a row."""
-    sets = [rows for rows in (forwards.train, forwards.held_out) if rows is not None]
+    sets = [forwards.train, *forwards.held_out]
     units = np.unique(np.concatenate([rows.units(np.arange(len(rows))) for rows in sets]))
     return forwards.train.pool.rows(units, None)
 

@@ -39,6 +39,7 @@ from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder
+from finetune.tokens.second_model import refuse_other_tokens
 from finetune.training.batch_notes import batch_notes
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.training.formats import choose_formats, slow_formats_note
@@ -117,6 +118,9 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     probed = probe(recipe, device)
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
+    for note in refuse_other_tokens(recipe, tokenizer, [store.tokens for store in prepared.pool.stores]):
+        if launch.is_main:
+            print(wrapped(note, sys.stderr), file=sys.stderr)
     scored = None
     if recipe.eval.generate.every is not None:
         scored = held_out_set(recipe, Encoder(tokenizer, recipe.data), prepared)

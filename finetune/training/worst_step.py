@@ -147,6 +147,11 @@ class AllTokensSupervised(Rows):
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(ids, ids) for ids, _ in super().documents(row)]
 
+    @property
+    def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """None: the longest rows stand beside themselves."""
+        return ()
+
 
 def worst_batches_of(run: Run, rows: Rows) -> tuple[list[MicroBatch], int]:
     """This rank's micro-batch with most tokens, and its units over all ranks; every token is supervised."""

@@ -125,7 +125,8 @@ ADAPTER_KINDS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("r",), (int,), "a whole number"),
     (("lora_alpha", "lora_dropout"), (int, float), "a number"),
     (("rank_pattern", "alpha_pattern"), (dict, type(None)), "a section"),
-    (("target_modules", "exclude_modules"), (str, list, type(None)), "text or a list of names"),
+    (("target_modules", "exclude_modules", "layers_pattern"), (str, list, type(None)), "text or a list of names"),
+    (("layers_to_transform",), (int, list, type(None)), "a number or a list of numbers"),
     (("target_parameters", "modules_to_save"), (list, type(None)), "a list of names"),
     (("trainable_token_indices",), (dict, list, type(None)), "a section or a list"),
     (("base_model_name_or_path", "bias", "task_type", "peft_type"), (str, type(None)), "text"),
@@ -135,7 +136,15 @@ MOST_RANK = 2**16
 
 def look_at_adapter(folder: Path) -> dict[str, Any]:
     """An adapter's settings, after its header was looked at too. Raises FinetuneError as `look_at_model` does."""
-    path = folder / ADAPTER_CONFIG
+    config = look_at_settings(folder / ADAPTER_CONFIG)
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")
+    _refuse_integers(folder / ADAPTER_WEIGHTS, read_header(folder / ADAPTER_WEIGHTS))
+    return config
+
+
+def look_at_settings(path: Path) -> dict[str, Any]:
+    """An adapter_config.json whose values have the kinds that peft expects. Raises FinetuneError."""
     config = read_object(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise unreadable(path, f"is of an adapter of kind {one_line(kind, 40)}", "name a LoRA adapter")
@@ -145,7 +154,7 @@ def look_at_adapter(folder: Path) -> dict[str, Any]:
         for name in names:
             if name in config and (not isinstance(config[name], kinds) or type(config[name]) is bool):
                 raise unreadable(path, f"{name} is {kind_of_value(config[name])}, and must be {words}")
-    for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
+    for name in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters", "modules_to_save"):
         if isinstance(config.get(name), list) and not _are_texts(config[name]):
             raise unreadable(path, f"{name} is not a list of names")
     if not 1 <= config.get("r", 1) <= MOST_RANK or not _are_texts(config.get("rank_pattern") or {}):
@@ -153,9 +162,6 @@ def look_at_adapter(folder: Path) -> dict[str, Any]:
     ranks = (config.get("rank_pattern") or {}).values()
     if not all(type(rank) is int and 1 <= rank <= MOST_RANK for rank in ranks):
         raise unreadable(path, f"rank_pattern has a rank that is not a whole number from 1 to {MOST_RANK:,}")
-    if not (folder / ADAPTER_WEIGHTS).exists():
-        raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")
-    _refuse_integers(folder / ADAPTER_WEIGHTS, read_header(folder / ADAPTER_WEIGHTS))
     return config
 
 
@@ -163,7 +169,8 @@ def patterns_of(config: Mapping[str, Any]) -> list[str]:
     """The regular expressions in an adapter's settings, as peft takes them."""
     texts = [config.get(name) for name in ("target_modules", "exclude_modules")]
     patterns = [each for each in texts if isinstance(each, str) and each != "all-linear"]
-    patterns += config.get("modules_to_save") or []
+    layers = config.get("layers_pattern") or []
+    patterns += [*([layers] if isinstance(layers, str) else layers), *(config.get("modules_to_save") or [])]
     return [*patterns, *(key for name in ("rank_pattern", "alpha_pattern") for key in config.get(name) or {})]
 
 

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
+from finetune.errors import RecipeError
 from finetune.importers import Imported, convert
+from finetune.importers.shared import TEMPLATES
 from tests.support.rows.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
 
 BARE_AXOLOTL = {key: value for key, value in AXOLOTL_LORA_8B.items() if not key.startswith("wandb")}
@@ -250,3 +252,91 @@ def test_supervised_training_by_another_word_is_taken(tmp_path: Path) -> None:
         (FACTORY_LLAMA | {"pref_beta": 1}, "pref_beta"),
     ):
         assert levels(imported(tmp_path, unused))[key] == "same"
+
+
+ALPACA, DIALOGUES = {"path": "a/b", "type": "alpaca"}, {"path": "c/d", "type": "chat_template"}
+
+
+@pytest.mark.parametrize(
+    ("sets", "keys", "template", "named"),
+    [
+        ([ALPACA], {}, "alpaca", set()),
+        ([ALPACA, DIALOGUES], {"chat_template": "llama3"}, "llama3", {"datasets.*.type"}),
+        ([DIALOGUES, ALPACA], {"chat_template": "chatml"}, "chatml", {"datasets.*.type"}),
+        ([ALPACA, DIALOGUES], {}, None, {"datasets.*.type"}),
+        ([ALPACA, {"path": "e/f", "type": "sharegpt"}], {"chat_template": "chatml"}, "chatml", {"datasets.*.type"}),
+        ([DIALOGUES], {"chat_template": "llama3"}, "llama3", set()),
+    ],
+)
+def test_dialogues_beside_alpacas_rows_keep_their_template(
+    sets: list[Values], keys: Values, template: str | None, named: set[str], tmp_path: Path
+) -> None:
+    result = imported(tmp_path, {"base_model": "a/b", "datasets": sets, "learning_rate": 1e-4} | keys)
+    assert at(result, "data.chat_template") == (TEMPLATES[template] if template else None)
+    assert {key for key, level in levels(result).items() if level == "differs"} == named
+
+
+RUN_CLM: Values = {"model_name_or_path": "a/b", "dataset_name": "c/d", "per_device_train_batch_size": 2}
+
+
+def test_run_clms_own_keys(tmp_path: Path) -> None:
+    result = imported(tmp_path, RUN_CLM | {"dataset_config_name": "wiki", "block_size": 512, "eval_strategy": "steps"})
+    assert at(result, "data.train") == [{"path": "c/d", "name": "wiki"}]
+    assert at(result, "data.eval") == [{"path": "c/d", "name": "wiki", "split": "test"}]
+    settings = {key: at(result, f"data.{key}") for key in ("max_length", "packing", "truncation")}
+    assert settings == {"max_length": 512, "packing": True, "truncation": "split"}
+    assert levels(result)["block_size"] == "differs"
+    files = {"model_name_or_path": "a/b", "train_file": "t.jsonl", "validation_file": "v.csv", "eval_strategy": "epoch"}
+    result = imported(tmp_path, files)
+    assert at(result, "data.train") == [{"path": "json", "data_files": "t.jsonl"}]
+    assert at(result, "data.eval") == [{"path": "csv", "data_files": "v.csv"}]
+
+
+@pytest.mark.parametrize(
+    ("own", "level"), [("</s>", "same"), ({"content": "</s>"}, "same"), ("<|end|>", "differs"), (None, "look")]
+)
+@pytest.mark.parametrize("tool", ["trl", "axolotl"])
+def test_an_end_token_is_compared_with_the_models_own(tool: str, own: Any, level: str, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": own} if own else {}))
+    key, values = "eos_token", RUN_CLM | {"model_name_or_path": str(model), "eos_token": "</s>"}
+    if tool == "axolotl":
+        key = "special_tokens.eos_token"
+        values = {"base_model": str(model), "datasets": [DIALOGUES], "special_tokens": {"eos_token": "</s>"}}
+    assert levels(imported(tmp_path, values))[key] == level
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("train.py", "model = load(name='a/b')", "is a script, which is never run; write its arguments as YAML"),
+        ("run.sh", "accelerate launch train.py", "is a script, which is never run"),
+        ("a.ipynb", '{"cells": [], "nbformat": 4}', "is a notebook; write its arguments as YAML"),
+        ("zero3.json", '{"zero_optimization": {"stage": 3}}', "is DeepSpeed's own file; name it as deepspeed in"),
+        ("fsdp.yaml", "distributed_type: FSDP", "is Accelerate's own file; name it as accelerate_config"),
+        ("adapter_config.json", '{"peft_type": "LORA"}', "is an adapter's settings; name its folder as model.adapter"),
+        ("config.json", '{"architectures": ["A"]}', "is a model's config.json; name its folder as model.name_or_path"),
+    ],
+)
+def test_other_files_are_answered_with_what_they_are(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError) as raised:
+        convert(tmp_path / name)
+    (mistake,) = raised.value.mistakes
+    assert mistake.startswith(f"{tmp_path / name}: {said}")
+
+
+def test_a_folder_is_answered_with_its_files(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text("")
+    with pytest.raises(RecipeError, match=r"is a folder; name a tool's configuration in it: b\.yaml$"):
+        convert(tmp_path)
+
+
+def test_others_code_is_named_and_not_carried(tmp_path: Path) -> None:
+    result = imported(tmp_path, RUN_CLM | {"trust_remote_code": True})
+    assert "model.trust_remote_code" not in result.carried
+    assert levels(result)["trust_remote_code"] == "look"
+    result = imported(tmp_path, RUN_CLM | {"report_to": "wandb", "run_name": "one"})
+    assert "set it in the environment: WANDB_NAME=one" in result.text

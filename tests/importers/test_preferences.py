@@ -99,7 +99,10 @@ def test_alignment_handbooks_dpo(tmp_path: Path) -> None:
     ("keys", "section", "named"),
     [
         ({"beta": 0.1}, {"loss_type": "sigmoid"}, set()),
-        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "sigmoid", "label_smoothing": 0.0}, set()),
+        # Former versions of TRL smooth these labels, today's does not.
+        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "sigmoid", "label_smoothing": 0.0},
+         {"label_smoothing"}),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, {"loss_type": "ipo", "label_smoothing": 0.0}, set()),
         ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss_type": "robust", "label_smoothing": 0.1}, set()),
         ({"loss_type": "robust"}, {"loss_type": "sigmoid"}, set()),
         ({"loss_type": "ipo", "beta": 0.5}, {"loss_type": "ipo", "beta": 0.5}, set()),
@@ -111,6 +114,9 @@ def test_alignment_handbooks_dpo(tmp_path: Path) -> None:
         ({"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.0},
          {"loss_type": "simpo", "simpo_gamma": 1.2, "beta": 2.0, "sft_weight": 0.0}, set()),
         ({"loss_type": "simpo"}, {"loss_type": "simpo", "sft_weight": 1.0}, {"cpo_alpha"}),
+        # SimPO's authors: their gamma is a share of beta, their loss_type is the sigmoid in SimPO's loss.
+        ({"beta": 2.5, "gamma_beta_ratio": 0.5, "loss_type": "sigmoid", "sft_weight": 0.0},
+         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.25, "sft_weight": 0.0}, set()),
         ({"beta": 0.1, "sync_ref_model": True, "f_divergence_type": "js_divergence", "ld_alpha": 0.5,
           "use_weighting": True}, {}, {"sync_ref_model", "f_divergence_type", "ld_alpha", "use_weighting"}),
         ({"beta": 0.1, "precompute_ref_log_probs": True, "truncation_mode": "keep_end"}, {}, {"truncation_mode"}),
@@ -245,6 +251,9 @@ def test_llamafactorys_pairs_by_kto(tmp_path: Path) -> None:
          {"prompt": "conversation", "chosen": "good"}, None),
         ({"type": {"field_prompt": "q", "field_chosen": "c", "prompt_format": "[INST] {prompt}"}},
          {"instruction": "q", "chosen": "c"}, None),
+        ({"type": "user_defined.default", "field_prompt": "q", "field_chosen": "c", "field_system": "s"},
+         {"instruction": "q", "chosen": "c", "system": "s"}, None),
+        ({"type": "user_defined.default", "field_rejected": "r"}, {"instruction": "prompt", "rejected": "r"}, None),
     ],
 )  # fmt: skip
 def test_axolotls_pairs(data: Values, columns: dict[str, str], template: str | None, tmp_path: Path) -> None:
@@ -270,6 +279,8 @@ def test_axolotls_pairs(data: Values, columns: dict[str, str], template: str | N
         ({"rl": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.9}, "dpo", {"loss_type": "simpo", "simpo_gamma": 0.9}, set()),
         ({"rl": "simpo"}, "dpo", {"sft_weight": 1.0}, {"cpo_alpha"}),
         ({"rl": "dpo", "dpo_use_weighting": True}, "dpo", {}, {"dpo_use_weighting"}),
+        ({"rpo_alpha": 0.3}, "dpo", {"loss_type": "sigmoid", "sft_weight": 0.3}, {"rpo_alpha"}),
+        ({"dpo_label_smoothing": 0.1}, "dpo", {"label_smoothing": 0.0}, {"dpo_label_smoothing"}),
         ({"rl": "kto", "rl_beta": 0.5, "kto_desirable_weight": 0.2, "remove_unused_columns": False}, "kto",
          {"beta": 0.5, "desirable_weight": 0.2}, {"micro_batch_size"}),
     ],
@@ -290,3 +301,86 @@ def test_a_preference_configuration_is_led_to_the_import(tmp_path: Path, capsys:
         assert main(["import", str(file), "-o", str(tmp_path / f"ours{number}.yaml")]) == 0
         assert main(["check", str(tmp_path / f"ours{number}.yaml")]) == 0
         capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("keys", "objective", "said"),
+    [
+        # alignment-handbook's ORPO: nothing in it but names tells that it is no DPO.
+        ({"beta": 0.05, "max_prompt_length": 1792, "output_dir": "data/zephyr-orpo-141b"}, "dpo",
+         "taken for TRL's DPO: for beta, max_prompt_length, which KTO, ORPO and CPO have too, with other meanings; "
+         "its names speak of ORPO"),
+        ({"beta": 0.1, "dataset_name": "trl-lib/kto-mix-14k"}, "dpo", "its names speak of KTO"),
+        ({"loss_type": "sigmoid"}, "dpo", "taken for TRL's DPO: for loss_type, which"),
+        ({"precompute_ref_log_probs": True}, "dpo", "taken for TRL's DPO: for precompute_ref_log_probs, which"),
+        ({}, "supervised", "taken for TRL's SFT: no key is another trainer's"),
+        # These keys belong to one trainer.
+        ({"packing": True}, "supervised", None),
+        ({"loss_type": "nll"}, "supervised", None),
+        ({"beta": 0.1, "desirable_weight": 1.0}, "kto", None),
+        ({"beta": 0.1, "rpo_alpha": 1.0}, "dpo", None),
+        ({"beta": 2.0, "loss_type": "simpo"}, "dpo", None),
+    ],
+)  # fmt: skip
+def test_a_file_that_names_no_trainer_says_what_it_is_taken_for(
+    keys: Values, objective: str, said: str | None, tmp_path: Path
+) -> None:
+    result = imported(tmp_path, {"model_name_or_path": "a/b", "dataset_name": "c/d"} | keys)
+    assert recipe_of(result, tmp_path).training.objective == objective
+    reasons = [entry.reason for entry in result.left_out if entry.key == "trainer"]
+    assert len(reasons) == (said is not None)
+    assert all(str(said) in reason for reason in reasons)
+    if said and "speak" not in said:
+        assert "speak" not in reasons[0]
+
+
+def test_kto_never_has_a_step_of_one_row(tmp_path: Path) -> None:
+    result = factory(tmp_path, {"file_name": "m.json", "columns": {"kto_tag": "l"}}, stage="kto",
+                     gradient_accumulation_steps=1)  # fmt: skip
+    assert recipe_of(result, tmp_path).training.global_batch_size == 2
+    assert "a step has two rows here" in result.text
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_earlier_turns_of_ranked_rows_are_named(stage: str, tmp_path: Path) -> None:
+    columns = {"prompt": "q", "history": "hist"} | (PAIRS if stage == "dpo" else {"kto_tag": "label"})
+    result = factory(tmp_path, {"file_name": "m.json", "columns": columns}, stage=stage)
+    assert "dataset: mine: columns.history" in differing(result)
+    supervised = factory(tmp_path, {"file_name": "m.json", "columns": {"prompt": "q", "history": "hist"}}, stage="sft")
+    assert recipe_of(supervised, tmp_path).data.train[0].columns["history"] == "hist"
+    assert not differing(supervised)
+
+
+@pytest.mark.parametrize(
+    ("keys", "adapter", "reference", "named"),
+    [
+        ({"adapter_name_or_path": "saves/sft", "create_new_adapter": True}, True, "start", "look"),
+        ({"adapter_name_or_path": "saves/sft", "create_new_adapter": False}, False, "adapter_off", None),
+        ({"adapter_name_or_path": "a,b", "create_new_adapter": True}, None, "start", "differs"),
+    ],
+)
+def test_a_new_adapter_is_trained_on_top(
+    keys: Values, adapter: bool | None, reference: str, named: str | None, tmp_path: Path
+) -> None:
+    """LLaMA-Factory merges the adapter first, so the new one's start is its reference."""
+    result = factory(tmp_path, {"file_name": "m.json"} | TURNS | {"ranking": True}, **keys)
+    carried = {key: value for key, (value, _) in result.carried.items()}
+    assert carried.get("model.adapter") == (None if adapter is None else "saves/sft")
+    assert carried.get("lora.on_top", False) == bool(adapter)
+    assert carried.get("dpo.reference", "start") == reference
+    assert levels(result).get("create_new_adapter") == named
+
+
+@pytest.mark.parametrize(
+    ("types", "template", "named"),
+    [
+        (["chatml.intel", "llama3.icr"], "chatml", {"datasets.*.type"}),
+        (["chatml.intel", "chat_template.default"], "chatml", {"datasets.*.type"}),
+        (["llama3.icr", "llama3.ultra"], "llama3", set()),
+    ],
+)
+def test_two_strategies_in_one_file_are_named(types: list[str], template: str, named: set[str], tmp_path: Path) -> None:
+    sets = [{"path": f"a/{number}", "type": kind} for number, kind in enumerate(types)]
+    result = imported(tmp_path, AXOLOTL | {"datasets": sets})
+    assert recipe_of(result, tmp_path).data.chat_template == TEMPLATES[template]
+    assert differing(result) == named

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, FalconH1Config, GPT2Config
 
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import CONFIGS, decoder_config, shipped_config
 
 
 def test_sizes_have_their_common_names(tmp_path: Path) -> None:
@@ -30,3 +30,14 @@ def test_numbers_that_are_not_finite_are_read(tmp_path: Path) -> None:
     config, _ = decoder_config(str(tmp_path))
     assert config["time_step_limit"] == [0.0, float("inf")]
     assert AutoConfig.for_model(**config).num_hidden_layers == 2
+
+
+def test_a_mirror_has_the_models_configuration() -> None:
+    for name, stem in (
+        ("NousResearch/Llama-3.2-1B", "llama-3.2-1b"),
+        ("NousResearch/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("unsloth/Qwen3-8B", "qwen3-8b"),
+    ):
+        assert shipped_config(name) == CONFIGS / f"{stem}.json"
+    for name in ("someone/Llama-3.2-1B", "Llama-3.2-1B", "NousResearch/Hermes-3-Llama-3.1-8B", "NousResearch"):
+        assert shipped_config(name) is None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from finetune.architecture.own_layers.compute import GATES, NORMS
 from finetune.train import main
-from finetune.training import session
-from finetune.training.guard import FirstTokens
+from finetune.training import guard, session
+from finetune.training.guard import INSTEAD, FirstTokens
 from tests.support.models.tiny import write_chats
 from tests.support.runs.cells import launch
 from tests.support.runs.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe
@@ -171,3 +173,35 @@ def test_the_tokens_that_are_compared(lengths: tuple[int, ...], split: bool, exp
     found = FirstTokens(rows, 90, split).documents(0)
     assert [len(ids) for ids, _ in found] == expected
     assert found[0][0][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {NORMS: "off"}, {NORMS: "off on rank 1"}),
+        ({GATES: "far"}, {}, {GATES: "far on rank 0"}),
+        ({GATES: "far"}, {GATES: "near", NORMS: "off"}, {GATES: "far on rank 0", NORMS: "off on rank 1"}),
+    ],
+)
+def test_both_ranks_answer_whether_one_differs(
+    own: dict[str, str], other: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second rank is pretended. Only if any rank differs do both gather; a rank that decided alone would hang."""
+    gathered = []
+
+    def reduce(flags: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "sum"
+        assert flags.tolist() == [path in own for path in INSTEAD]
+        return flags + torch.tensor([path in other for path in INSTEAD], dtype=flags.dtype)
+
+    def gather(mine: list[dict[str, str]]) -> list[dict[str, str]]:
+        gathered.append(mine)
+        return [*mine, {path: f"{why} on rank 1" for path, why in other.items()}]
+
+    monkeypatch.setattr(guard, "gather_object", gather)
+    accelerator = SimpleNamespace(device="cpu", reduce=reduce, process_index=0, num_processes=2)
+    run: Any = SimpleNamespace(parts=SimpleNamespace(accelerator=accelerator))
+    found: Any = SimpleNamespace(left_off=own)
+    assert guard._agreed(run, found) == expected
+    assert len(gathered) == bool(expected)

@@ -54,6 +54,11 @@ class Kto(Section):
         return True
 
 
+def names_second_model(section: Dpo | Kto) -> bool:
+    """Whether the reference is a model of its own, neither the start nor the base without adapters."""
+    return section.needs_reference and section.reference not in ("start", "adapter_off")
+
+
 LOSSES = {"sigmoid": "DPO", "robust": "robust DPO", "ipo": "IPO", "apo_zero": "APO-zero", "simpo": "SimPO"}
 REFERENCES = {"start": "the model that the run started from", "adapter_off": "the base without adapters"}
 

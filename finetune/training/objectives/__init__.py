@@ -40,13 +40,14 @@ class ChosenRows:
     plan: BatchPlan
     rows: Rows
     indices: np.ndarray  # of the chosen rows
-    first: int | None = None  # the place of the first one in the run's stream of rows; None: they are not a step's
+    first: int = 0  # the place of the first one in the run's stream of rows, or among all held-out rows
+    held_out: bool = False
     groups: list[list[int]] | None = None  # places that are computed as one row each; None: as the plan packs them
 
     @classmethod
-    def all_of(cls, plan: BatchPlan, rows: Rows) -> ChosenRows:
-        """Each row once and in order."""
-        return cls(plan, rows, np.arange(len(rows)))
+    def held_out_rows(cls, plan: BatchPlan, rows: Rows, first: int) -> ChosenRows:
+        """An evaluation's: each row once and in order."""
+        return cls(plan, rows, np.arange(len(rows)), first, held_out=True)
 
     def grouped(self) -> list[list[int]]:
         """The places that are computed together."""
@@ -81,8 +82,9 @@ class Objective(Protocol):
     def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """This rank's micro-batches of these rows."""
 
-    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""
+    def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of all rows, each row once and in order: an evaluation's. `first`: the place of the
+        first one among all held-out rows."""
 
     def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """A pass without gradients over the step's micro-batches, before the first backward."""

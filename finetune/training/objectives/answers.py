@@ -31,7 +31,7 @@ class AnswerBatch(MicroBatch, total=False):
     reference: torch.Tensor  # float32 [answers]: the reference's log-probability
     desirable: torch.Tensor  # bool [answers]: judged answers alone
     units_a_token: float  # the step's pairs for each chosen token of it
-    mismatched: MicroBatch  # judged answers alone: the same prompts, each with another row's answer
+    mismatched: MicroBatch  # judged answers alone: the same prompts, each with another answer
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

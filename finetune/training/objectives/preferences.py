@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, cast
 
 import numpy as np
@@ -73,9 +74,9 @@ class Pairs:
             result.append(batch)
         return result
 
-    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of all held-out pairs."""
-        return iter(self.batches(ChosenRows.all_of(plan, rows)))
+    def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of these held-out pairs."""
+        return iter(self.batches(ChosenRows.held_out_rows(plan, rows, first)))
 
     def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """Nothing: each pair's loss depends on its own two answers."""
@@ -155,8 +156,7 @@ class JudgedAnswers:
         return cast(AnswerBatch, batch)["units"]
 
     def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
-        """This rank's micro-batches of a step's answers, each with its prompts' mismatched ones: the answer of the next
-        row in the step, after the last row of the first one."""
+        """This rank's micro-batches of a step's answers, each with its prompts' mismatched ones."""
         chosen = replace(chosen, groups=chosen.grouped())
         units, desirable = chosen.rows.units(chosen.indices), chosen.rows.pool.desirable
         assert desirable is not None
@@ -166,23 +166,34 @@ class JudgedAnswers:
             batch["desirable"] = torch.from_numpy(desirable[units[places]])
             known = self.reference
             batch["reference"] = _tensor(None if known is None else known.answers[units[places], 0], len(places))
-            other["reference"] = _tensor(self._mismatched(chosen.first, places), len(places))
+            other["reference"] = _tensor(self._mismatched(chosen, places), len(places))
             batch["mismatched"] = other
             result.append(batch)
         return result
 
     def mismatched_batches(self, chosen: ChosenRows) -> list[tuple[AnswerBatch, list[int]]]:
-        """This rank's micro-batches of each row's prompt with the next row's answer, and their places in the step."""
+        """This rank's micro-batches of each row's prompt with another answer, and their places in the step.
+
+        It is the answer of the next row in the step; after the last row comes the first one. An answer equal to the
+        row's own is passed over: it would measure the baseline on what the loss compares with it. If the step has no
+        other, one of the training data's first two that differ takes its place. So rows alone decide, not the split.
+        """
+        rows = len(chosen.indices)
 
         def documents_of(place: int) -> list[IdsAndLabels]:
-            asked, answered = (chosen.documents(each % len(chosen.indices))[0] for each in (place, place + 1))
-            return [mismatched_document(asked, answered, self._max_length)]
+            own = chosen.documents(place)[0]
+            following = (chosen.documents((place + ahead) % rows)[0] for ahead in range(1, rows))
+            made = (
+                mismatched_document(own, answered, self._max_length)
+                for answered in chain(following, chosen.rows.two_answers)
+            )
+            return [next((other for other in made if not np.array_equal(other[0], own[0])), own)]
 
         return answer_batches(chosen.plan, documents_of, chosen.grouped())
 
-    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of all held-out answers; the next row's answer is the mismatched one."""
-        return iter(self.batches(ChosenRows.all_of(plan, rows)))
+    def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of these held-out answers."""
+        return iter(self.batches(ChosenRows.held_out_rows(plan, rows, first)))
 
     def before_step(self, model: nn.Module, batches: Iterable[MicroBatch], reduce: Reduce) -> None:
         """The KL baseline: the mean of log p - log p of the reference over the mismatched answers, at least 0."""
@@ -231,14 +242,13 @@ class JudgedAnswers:
             means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
         return means
 
-    def _mismatched(self, first: int | None, places: list[int]) -> np.ndarray | None:
-        """The reference's log-probabilities of mismatched answers, by their place in the step, or in the held-out rows
-        where `first` is None."""
+    def _mismatched(self, chosen: ChosenRows, places: list[int]) -> np.ndarray | None:
+        """The reference's log-probabilities of these rows' mismatched answers."""
         if self.reference is None:
             return None
-        known = self.reference.held_out if first is None else self.reference.mismatched
+        known = self.reference.held_out if chosen.held_out else self.reference.mismatched
         assert known is not None
-        return np.asarray(known[[(first or 0) + place for place in places]])
+        return np.asarray(known[[chosen.first + place for place in places]])
 
 
 def _tensor(values: np.ndarray | None, length: int) -> Tensor:

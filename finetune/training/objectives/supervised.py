@@ -33,7 +33,7 @@ class Supervised:
         """The plan's own."""
         return chosen.plan.micro_batches(chosen.rows, chosen.indices)
 
-    def eval_batches(self, plan: BatchPlan, rows: Rows) -> Iterator[MicroBatch]:
+    def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
         """The plan's own."""
         return plan.batches_of_all(rows)
 

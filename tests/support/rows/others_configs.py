@@ -278,11 +278,11 @@ EXAMPLES: dict[str, Example] = {
             "data.train": [{"path": "mlabonne/FineTome-100k", "split": "train[:20%]", "format": "sharegpt"}],
             "training.pure_bf16": ABSENT, "training.optim": "adamw", "training.learning_rate": 2e-5,
         },
-        differs=frozenset({"special_tokens.eos_token"}),
+        look=frozenset({"special_tokens.eos_token"}),
     ),
     "axolotl fft-8b-liger on one GPU": Example(
         "axolotl", AXOLOTL_FULL, "80GB", {"accelerate_config": "single", "training.pure_bf16": True},
-        differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"accelerate_config"}),
+        look=frozenset({"special_tokens.eos_token", "accelerate_config"}),
     ),
     "axolotl qlora-fsdp-70b": Example(
         "axolotl", AXOLOTL_70B, "2x80GB",
@@ -307,7 +307,7 @@ EXAMPLES: dict[str, Example] = {
     "LLaMA-Factory llama3_lora_sft": Example(
         "llamafactory", FACTORY_LLAMA, "80GB",
         {
-            "model.trust_remote_code": True, "lora.r": 8, "lora.lora_alpha": 16, "lora.target_modules": "all-linear",
+            "model.trust_remote_code": ABSENT, "lora.r": 8, "lora.lora_alpha": 16, "lora.target_modules": "all-linear",
             "data.train": DEMO, "data.packing": False, "data.max_length": 2048, "data.truncation": "right",
             "training.global_batch_size": 8, "training.activation_checkpointing": True,
             "training.learning_rate": 1e-4, "training.num_train_epochs": 3.0, "save_steps": 500,
@@ -367,7 +367,7 @@ EXAMPLES: dict[str, Example] = {
             "data.max_length": 1024, "data.packing": False, "data.train_on": "all", "save_steps": 500,
             "training.learning_rate": 0.0001, "training.mixed_precision": "bf16",
         },
-        look=frozenset({"completion_only_loss"}),
+        look=frozenset({"completion_only_loss", "trainer"}),
     ),
     "torchtune 8B_lora": Example(
         "torchtune", TUNE_LORA, "2x80GB",

@@ -55,7 +55,10 @@ def test_the_first_line_counts_in_the_objectives_unit(base: Path, tmp_path: Path
         f"data: 24 {noun}s of up to {longest} tokens ({tokens:,} tokens); 6 steps of 4 {noun}s, about "
         f"{round(tokens / 6)} tokens each, 0 of them warming up"
     )
-    assert f"6 steps are few: 24 {noun}s x 1 epoch, 4 {noun}s a step; for 20 or more set" in few
+    settings = "set training.global_batch_size=1"
+    if kind == "kto":  # whose step has two rows or more
+        settings = f"add {noun}s, or set training.global_batch_size=2 training.num_train_epochs=2"
+    assert f"6 steps are few: 24 {noun}s x 1 epoch, 4 {noun}s a step; for 20 or more {settings}" in few
     estimated = estimated_rows(recipe)
     assert estimated is not None
     assert estimated.rows == 24, "preference rows are not packed before a step"
@@ -143,3 +146,10 @@ def test_models_that_ask_for_no_balance_loss_have_no_line(base: Path, tmp_path: 
     experts = save_tiny(tmp_path / "mixtral", "mixtral", **EXPERTS)
     for model in (base, experts):
         assert list(router_left_out(recipe_of(tmp_path, model, "dpo"))) == []
+
+
+def test_simpos_beta_is_another_scale(base: Path, tmp_path: Path) -> None:
+    for words, told in (([], 0), (["dpo.loss_type=simpo"], 1), (["dpo.loss_type=simpo", "dpo.beta=2"], 0)):
+        recipe = recipe_of(tmp_path, base, "dpo", *words)
+        lines = [line for line in far_rate(recipe) if line.startswith("dpo.beta: 0.1 is a beta for DPO")]
+        assert len(lines) == told

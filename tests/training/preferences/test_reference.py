@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -94,6 +96,20 @@ def test_rewards_are_counted_from_the_reference(reference: str, base: Path, tmp_
         assert line[f"logps_{name}"] == pytest.approx(own[name], rel=1e-6)
         assert line[f"reward_{name}"] == pytest.approx(0.1 * (own[name] - theirs[name]), abs=1e-5)
         assert reference == "start" or abs(line[f"reward_{name}"]) > 1e-3
+
+
+def test_a_reference_is_computed_without_dropout(base: Path, tmp_path: Path) -> None:
+    """The start adapter adds something, so that dropout would change every log-probability."""
+    adapter = write_adapter(tmp_path / "adapter", 1)
+    start = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    lora = {"lora": LORA["lora"] | {"lora_dropout": 0.3}}
+    changes = {"model": {"adapter": str(adapter)}, "training": {"max_steps": 1}}
+    assert train([str(preference_recipe(tmp_path / "dpo", base, "dpo", lora, changes))]) == 0
+    content = read_sealed(tmp_path / "dpo" / "run" / "reference.json")
+    assert content is not None
+    kept = np.frombuffer(base64.b64decode(content["answers"]), "<f4").reshape(-1, 2).mean(axis=0)
+    expected = log_probabilities(start)
+    assert kept.tolist() == pytest.approx([expected["chosen"], expected["rejected"]], rel=1e-5)
 
 
 def test_a_kept_reference_is_a_live_one_and_another_adapter_has_another(base: Path, tmp_path: Path) -> None:

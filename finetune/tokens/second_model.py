@@ -1,0 +1,99 @@
+"""Looks at a reference that is a model of its own before training: it must read tokens as the run's model does.
+
+A model with other tokens computes log-probabilities of noise, and nothing in the curve shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.packaged import folder_of
+from finetune.recipe.schema import ModelSection, Recipe
+from finetune.recipe.sections.preferences import names_second_model
+from finetune.recipe.yaml_text import shown
+from finetune.untrusted.library_words import in_one_line, not_loaded
+from finetune.untrusted.model_folder import look_at_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEARCHED_AT_A_TIME = 2**20  # tokens
+
+
+def reference_section(recipe: Recipe) -> ModelSection:
+    """The recipe's `model` with the reference in place of the model."""
+    assert recipe.preferences is not None
+    changes = {"name_or_path": recipe.preferences.reference, "revision": "main", "adapter": None}
+    return recipe.model.model_copy(update=changes)
+
+
+@contextmanager
+def as_reference(recipe: Recipe) -> Iterator[None]:
+    """Within the block, errors about a model name the recipe's reference as their place."""
+    place = f"{recipe.training.objective}.reference"
+    try:
+        yield
+    except FinetuneError as error:
+        if type(error) not in (FinetuneError, EnvironmentMismatch):
+            raise
+        text = str(error).replace("model.name_or_path", place)
+        if place not in text:
+            text = f"{place}: {text}"
+        raise type(error)(text) from error
+
+
+def refuse_other_tokens(
+    recipe: Recipe, own: PreTrainedTokenizerBase, used: Sequence[np.ndarray], *, offline: bool = False
+) -> Iterator[str]:
+    """Compare the reference's vocabulary with the model's. Yields a note if there is nothing to compare.
+
+    Args:
+        used: The data's token ids. A token that was added to the vocabulary may differ if the data do not use it.
+        offline: Download nothing.
+
+    Raises FinetuneError if a token differs, or for a folder that holds no model.
+    """
+    from finetune.model.new_tokens import TOKENIZER_FILES, read_tokenizer
+
+    section = recipe.preferences
+    if section is None or not names_second_model(section):
+        return
+    model = reference_section(recipe)
+    name, place = section.reference, f"{recipe.training.objective}.reference"
+    with as_reference(recipe):
+        folder = folder_of(name, model.revision)
+        if folder is None and offline:
+            yield f"{place}: {name} is not on this machine; training compares its tokens with the model's"
+            return
+        if folder is not None and Path(name).is_dir():
+            look_at_model(folder, whole=True)
+            if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+                yield f"{place}: {name} has no tokenizer to compare; see that it reads the model's own tokens"
+                return
+        with in_one_line(partial(not_loaded, "tokenizer", name)):
+            theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
+    differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
+    added = [number for number in differing if number in own.added_tokens_decoder]
+    unused = set(added) - _found(added, used)
+    if wrong := sorted(differing.keys() - unused):
+        there = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
+        raise FinetuneError(
+            f"{place}: {name} has another tokenizer: token {wrong[0]} is {shown(differing[wrong[0]])} in the model's "
+            f"vocabulary and {there} in the reference's; name a model with the same tokens, or set {place}: start"
+        )
+
+
+def _found(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
+    """The numbers that are among these token ids."""
+    found: set[int] = set()
+    for tokens in used if numbers else ():
+        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
+            found |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
+    return found
