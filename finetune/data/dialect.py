@@ -4,8 +4,9 @@ Encoding, the first rule that holds:
 
 - A byte order mark says it.
 - A file that is UTF-8 from the first byte to the last is UTF-8.
-- cp1252 (Windows in Western Europe), if the lines with bytes above 127 then hold only Western letters and signs.
-- Else charset-normalizer chooses the most plausible encoding below.
+- NUL bytes and line ends that only one order of UTF-16 or UTF-32 explains are that.
+- Else chardet ranks the code pages by letter pairs of 40 languages. Readings that no language has are struck off:
+  "S„ge", "fЃr", "situЋ". If two different readings remain close, nobody guesses: `UnclearEncoding` shows both.
 
 Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
 most cells:
@@ -16,38 +17,70 @@ most cells:
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
-from collections.abc import Iterator
+import io
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
-from finetune.errors import DataError
+from finetune.errors import DataError, UnclearEncoding
 from finetune.paths import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# UTF-32's mark begins with UTF-16's.
+WIDE_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+WIDE = ("utf-16", "utf-32")
 DELIMITERS = (",", ";", "\t", "|")
 HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
-SAMPLE_BYTES = 64 * 1024  # of lines with bytes above 127
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
-# Encodings that spreadsheet programs write instead of UTF-8.
-OTHERS = ("cp1250", "cp1251", "cp1253", "cp1254", "cp949", "shift_jis", "gb18030", "big5")
-_WESTERN = frozenset(
-    "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûýÿÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛÝðþÐÞšžŠŽ"
-    "€£¥§©®°±²½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´`¨\u00a0\u00ad"
+# Excel's own first line. It names the delimiter and is no row.
+SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
+SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
+LONGEST_LINE = 400  # bytes of one line in the sample
+# Names that mean a part of a larger code page, by the page that Windows writes.
+WIDER = {
+    "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030",
+    "gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "shift_jis_2004": "cp932", "big5": "cp950",
+}  # fmt: skip
+USUAL = ("cp1252", "cp1250", "cp1251", "cp1254", "cp1257", "cp1253", "cp1256", "cp1255")
+# In use in ISO's and mainframes' catalogues alone; they differ from Windows' pages by few letters.
+RARE = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
+MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
+# Readings above this share of the best one's confidence are plausible too. Letters that Western Europe shares count for
+# cp1252, because chardet knows too few of the languages that are written in it: Albanian looks Lithuanian.
+CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.6
+WESTERN = frozenset(
+    "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
 )
-COMMON_CONTROLS = frozenset(b"\t\n\r\x0c\x1a")
+_ASCII = frozenset(map(chr, range(128)))
+_SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
+
+
+# A table's record: its line or row, its cells, and what is wrong with it.
+Record = tuple[int, list[str], str | None]
 
 
 class Dialect(NamedTuple):
-    """A table's delimiter, and Python's name for its encoding."""
+    """How a table is written: its delimiter, Python's name for its encoding, and how its quotes are read."""
 
     delimiter: str
     encoding: str
+    is_quoted: bool = True  # else a quote is a character like any other, as in many files with tabs
+    is_spaced: bool = False  # spaces after a delimiter are not part of the cell: `"question", "answer"`
 
     @property
     def separator(self) -> str:
@@ -61,7 +94,18 @@ class Dialect(NamedTuple):
             parts.append(self.encoding)
         if self.delimiter != ",":
             parts.append(f"separated by {self.separator}")
+        if not self.is_quoted:
+            parts.append("quotes as characters")
+        if self.is_spaced:
+            parts.append("without the spaces after a separator")
         return ", ".join(parts)
+
+    def records(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        """The cells of each record. Raises csv.Error."""
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.is_quoted else csv.QUOTE_NONE
+        return csv.reader(
+            lines, delimiter=self.delimiter, quoting=quoting, skipinitialspace=self.is_spaced, strict=True
+        )
 
 
 @contextmanager
@@ -72,15 +116,126 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearEncoding."""
     encoding = encoding or found_encoding(file)
-    return Dialect(delimiter or _found_delimiter(file, encoding), encoding)
+    with open_bytes(file) as stream:
+        head = stream.read(HEAD_OF_TABLE)
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(head.removeprefix(BYTE_ORDER_MARK))
+    lines = io.StringIO(text, newline="").readlines()
+    if len(head) == HEAD_OF_TABLE and len(lines) > 1:
+        lines.pop()  # it may be cut off
+    if lines and (named := SEPARATOR_LINE.fullmatch(lines[0])):
+        delimiter, lines = delimiter or named[1].replace("\\t", "\t"), lines[1:]
+    best: tuple[float, int] = (0.0, 0)
+    chosen = Dialect(delimiter or ",", encoding)
+    for each in [delimiter] if delimiter else DELIMITERS:
+        dialect = _with_quotes(Dialect(each, encoding), lines)
+        agreeing, width = _agreement(dialect, lines)
+        if agreeing >= 0.5 and width > 1 and (agreeing, width) > best:
+            best, chosen = (agreeing, width), dialect
+    if best[1] < 2 and not delimiter:
+        _refuse_a_hidden_table(file, chosen, lines)
+    return chosen
+
+
+def _refuse_a_hidden_table(file: Path, chosen: Dialect, lines: Sequence[str]) -> None:
+    """Raises DataError if the lines below the first are a table, and the first line might be a title or a column."""
+    for delimiter in DELIMITERS[1:]:  # with commas each of those lines is a mistake of its own
+        widths = [len(record) for record in _first_records(chosen._replace(delimiter=delimiter), lines)[0]]
+        if len(widths) > 3 and widths[0] == 1 and widths[1] > 1 and len({*widths[1:]}) == 1:
+            raise DataError(
+                [
+                    f"{file}:1: has one cell, and the lines below have {widths[1]}, separated by {delimiter!r}; if it "
+                    'is a title, remove it; if each line is one text, write delimiter: ","'
+                ]
+            )
+
+
+def _with_quotes(dialect: Dialect, lines: Sequence[str]) -> Dialect:
+    """How the head's quotes are read: as quotes, unless a file with tabs is a table only if they are characters."""
+    spaced = dialect._replace(is_spaced=True)
+    if any(re.search(rf'{re.escape(dialect.delimiter)} +"', line) for line in lines[:RECORDS]):
+        if _agreement(spaced, lines)[0] > _agreement(dialect, lines)[0] or _cells_begin(dialect, lines, ' "'):
+            return spaced
+    elif dialect.delimiter != "\t" and _cells_begin(dialect, lines, " "):
+        return spaced
+    plain = dialect._replace(is_quoted=False)
+    if dialect.delimiter == "\t" and _agreement(plain, lines)[0] > _agreement(dialect, lines)[0]:
+        return plain
+    return dialect
+
+
+def _first_records(dialect: Dialect, lines: Sequence[str]) -> tuple[list[list[str]], bool]:
+    """The first records that are not empty, and whether the quotes hold as far as that."""
+    records: list[list[str]] = []
+    try:
+        records.extend(islice(filter(None, dialect.records(lines)), RECORDS))
+    except csv.Error:
+        return records, False
+    return records, True
+
+
+def _cells_begin(dialect: Dialect, lines: Sequence[str], start: str) -> bool:
+    """Whether every cell after the first one begins so, in three records or more."""
+    cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
+    return len(cells) > 2 and all(cell.startswith(start) for cell in cells)
+
+
+def _agreement(dialect: Dialect, lines: Sequence[str]) -> tuple[float, int]:
+    """The share of the first records with as many cells as the header, and the header's cells."""
+    records, is_sound = _first_records(dialect, lines)
+    start = header_at(records)
+    if not records or start is None:
+        return 0.0, 0
+    width = len(without_blank_end(records[start]))
+    # A quote that is never closed takes the records that follow into its cell.
+    agreeing = sum(
+        width <= len(record)
+        and len(without_blank_end(record)) <= width
+        and not any("\n" in cell and "\t" in cell for cell in record)
+        for record in records[start:]
+    )
+    lost = 0 if is_sound else len(lines) - len(records)
+    return agreeing / (len(records) - start + lost), width
+
+
+def without_blank_end(cells: Sequence[str]) -> Sequence[str]:
+    """The cells up to the last one that holds something."""
+    end = len(cells)
+    while end and not cells[end - 1].strip():
+        end -= 1
+    return cells[:end]
+
+
+def header_at(records: Sequence[Sequence[str]]) -> int | None:
+    """The place of the header: 0, or the record after a title and notes, which have one cell. None if it is not clear.
+
+    A first line with one cell may also be the only column of texts with delimiters in them:
+
+        Export of May 2026          text
+                                    Yes, of course
+        question,answer             No, never
+    """
+    filled = [len(without_blank_end(record)) for record in records]
+    if not filled or filled[0] != 1 or len(filled) < 2:
+        return 0
+    start = next((place for place, count in enumerate(filled) if count > 1), 0)
+    usual = Counter(filled[start:]).most_common(1)[0][0]
+    if not start or usual < 2:
+        return 0
+    titles = [without_blank_end(record)[0] for record in records[:start]]
+    is_blank_after = len(records[start - 1]) != 1  # as spreadsheets write it: `Export of May 2026,,`
+    header = records[start]
+    are_names = all(
+        re.fullmatch(r"[^\W\d][\w ./()-]{0,40}", cell.strip()) and len(cell.split()) <= 4 for cell in header
+    )
+    if is_blank_after or all(title.lstrip().startswith(("#", "//", "%")) for title in titles):
+        return start
+    return start if are_names and any(re.search(r"[\s\d]", title) for title in titles) else None
 
 
 def checked_encoding(name: str) -> str:
     """Python's name for a text encoding. Raises DataError for an unknown one."""
-    import codecs
-
     try:
         found = codecs.lookup(name)
         "a".encode(found.name)
@@ -90,85 +245,167 @@ def checked_encoding(name: str) -> str:
 
 
 def found_encoding(file: Path) -> str:
-    """Return utf-8, utf-16, or a spreadsheet program's encoding. Raises OSError."""
-    sample, decoder, is_utf8 = bytearray(), getincrementaldecoder("utf-8")(), True
-    with open_bytes(file) as stream:
-        head = stream.read(4)
-        # UTF-32's mark begins with UTF-16's.
-        if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and head != BOM_UTF16_LE + b"\0\0":
-            return "utf-16"
-        stream.seek(0)
-        scanned = 0
-        while (chunk := stream.read(2**20)) and scanned < MOST_SCANNED:
-            scanned += len(chunk)
-            if chunk.isascii():
-                continue
-            try:
-                if is_utf8:
-                    decoder.decode(chunk)
-            except UnicodeDecodeError:
-                is_utf8 = False
-            if len(sample) < SAMPLE_BYTES:
-                for line in chunk.splitlines(keepends=True):
-                    if not line.isascii():
-                        sample += line[:SAMPLE_BYTES]
-                    if len(sample) >= SAMPLE_BYTES:
-                        break
-            if not is_utf8:
-                break
-    if is_utf8:
-        return "utf-8"
-    return _likely_encoding(bytes(sample))
+    """Python's name for a file's encoding. Raises OSError, and UnclearEncoding if two code pages are plausible."""
+    about = file.stat()
+    readings = _readings(file, about.st_mtime_ns, about.st_size)
+    if len(readings) > 1:
+        raise UnclearEncoding(str(file), readings)
+    return readings[0][0]
 
 
-def _likely_encoding(sample: bytes) -> str:
-    """The most plausible encoding, by the lines with bytes above 127 in a file that is not valid UTF-8."""
-    text = sample.decode("utf-8", errors="replace")
-    wrong = text.count("\N{REPLACEMENT CHARACTER}")
-    right = sum(not character.isascii() for character in text) - wrong
-    if right > wrong:  # a damaged UTF-8 file: its other rows are still right, and a mistake names the byte
-        return "utf-8"
-    text = sample.decode("cp1252", errors="replace")
-    above = [character for character in text if not character.isascii()]
-    # In Western languages most letters are ASCII. Russian in cp1251 looks like Western letters too, and nothing else.
-    is_western = {*above} <= _WESTERN and len(above) < 0.4 * sum(character.isalpha() for character in text)
-    if any(byte < 32 and byte not in COMMON_CONTROLS for byte in sample):
-        return "utf-8"  # not a text: the reader will name the byte
-    if is_western:
-        return "cp1252"
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(sample, cp_isolation=[*OTHERS, "cp1252"], steps=10, threshold=0.5).best()
-    if best is None:
-        return "cp1252"
-    return best.encoding
-
-
-def _found_delimiter(file: Path, encoding: str) -> str:
+@lru_cache(256)
+def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...]:
+    """The plausible encodings, each with one word as it reads it. The file is scanned once until it changes."""
+    lines: list[bytes] = []  # spread over the file; and each line with a byte that none before it has
+    seen: set[int] = set()
+    decoder, is_utf8, is_japanese, scanned, step, number = codecs.getincrementaldecoder("utf-8")(), True, False, 0, 1, 0
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
-    whole = len(head) < HEAD_OF_TABLE
-    text = head.removeprefix(BYTE_ORDER_MARK).decode(encoding, errors="replace")
-    best: tuple[float, int] = (0.0, 0)
-    chosen = ","
-    for delimiter in DELIMITERS:
-        widths = _widths(text, delimiter, whole)
-        if not widths or widths[0] < 2:
+        for mark, name in WIDE_MARKS.items():
+            if head.startswith(mark):
+                return ((name, ""),)
+        if b"\0" in head and (wide := _wide_encoding(head)):
+            return ((wide, ""),)
+        chunk = head
+        while chunk and scanned < MOST_SCANNED:
+            scanned += len(chunk)
+            is_japanese |= b"\x1b$" in chunk
+            if is_utf8:
+                try:
+                    decoder.decode(chunk)
+                except UnicodeDecodeError:
+                    is_utf8 = False
+            if not chunk.isascii():
+                for match in re.finditer(rb"[^\r\n]*[\x80-\xff][^\r\n]*", chunk):
+                    number += 1
+                    line = match[0][:LONGEST_LINE]
+                    if number % step == 0 or not seen.issuperset(line):
+                        seen.update(line)
+                        lines.append(line)
+                if len(lines) > SAMPLE_LINES:
+                    lines, step = lines[::2], step * 2
+            chunk = stream.read(2**20)
+    if is_utf8 and is_japanese and not lines:
+        return (("iso2022_jp", ""),)
+    if is_utf8:
+        return (("utf-8", ""),)
+    return _likely_encodings(lines)
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a mark: the one order of bytes in which the head is text with line ends."""
+    found = []
+    for name in WIDE:
+        with suppress(UnicodeDecodeError):
+            text = codecs.getincrementaldecoder(name)().decode(head)
+            if "\n" in text and not any(
+                unicodedata.category(each) in ("Cn", "Co", "Cc") for each in {*text} - {*"\t\r\n"}
+            ):
+                found.append(name)
+    return found[0] if len(found) == 1 else None
+
+
+def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
+    """The plausible encodings of a file that is not UTF-8, by its lines with bytes above 127."""
+    import chardet
+    from chardet.enums import EncodingEra
+
+    if any(byte < 32 and byte not in b"\t\x0c\x1a\x1b" for line in lines for byte in line):
+        return (("utf-8", ""),)  # not a text: the reader will name the byte
+    valid = sum(_decoded([line], "utf-8") is not None for line in lines)
+    if valid > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
+        return (("utf-8", ""),)
+    sample, rest = [], SAMPLE_BYTES
+    for line in lines[:: max(1, sum(map(len, lines)) // SAMPLE_BYTES)]:
+        if rest > 0:
+            sample.append(line)
+            rest -= len(line)
+    guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
+    confidences = dict.fromkeys(USUAL, 0.0)
+    for guess in guesses:
+        with suppress(LookupError):  # a code page that Python does not have
+            name = codecs.lookup(guess["encoding"] or "").name
+            name = WIDER.get(name, name)
+            if name in RARE:
+                continue
+            confidences[name] = max(confidences.get(name, 0.0), guess["confidence"])
+    # Pages that read the sample alike are one reading, called by the most usual page.
+    readings: dict[str, tuple[str, float, float]] = {}
+    for name, confidence in confidences.items():
+        text = _decoded(sample, name)
+        if text is None or b"abcXYZ,;09".decode(name) != "abcXYZ,;09":
             continue
-        agreeing = sum(width == widths[0] for width in widths) / len(widths)
-        if agreeing >= 0.5 and (agreeing, widths[0]) > best:
-            best, chosen = (agreeing, widths[0]), delimiter
-    return chosen
+        first, best, oddness = readings.get(text) or (name, 0.0, _oddness(text))
+        readings[text] = (first, max(best, confidence), oddness)
+    if not readings:
+        return (("utf-8", ""),)
+    most = max(MOST_ODD, min(oddness for _, _, oddness in readings.values()))
+    ranked = sorted(
+        ((confidence * (1 - 2 * oddness), name, text) for text, (name, confidence, oddness) in readings.items()
+         if oddness <= most),
+        reverse=True,
+    )  # fmt: skip
+    best, first, _ = ranked[0]
+    western = ""
+    if (text := _decoded(sample, "cp1252")) and (above := {*text} - _ASCII) <= WESTERN and readings[text][2] <= most:
+        western = "cp1252"
+        if not any(map(str.isalpha, above)):
+            return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
+    close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
+    plausible = [
+        (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
+    ][:3]
+    texts = [text for _, text in plausible]
+    return tuple((name, _differing_word(texts, index)) for index, (name, _) in enumerate(plausible))
 
 
-def _widths(text: str, delimiter: str, whole: bool) -> list[int]:
-    """Count the cells of the first records. The last record may be cut off, so it does not count."""
-    records = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-    widths = []
-    with suppress(csv.Error):
-        for record in islice(records, RECORDS):
-            if record:
-                widths.append(len(record))
-    if not whole and len(widths) < RECORDS and len(widths) > 1:
-        widths.pop()
-    return widths
+def _decoded(lines: Sequence[bytes], encoding: str) -> str | None:
+    """The lines as text, or None if a byte has no meaning. A line may be cut inside its last character."""
+    try:
+        return "\n".join(codecs.getincrementaldecoder(encoding)().decode(line) for line in lines)
+    except UnicodeDecodeError:
+        return None
+
+
+def _oddness(text: str) -> float:
+    """The share of characters above 127 that no language has there.
+
+    "S„ge" has a sign between letters, "fЃr" another alphabet, "CAFŽ" is right and "cafŽ" is not, "½uvre" begins with a
+    number, and frames, controls and unused code points are no text.
+    """
+    odd = total = 0
+    for before, sign, after in zip(" " + text, text, text[1:] + " ", strict=False):
+        if sign.isascii():
+            continue
+        total += 1
+        kind = unicodedata.category(sign)
+        if kind in ("Cc", "Cn", "Co", "Cs"):
+            odd += 10
+        elif "\u2500" <= sign <= "\u259f" or "\uff61" <= sign <= "\uff9f":
+            odd += 1
+        elif sign in "ªº":
+            odd += not before.isdigit()
+        elif kind[0] == "L":
+            scripts = {_script(each) for each in (before, sign, after) if each.isalpha()}
+            is_mixed = len(scripts.intersection(_SCRIPTS)) > 1 or scripts >= {"HANGUL", "CJK"}
+            is_lone = before.isdigit() and not after.isalpha() and _script(sign) in _SCRIPTS
+            small_after_capital = sign.islower() and before.isupper() and after.isupper()
+            odd += is_mixed or is_lone or (sign.isupper() and before.islower()) or small_after_capital
+        elif kind[0] in "SPN":
+            is_inside = before.isalpha() and after.isalpha() and sign not in "’·‐–—…־"
+            is_sign = kind in ("Sm", "So", "Sk") and (before.isalpha() or after.isalpha()) and sign not in "°®™©"
+            odd += is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
+    return odd / max(1, total)
+
+
+@lru_cache(4096)
+def _script(letter: str) -> str:
+    return unicodedata.name(letter, "").partition(" ")[0]
+
+
+def _differing_word(texts: Sequence[str], index: int) -> str:
+    """The first word that the texts spell in different ways, as one of them spells it."""
+    for words in zip(*(re.split(r"[\s,;|]+", text) for text in texts), strict=False):
+        if len({*words}) == len(texts) and all(len(word) > 2 for word in words):
+            return words[index][:30]
+    return texts[index].strip()[:30]

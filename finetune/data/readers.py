@@ -8,18 +8,34 @@ line. Memory holds one row (JSON, CSV) or one batch with 1,000 rows (Parquet).
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from finetune.data.dialect import BYTE_ORDER_MARK, Dialect, csv_dialect, found_encoding, open_bytes
+from finetune.data.dialect import (
+    BYTE_ORDER_MARK,
+    HEAD_OF_TABLE,
+    RECORDS,
+    SEPARATOR_LINE,
+    WIDE,
+    WIDE_MARKS,
+    Dialect,
+    Record,
+    csv_dialect,
+    found_encoding,
+    header_at,
+    open_bytes,
+    without_blank_end,
+)
 from finetune.data.json_array import JsonArray
-from finetune.output_stream import one_line, without_controls
+from finetune.errors import DataError
+from finetune.output_stream import has_controls, one_line, without_controls
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
 from finetune.untrusted.kinds import not_rows
@@ -31,8 +47,6 @@ MAX_ROW_DEPTH = 64
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
-MOST_EXCEL_BYTES = 128 * 2**20
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
 TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
@@ -58,24 +72,37 @@ class BadRow(ValueError):
         super().__init__(without_controls(mistake))
 
 
-def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str | None = None) -> Iterator[SourceRow]:
-    """Yield a file's rows; `kind` is json, csv, parquet, excel or text. An unreadable file is one bad row.
+def read_rows(
+    file: Path,
+    kind: str,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    sheet: str | None = None,
+    told: Counter[str] | None = None,
+) -> Iterator[SourceRow]:
+    """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
     Args:
         delimiter: For CSV. None: found from the first lines.
         encoding: For CSV and text. None: found from the bytes.
+        sheet: For Excel. None: the first sheet with a table.
+        told: Counts what the file's owner should hear: cells read as empty, titles left out, sheets not read. 0: a
+            sentence without a count.
     """
     count = 0
+    told = Counter() if told is None else told
     try:
         match kind:
             case "csv":
-                rows = _read_csv(file, delimiter, encoding)
+                rows = _read_csv(file, delimiter, encoding, told)
             case "text":
                 rows = _read_text(file, encoding)
             case "excel":
-                rows = _read_excel(file)
+                rows = _read_excel(file, sheet, told)
             case "parquet":
                 rows = _read_parquet(file)
+            case "arrow":
+                rows = _read_arrow(file)
             case _:
                 rows = _read_json(file)
         for row in rows:
@@ -86,6 +113,9 @@ def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str
             yield row
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
+        return
+    except DataError as error:  # two code pages, or two tables, are plausible
+        yield SourceRow(str(file), 1, None, re.sub(r"^(:1)?: ", "", error.mistakes[0].removeprefix(str(file))))
         return
     except (EOFError, zlib.error) as error:
         problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
@@ -272,71 +302,203 @@ def json_kind(value: Any) -> str:
     return kind
 
 
-# -- CSV ---------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+# Cells that hold nothing: a spreadsheet's errors, and what programs write for a missing value.
+NOTHING = frozenset(
+    r"#N/A #REF! #DIV/0! #VALUE! #NAME? #NULL! #NUM! #SPILL! #CALC! #NA <NA> \N nan NaN -nan &nbsp;".split()
+)
+# Words that stand for a missing value in some tables, and are an answer in others.
+PERHAPS_NOTHING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
+_INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
 
 
-def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterator[SourceRow]:
+def _table_rows(
+    file: Path, records: Iterator[Record], told: Counter[str], separator: str, is_sheet: bool = False
+) -> Iterator[SourceRow]:
+    """Yield a table's rows by the names in its header. A title and notes above the header are left out, and told."""
+    head = list(islice(records, RECORDS))
+    sound = [cells for _, cells, problem in head if problem is None]
+    start = header_at(sound)
+    if start is None:
+        start = 0
+        if is_sheet:  # a cell of a sheet cannot hold the next one
+            start = next(place for place, cells in enumerate(sound) if len(cells) > 1)
+    names: list[str] | None = None
+    place = -1
+    for line, cells, problem in chain(head, records):
+        if problem is not None:
+            yield SourceRow(str(file), line, None, problem)
+            continue
+        place += 1
+        if place < start:
+            told[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
+        elif names is None:
+            names = list(without_blank_end(cells))
+            if problem := _header_problem(names, sound[start + 1 :]):
+                yield SourceRow(str(file), line, None, problem)
+                return
+            if not names[0].strip():
+                names[0] = "Unnamed: 0"
+        else:
+            try:
+                yield SourceRow(str(file), line, _named_cells(names, cells, told, separator, is_sheet), None)
+            except BadRow as error:
+                yield SourceRow(str(file), line, None, str(error))
+
+
+def _header_problem(names: list[str], rows: list[list[str]]) -> str | None:
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1 and name.strip())
+    if duplicates:
+        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
+    if (odd := next((name for name in names if has_controls(name)), None)) is not None:
+        return f"the column {one_line(repr(odd), 60)} has a control character in its name; rename it"
+    for column, name in enumerate(names):
+        values = [row[column] for row in rows if len(row) > column and row[column].strip()]
+        # A first column of row numbers comes from a data frame's index.
+        if not name.strip() and values and (column or not all(map(str.isdigit, values))):
+            return (
+                f"column {column + 1} of the header has no name, and its first value is "
+                f"{one_line(repr(values[0]), 40)}; name it in the first line"
+            )
+    return None
+
+
+def _named_cells(
+    names: list[str], cells: list[str], told: Counter[str], separator: str, is_sheet: bool
+) -> dict[str, str]:
+    """A record's cells by their columns. Raises BadRow."""
+    width = len(names)
+    if is_sheet:
+        cells = cells + [""] * (width - len(cells))
+    if len(cells) < width or any(cell.strip() for cell in cells[width:]):
+        widths = f"{counted(len(cells), 'value')} for {counted(width, 'column')}"
+        delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(separator, separator)
+        if is_sheet:
+            raise BadRow(f"{widths}; name every column in the first row")
+        if separator == "\t":
+            raise BadRow(f"{widths}; write tabs and line breaks inside texts as spaces")
+        raise BadRow(f"{widths}; put quotes around texts with {delimiters}")
+    cells = cells[:width]
+    if cells[0].startswith("\ufeff") or (width > 1 and cells == names):
+        raise BadRow("the header again: two files were joined here; remove this line")
+    values: dict[str, str] = {}
+    for name, cell in zip(names, cells, strict=True):
+        if not name.strip():
+            if cell.strip():
+                raise BadRow(f"{one_line(repr(cell), 40)} is in a column without a name; name it in the header")
+            continue
+        if "\0" in cell:
+            raise BadRow(f"the column {one_line(repr(name), 60)} holds a NUL character; remove it: tr -d '\\000'")
+        if separator == "\t" and "\t" in cell and "\n" in cell:
+            raise BadRow(
+                f"one cell of {one_line(repr(name), 60)} holds tabs and line ends: a quote opens it, and a later line "
+                "closes it; remove the quote, or write it twice"
+            )
+        if len(cell) < 12:
+            word = cell.strip()
+            if word in NOTHING or (not word.isascii() and not word.translate(_INVISIBLE).strip()):
+                told[f"cells that hold only {_shown(word)}, read as empty"] += 1
+                cell = ""
+            elif word in PERHAPS_NOTHING:
+                told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
+        values[name] = cell
+    return values
+
+
+def _shown(word: str) -> str:
+    return repr(word) if word.isascii() else "invisible characters"
+
+
+def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
         head = stream.read(HEAD_BYTES)
         stream.seek(0)
         problem = not_rows(head)
-        if head.startswith(UTF16) and encoding in (None, "utf-16"):
+        if head.startswith(tuple(WIDE_MARKS)):
             problem = None
-        elif problem is None and b"\0" in head:
-            problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
         elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
             problem = "this looks like JSON, not CSV; write path: json"
         if problem is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
         dialect = csv_dialect(file, delimiter, encoding)
+        if b"\0" in head and not dialect.encoding.startswith(WIDE):
+            yield SourceRow(
+                str(file), 1, None, "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
+            )
+            return
         csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
-        reader = csv.reader(_csv_lines(stream, dialect), delimiter=dialect.delimiter, strict=True)
-        names: list[str] | None = None
-        while True:
-            line = reader.line_num + 1
-            try:
-                values = next(reader)
-            except StopIteration:
-                return
-            except (csv.Error, BadRow) as error:  # quoting is lost: the columns that follow are not known
-                problem = str(error)
-                if isinstance(error, csv.Error):
-                    problem += "; put quotes around texts with commas or line breaks"
-                yield SourceRow(str(file), line, None, problem)
-                return
-            if not values:
-                continue
-            if names is None:
-                names = values
-                if problem := _header_problem(names):
-                    yield SourceRow(str(file), line, None, problem)
-                    return
-            elif len(values) == len(names):
-                yield SourceRow(str(file), line, dict(zip(names, values, strict=True)), None)
-            else:
-                widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
-                delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(dialect.delimiter, dialect.delimiter)
-                yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with {delimiters}")
+        yield from _table_rows(file, _csv_records(stream, dialect, told), told, dialect.delimiter)
+
+
+def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Iterator[Record]:
+    """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
+    lines = _csv_lines(stream, dialect)
+    first = next(lines, "")
+    skipped = bool(SEPARATOR_LINE.fullmatch(first))
+    if skipped:
+        told[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
+    else:
+        lines = chain([first], lines)
+    last: list[str] = [""]  # the line that was read last, for messages
+
+    def watched() -> Iterator[str]:
+        for text in lines:
+            last[0] = text
+            yield text
+
+    reader = dialect.records(watched())
+    while True:
+        line = reader.line_num + skipped + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except BadRow as error:
+            yield line, [], str(error)
+            return
+        except csv.Error as error:  # quoting is lost: the columns that follow are not known
+            yield line, [], _explain_csv(str(error), last[0], dialect)
+            return
+        if cells:
+            yield line, cells, None
+
+
+def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
+    if '\\"' in line:
+        return 'a quote is escaped by a backslash, and CSV writes it twice: sed \'s/\\\\"/""/g\''
+    if "new-line character" in error:
+        return "a carriage return stands inside a row; put quotes around that text, or remove it: tr -d '\\r'"
+    if "unexpected end of data" in error:
+        return "a quote that opens here is never closed; close it, or write a quote inside a text twice"
+    if "expected after" in error:
+        return "a quote ends inside a text; write quotes inside a quoted text twice"
+    if dialect.delimiter == "\t":
+        return f"{error}; write tabs and quotes inside texts as other characters"
+    return f"{error}; put quotes around texts with {dialect.separator} or line breaks"
 
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
-    if dialect.encoding.startswith("utf-16"):  # a line's end has two bytes there
-        texts = io.TextIOWrapper(stream, encoding="utf-16", newline="")
+    offset = _mark_bytes(stream.read(HEAD_BYTES))
+    stream.seek(0)
+    head = stream.read(HEAD_OF_TABLE)
+    stream.seek(offset)
+    # A line's end has two or four bytes in the wide encodings; old Macs ended lines by carriage returns alone.
+    if dialect.encoding.startswith(WIDE) or (b"\r" in head and b"\n" not in head):
+        texts = io.TextIOWrapper(stream, encoding=dialect.encoding, newline="")
         try:
-            for text in texts:
+            while text := texts.readline(MAX_ROW_BYTES + 1):
                 if len(text) > MAX_ROW_BYTES:
                     raise BadRow(TOO_LARGE)
                 yield text
         except UnicodeDecodeError as error:
-            raise BadRow(f"is not UTF-16 at byte {error.start}; save the file as UTF-8") from None
+            raise BadRow(f"is not {dialect.encoding} at byte {error.start}; save the file as UTF-8") from None
         finally:
             texts.detach()  # the caller closes the stream
         return
-    offset = _mark_bytes(stream.read(HEAD_BYTES))
-    stream.seek(offset)
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         if len(raw) > MAX_ROW_BYTES:
             raise BadRow(TOO_LARGE)
@@ -344,16 +506,33 @@ def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
         offset += len(raw)
 
 
-def _header_problem(names: list[str]) -> str | None:
-    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
-    if duplicates:
-        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
-    if not all(name.strip() for name in names):
-        return "a column of the header has no name; the first line of a CSV file names the columns"
-    return None
+def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+    """Yield the rows of one sheet of a workbook. Every value is text."""
+    try:
+        import openpyxl  # noqa: F401
+    except ImportError:
+        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
+        yield SourceRow(str(file), 1, None, missing)
+        return
+    from finetune.data.workbook import MOST_COMPRESSED, sheet_records
+
+    if file.stat().st_size > MOST_COMPRESSED:
+        yield SourceRow(str(file), 1, None, f"is larger than {MOST_COMPRESSED // 2**20} MiB; save the sheet as CSV")
+        return
+    number = 0
+    try:
+        with open_regular(file) as stream:
+            for row in _table_rows(file, sheet_records(stream, sheet, told), told, "", is_sheet=True):
+                number = row.line
+                yield row
+    except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = one_line((str(error).splitlines() or [""])[0], 200) or type(error).__name__
+        yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
 
 
-# -- text and Excel ----------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
@@ -361,7 +540,7 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
     problem = None
-    if not raw.startswith(UTF16):
+    if not raw.startswith(tuple(WIDE_MARKS)):
         problem = not_rows(raw[:HEAD_BYTES])
     if problem is None and len(raw) > MAX_ROW_BYTES:
         problem = f"the text is larger than {MAX_ROW_BYTES // 2**20} MiB; split it into files"
@@ -377,62 +556,6 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
         return
     if text.strip():
         yield SourceRow(str(file), 1, {"text": text}, None)
-
-
-def _read_excel(file: Path) -> Iterator[SourceRow]:
-    """Yield the rows of a workbook's first sheet; its first row names the columns. Every value is text."""
-    try:
-        from openpyxl import load_workbook
-    except ImportError:
-        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
-        yield SourceRow(str(file), 1, None, missing)
-        return
-    if file.stat().st_size > MOST_EXCEL_BYTES:
-        yield SourceRow(str(file), 1, None, f"is larger than {MOST_EXCEL_BYTES // 2**20} MiB; save the sheet as CSV")
-        return
-    number = 0
-    try:
-        with open_regular(file) as stream:
-            sheet = load_workbook(stream, read_only=True, data_only=True).worksheets[0]
-            names: list[str] = []
-            for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
-                values = [_cell_text(cell) for cell in cells]
-                while values and not values[-1]:  # a sheet may be wider than its table
-                    values.pop()
-                if not values:
-                    continue
-                if not names:
-                    names = values
-                    if problem := _header_problem(names):
-                        yield SourceRow(str(file), number, None, problem)
-                        return
-                elif len(values) > len(names):
-                    widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
-                    yield SourceRow(str(file), number, None, f"{widths}; name every column in the first row")
-                else:
-                    padded = [*values, *[""] * (len(names) - len(values))]
-                    cells_by_name = dict(zip(names, padded, strict=True))
-                    yield SourceRow(str(file), number, cells_by_name, None)
-    except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = one_line((str(error).splitlines() or [""])[0], 120) or type(error).__name__
-        yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
-
-
-def _cell_text(value: Any) -> str:
-    """A cell as text: 3.0 is `3`, a day is 2026-11-26, nothing is empty."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
-        return value.date().isoformat()
-    if isinstance(value, datetime.date | datetime.datetime | datetime.time):
-        return value.isoformat()
-    return str(value)
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -461,6 +584,27 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
         reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
         problem = f"not readable as Parquet: {reason}; write the file again"
         yield SourceRow(str(file), number + 1, None, problem)
+
+
+def _read_arrow(file: Path) -> Iterator[SourceRow]:
+    """Yield the rows of an Arrow file, as `datasets` saves it, with one batch in memory. Raises OSError."""
+    import pyarrow.ipc  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with open_regular(file) as stored, pyarrow.ipc.open_stream(stored) as table:
+            if problem := _schema_problem(table.schema):
+                yield SourceRow(str(file), 1, None, problem)
+                return
+            for batch in table:
+                for values in batch.to_pylist():
+                    number += 1
+                    yield SourceRow(str(file), number, without_filled_nulls(values), None)
+    except Exception as error:  # as for Parquet
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
+        yield SourceRow(str(file), number + 1, None, f"not readable as Arrow: {reason}; save the data set again")
 
 
 def _schema_problem(schema: Any) -> str | None:
