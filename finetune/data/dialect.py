@@ -49,6 +49,7 @@ MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what i
 RECORDS = 100
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
+NAME = re.compile(r"\s*[^\W\d][\w ./()-]{0,40}")  # of a column
 SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
 LONGEST_LINE = 400  # bytes of one line in the sample
 # Names that mean a part of a larger code page, by the page that Windows writes.
@@ -56,7 +57,7 @@ WIDER = {
     "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030",
     "gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "shift_jis_2004": "cp932", "big5": "cp950",
 }  # fmt: skip
-USUAL = ("cp1252", "cp1250", "cp1251", "cp1254", "cp1257", "cp1253", "cp1256", "cp1255")
+USUAL = ("cp1252", "cp1250", "cp1251", "cp1254", "cp1257", "cp1253", "cp1256", "cp1255", "cp866", "koi8-r", "cp850")
 # In use in ISO's and mainframes' catalogues alone; they differ from Windows' pages by few letters.
 RARE = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
 MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
@@ -66,6 +67,7 @@ CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.6
 WESTERN = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
 )
+_CONTROLS = {*range(32)} - {*b"\t\n\r\x0c\x1a\x1b"}
 _ASCII = frozenset(map(chr, range(128)))
 _SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
 
@@ -94,11 +96,12 @@ class Dialect(NamedTuple):
             parts.append(self.encoding)
         if self.delimiter != ",":
             parts.append(f"separated by {self.separator}")
-        if not self.is_quoted:
-            parts.append("quotes as characters")
-        if self.is_spaced:
-            parts.append("without the spaces after a separator")
-        return ", ".join(parts)
+        return ", ".join([*parts, *self.quotes_in_words()])
+
+    def quotes_in_words(self) -> list[str]:
+        """What is unusual about the cells' quotes."""
+        spaced = ["without the spaces after a separator"] * self.is_spaced
+        return ["quotes as characters"] * (not self.is_quoted) + spaced
 
     def records(self, lines: Iterable[str]) -> Iterator[list[str]]:
         """The cells of each record. Raises csv.Error."""
@@ -135,14 +138,21 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
             best, chosen = (agreeing, width), dialect
     if best[1] < 2 and not delimiter:
         _refuse_a_hidden_table(file, chosen, lines)
+        # A header that is surely divided: the rows that are not are mistakes.
+        for each in DELIMITERS:
+            header = next(iter(_first_records(chosen._replace(delimiter=each), lines)[0]), [])
+            if len(header) > 1 and all(map(NAME.fullmatch, header)):
+                return chosen._replace(delimiter=each)
     return chosen
 
 
 def _refuse_a_hidden_table(file: Path, chosen: Dialect, lines: Sequence[str]) -> None:
     """Raises DataError if the lines below the first are a table, and the first line might be a title or a column."""
     for delimiter in DELIMITERS[1:]:  # with commas each of those lines is a mistake of its own
-        widths = [len(record) for record in _first_records(chosen._replace(delimiter=delimiter), lines)[0]]
-        if len(widths) > 3 and widths[0] == 1 and widths[1] > 1 and len({*widths[1:]}) == 1:
+        records, _ = _first_records(chosen._replace(delimiter=delimiter), lines)
+        widths = [len(record) for record in records]
+        is_table = len(widths) > 2 and widths[0] == 1 < widths[1] and len({*widths[1:]}) == 1
+        if is_table and all(map(NAME.fullmatch, records[1])):
             raise DataError(
                 [
                     f"{file}:1: has one cell, and the lines below have {widths[1]}, separated by {delimiter!r}; if it "
@@ -223,15 +233,13 @@ def header_at(records: Sequence[Sequence[str]]) -> int | None:
     usual = Counter(filled[start:]).most_common(1)[0][0]
     if not start or usual < 2:
         return 0
-    titles = [without_blank_end(record)[0] for record in records[:start]]
-    is_blank_after = len(records[start - 1]) != 1  # as spreadsheets write it: `Export of May 2026,,`
-    header = records[start]
-    are_names = all(
-        re.fullmatch(r"[^\W\d][\w ./()-]{0,40}", cell.strip()) and len(cell.split()) <= 4 for cell in header
-    )
-    if is_blank_after or all(title.lstrip().startswith(("#", "//", "%")) for title in titles):
+    titles = [without_blank_end(record)[0].lstrip() for record in records[:start]]
+    if all(title.startswith(("#", "//", "%")) for title in titles):
         return start
-    return start if are_names and any(re.search(r"[\s\d]", title) for title in titles) else None
+    are_titles = all(re.search(r"[\s\d]", title) for title in titles)
+    if are_titles and all(map(NAME.fullmatch, records[start])):
+        return start
+    return None
 
 
 def checked_encoding(name: str) -> str:
@@ -292,17 +300,26 @@ def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...
     return _likely_encodings(lines)
 
 
+def is_binary(head: bytes) -> bool:
+    """Whether a file's head is no text: controls are 2 % of it, and neither UTF-16 nor UTF-32 explains them."""
+    if 50 * len(head.translate(None, bytes({*range(256)} - _CONTROLS))) <= len(head) or head.startswith(
+        tuple(WIDE_MARKS)
+    ):
+        return False
+    return _wide_encoding(head) is None
+
+
 def _wide_encoding(head: bytes) -> str | None:
     """UTF-16 or UTF-32 without a mark: the one order of bytes in which the head is text with line ends."""
     found = []
-    for name in WIDE:
+    for name in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):
         with suppress(UnicodeDecodeError):
-            text = codecs.getincrementaldecoder(name)().decode(head)
-            if "\n" in text and not any(
-                unicodedata.category(each) in ("Cn", "Co", "Cc") for each in {*text} - {*"\t\r\n"}
-            ):
+            signs = {*codecs.getincrementaldecoder(name)().decode(head)}
+            if "\n" in signs and {*map(unicodedata.category, signs - {*"\t\r\n"})}.isdisjoint(("Cn", "Co", "Cc")):
                 found.append(name)
-    return found[0] if len(found) == 1 else None
+    if len(found) == 1:
+        return found[0]
+    return None
 
 
 def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
@@ -310,7 +327,7 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     import chardet
     from chardet.enums import EncodingEra
 
-    if any(byte < 32 and byte not in b"\t\x0c\x1a\x1b" for line in lines for byte in line):
+    if not _CONTROLS.isdisjoint(byte for line in lines for byte in line):
         return (("utf-8", ""),)  # not a text: the reader will name the byte
     valid = sum(_decoded([line], "utf-8") is not None for line in lines)
     if valid > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
@@ -363,7 +380,7 @@ def _decoded(lines: Sequence[bytes], encoding: str) -> str | None:
     """The lines as text, or None if a byte has no meaning. A line may be cut inside its last character."""
     try:
         return "\n".join(codecs.getincrementaldecoder(encoding)().decode(line) for line in lines)
-    except UnicodeDecodeError:
+    except UnicodeError:
         return None
 
 
@@ -392,9 +409,10 @@ def _oddness(text: str) -> float:
             small_after_capital = sign.islower() and before.isupper() and after.isupper()
             odd += is_mixed or is_lone or (sign.isupper() and before.islower()) or small_after_capital
         elif kind[0] in "SPN":
+            is_joined = sign in "–—" and after.isalpha() and not before.isalpha()
             is_inside = before.isalpha() and after.isalpha() and sign not in "’·‐–—…־"
             is_sign = kind in ("Sm", "So", "Sk") and (before.isalpha() or after.isalpha()) and sign not in "°®™©"
-            odd += is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
+            odd += is_joined or is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
     return odd / max(1, total)
 
 

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from finetune.data.dialect import (
     csv_dialect,
     found_encoding,
     header_at,
+    is_binary,
     open_bytes,
     without_blank_end,
 )
@@ -44,6 +46,7 @@ from finetune.wording import counted
 LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
+MOST_BYTES_OF_OBJECT = 64 * 2**20
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
@@ -183,10 +186,56 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
                 raw = stream.readline(MAX_ROW_BYTES)
         elif raw.strip():
             try:
-                yield SourceRow(str(file), number, parse_object(_decode(raw.rstrip(b"\r\n"), offset)), None)
+                values = parse_object(_decode(raw.rstrip(b"\r\n"), offset))
+                if number == 1 and (problem := _whole_table(values, not stream.peek(1))):
+                    raise BadRow(problem)
+                yield SourceRow(str(file), number, values, None)
             except BadRow as error:
+                if number == 1 and "not JSON" in str(error) and (problem := _one_object(file)):
+                    yield SourceRow(str(file), 1, None, problem)
+                    return
                 yield SourceRow(str(file), number, None, str(error))
         offset += len(raw)
+
+
+def _one_object(file: Path) -> str | None:
+    """The problem of a file that is one JSON object, in one line or several; None for any other file."""
+    try:
+        with open_bytes(file) as stream:
+            value = json.loads(stream.read(MOST_BYTES_OF_OBJECT).decode("utf-8-sig"))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if problem := _whole_table(value, is_alone=True):
+        return problem
+    for key, inner in value.items():
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            command = f"jq -c {shlex.quote(f'.[{json.dumps(key)}][]')} {shlex.quote(str(file))} > rows.jsonl"
+            return (
+                f"is one object whose {one_line(repr(key), 60)} holds {len(inner):,} rows; write one a line: {command}"
+            )
+    return 'is one JSON object, so one row at most; write one object a line: {"question": ..., ...}'
+
+
+def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
+    """The problem if a file's first object holds a whole table, as data frames write it; `is_alone`: it is the last."""
+    columns = list(values.values())
+    if {*values} >= {"columns", "data"} and isinstance(values["data"], list) and isinstance(values["columns"], list):
+        shape = "the columns' names and the rows apart"
+    elif columns and all(isinstance(each, dict) and each and all(map(str.isdigit, each)) for each in columns):
+        shape = "columns, each with its rows by number"
+    elif (
+        len(columns) > 1
+        and all(isinstance(each, list) and len(each) > 1 and isinstance(each[0], str | int | float) for each in columns)
+        and len({len(each) for each in columns}) == 1
+        and is_alone
+    ):
+        shape = "columns, each a list of its rows"
+    else:
+        return None
+    remedy = 'df.to_json("rows.jsonl", orient="records", lines=True)'
+    return f"is one object with {shape}; write rows, with pandas: {remedy}"
 
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
@@ -310,7 +359,13 @@ NOTHING = frozenset(
 )
 # Words that stand for a missing value in some tables, and are an answer in others.
 PERHAPS_NOTHING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
+# Spaces that never break, soft hyphens, joiners, directions, fillers and byte order marks.
 _INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: white space and invisible characters alone."""
+    return not text.strip() or (not text.isascii() and not text.translate(_INVISIBLE).strip())
 
 
 def _table_rows(
@@ -319,11 +374,7 @@ def _table_rows(
     """Yield a table's rows by the names in its header. A title and notes above the header are left out, and told."""
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
-    start = header_at(sound)
-    if start is None:
-        start = 0
-        if is_sheet:  # a cell of a sheet cannot hold the next one
-            start = next(place for place, cells in enumerate(sound) if len(cells) > 1)
+    start = header_at(sound) or 0
     names: list[str] | None = None
     place = -1
     for line, cells, problem in chain(head, records):
@@ -334,10 +385,10 @@ def _table_rows(
         if place < start:
             told[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
         elif names is None:
-            names = list(without_blank_end(cells))
-            if problem := _header_problem(names, sound[start + 1 :]):
+            if problem := _header_problem(cells, sound[start + 1 :]):
                 yield SourceRow(str(file), line, None, problem)
                 return
+            names = list(without_blank_end(cells))
             if not names[0].strip():
                 names[0] = "Unnamed: 0"
         else:
@@ -397,8 +448,9 @@ def _named_cells(
             )
         if len(cell) < 12:
             word = cell.strip()
-            if word in NOTHING or (not word.isascii() and not word.translate(_INVISIBLE).strip()):
-                told[f"cells that hold only {_shown(word)}, read as empty"] += 1
+            if word in NOTHING or (word and is_blank(word)):
+                shown = "invisible characters" if is_blank(word) else repr(word)
+                told[f"cells that hold only {shown}, read as empty"] += 1
                 cell = ""
             elif word in PERHAPS_NOTHING:
                 told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
@@ -406,29 +458,22 @@ def _named_cells(
     return values
 
 
-def _shown(word: str) -> str:
-    return repr(word) if word.isascii() else "invisible characters"
-
-
 def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
-        head = stream.read(HEAD_BYTES)
+        head = stream.read(HEAD_OF_TABLE)
         stream.seek(0)
         problem = not_rows(head)
         if head.startswith(tuple(WIDE_MARKS)):
             problem = None
+        elif problem is None and is_binary(head):
+            problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
         elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
             problem = "this looks like JSON, not CSV; write path: json"
         if problem is not None:
             yield SourceRow(str(file), 1, None, problem)
             return
         dialect = csv_dialect(file, delimiter, encoding)
-        if b"\0" in head and not dialect.encoding.startswith(WIDE):
-            yield SourceRow(
-                str(file), 1, None, "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
-            )
-            return
         csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
         yield from _table_rows(file, _csv_records(stream, dialect, told), told, dialect.delimiter)
 

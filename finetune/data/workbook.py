@@ -60,6 +60,7 @@ def _head(book: Any, sheet: Any) -> list[Record]:
 
 def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
     from openpyxl.cell.read_only import ReadOnlyCell
+    from openpyxl.utils import get_column_letter
 
     # Private, because the public reader fills every row up to the sheet's last column (a stray cell in XFD makes
     # 16,384 of each), and tells neither hidden rows nor formulas that were never calculated.
