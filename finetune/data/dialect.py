@@ -21,6 +21,7 @@ import codecs
 import csv
 import gzip
 import io
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -63,7 +64,7 @@ RARE = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-
 MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
 # Readings above this share of the best one's confidence are plausible too. Letters that Western Europe shares count for
 # cp1252, because chardet knows too few of the languages that are written in it: Albanian looks Lithuanian.
-CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.6
+CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.55
 WESTERN = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
 )
@@ -253,9 +254,15 @@ def checked_encoding(name: str) -> str:
 
 
 def found_encoding(file: Path) -> str:
-    """Python's name for a file's encoding. Raises OSError, and UnclearEncoding if two code pages are plausible."""
+    """Python's name for a file's encoding.
+
+    Raises OSError, DataError if lines are in two encodings, and UnclearEncoding if two code pages are plausible.
+    """
     about = file.stat()
     readings = _readings(file, about.st_mtime_ns, about.st_size)
+    if not readings[0][0]:
+        mixed = f"some lines are UTF-8 ({readings[0][1]!r}) and some are cp1252; save each part as UTF-8"
+        raise DataError([f"{file}: {mixed}, or write encoding: cp1252 to read every line so"])
     if len(readings) > 1:
         raise UnclearEncoding(str(file), readings)
     return readings[0][0]
@@ -264,7 +271,8 @@ def found_encoding(file: Path) -> str:
 @lru_cache(256)
 def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...]:
     """The plausible encodings, each with one word as it reads it. The file is scanned once until it changes."""
-    lines: list[bytes] = []  # spread over the file; and each line with a byte that none before it has
+    lines: list[bytes] = []  # spread over the file
+    first_ones: list[bytes] = []  # each line with a byte that none before it has
     seen: set[int] = set()
     decoder, is_utf8, is_japanese, scanned, step, number = codecs.getincrementaldecoder("utf-8")(), True, False, 0, 1, 0
     with open_bytes(file) as stream:
@@ -287,17 +295,19 @@ def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...
                 for match in re.finditer(rb"[^\r\n]*[\x80-\xff][^\r\n]*", chunk):
                     number += 1
                     line = match[0][:LONGEST_LINE]
-                    if number % step == 0 or not seen.issuperset(line):
+                    if not seen.issuperset(line):
                         seen.update(line)
+                        first_ones.append(line)
+                    elif number % step == 0:
                         lines.append(line)
                 if len(lines) > SAMPLE_LINES:
                     lines, step = lines[::2], step * 2
             chunk = stream.read(2**20)
-    if is_utf8 and is_japanese and not lines:
+    if is_utf8 and is_japanese and not first_ones:
         return (("iso2022_jp", ""),)
     if is_utf8:
         return (("utf-8", ""),)
-    return _likely_encodings(lines)
+    return _likely_encodings([*first_ones, *lines])
 
 
 def is_binary(head: bytes) -> bool:
@@ -329,14 +339,10 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
 
     if not _CONTROLS.isdisjoint(byte for line in lines for byte in line):
         return (("utf-8", ""),)  # not a text: the reader will name the byte
-    valid = sum(_decoded([line], "utf-8") is not None for line in lines)
-    if valid > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
+    in_utf8 = [line for line in lines if _decoded([line], "utf-8") is not None]
+    if len(in_utf8) > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
         return (("utf-8", ""),)
-    sample, rest = [], SAMPLE_BYTES
-    for line in lines[:: max(1, sum(map(len, lines)) // SAMPLE_BYTES)]:
-        if rest > 0:
-            sample.append(line)
-            rest -= len(line)
+    sample = lines[:: math.ceil(sum(map(len, lines)) / SAMPLE_BYTES)]
     guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
     confidences = dict.fromkeys(USUAL, 0.0)
     for guess in guesses:
@@ -346,13 +352,13 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
             if name in RARE:
                 continue
             confidences[name] = max(confidences.get(name, 0.0), guess["confidence"])
-    # Pages that read the sample alike are one reading, called by the most usual page.
+    # Pages that read all lines alike are one reading, called by the most usual page.
     readings: dict[str, tuple[str, float, float]] = {}
     for name, confidence in confidences.items():
-        text = _decoded(sample, name)
+        text = _decoded(lines, name)
         if text is None or b"abcXYZ,;09".decode(name) != "abcXYZ,;09":
             continue
-        first, best, oddness = readings.get(text) or (name, 0.0, _oddness(text))
+        first, best, oddness = readings.get(text) or (name, 0.0, _oddness(_decoded(sample, name) or ""))
         readings[text] = (first, max(best, confidence), oddness)
     if not readings:
         return (("utf-8", ""),)
@@ -364,10 +370,12 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     )  # fmt: skip
     best, first, _ = ranked[0]
     western = ""
-    if (text := _decoded(sample, "cp1252")) and (above := {*text} - _ASCII) <= WESTERN and readings[text][2] <= most:
+    if (text := _decoded(lines, "cp1252")) and (above := {*text} - _ASCII) <= WESTERN and readings[text][2] <= most:
         western = "cp1252"
-        if not any(map(str.isalpha, above)):
+        if not any(map(str.isalpha, above - {*"µªº"})) and readings[text][2] == 0:
             return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
+        if in_utf8:  # two letters of cp1252 that are one of UTF-8 are no word: Ã¤, Ã©
+            return (("", in_utf8[0].decode("utf-8", "replace").strip()[:40]),)
     close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
     plausible = [
         (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
@@ -379,7 +387,9 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
 def _decoded(lines: Sequence[bytes], encoding: str) -> str | None:
     """The lines as text, or None if a byte has no meaning. A line may be cut inside its last character."""
     try:
-        return "\n".join(codecs.getincrementaldecoder(encoding)().decode(line) for line in lines)
+        return "\n".join(
+            codecs.getincrementaldecoder(encoding)().decode(line, len(line) < LONGEST_LINE) for line in lines
+        )
     except UnicodeError:
         return None
 
@@ -411,7 +421,7 @@ def _oddness(text: str) -> float:
         elif kind[0] in "SPN":
             is_joined = sign in "–—" and after.isalpha() and not before.isalpha()
             is_inside = before.isalpha() and after.isalpha() and sign not in "’·‐–—…־"
-            is_sign = kind in ("Sm", "So", "Sk") and (before.isalpha() or after.isalpha()) and sign not in "°®™©"
+            is_sign = kind in ("Sm", "So", "Sk", "Sc") and (before.isalpha() or after.isalpha()) and sign not in "°®™"
             odd += is_joined or is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
     return odd / max(1, total)
 
