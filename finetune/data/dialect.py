@@ -50,7 +50,7 @@ MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what i
 RECORDS = 100
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
-NAME = re.compile(r"\s*[^\W\d][\w ./()-]{0,40}")  # of a column
+NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
 SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
 LONGEST_LINE = 400  # bytes of one line in the sample
 # Names that mean a part of a larger code page, by the page that Windows writes.
@@ -68,6 +68,7 @@ CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.55
 WESTERN = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
 )
+SIGNS = frozenset("€£°±²³½¼¾µ×“”„‘’‚–—…•\u00a0")
 _CONTROLS = {*range(32)} - {*b"\t\n\r\x0c\x1a\x1b"}
 _ASCII = frozenset(map(chr, range(128)))
 _SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
@@ -261,8 +262,7 @@ def found_encoding(file: Path) -> str:
     about = file.stat()
     readings = _readings(file, about.st_mtime_ns, about.st_size)
     if not readings[0][0]:
-        mixed = f"some lines are UTF-8 ({readings[0][1]!r}) and some are cp1252; save each part as UTF-8"
-        raise DataError([f"{file}: {mixed}, or write encoding: cp1252 to read every line so"])
+        raise DataError([f"{file}: some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8"])
     if len(readings) > 1:
         raise UnclearEncoding(str(file), readings)
     return readings[0][0]
@@ -342,6 +342,7 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     in_utf8 = [line for line in lines if _decoded([line], "utf-8") is not None]
     if len(in_utf8) > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
         return (("utf-8", ""),)
+    lines = [line for line in lines if line not in in_utf8]
     sample = lines[:: math.ceil(sum(map(len, lines)) / SAMPLE_BYTES)]
     guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
     confidences = dict.fromkeys(USUAL, 0.0)
@@ -372,14 +373,15 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     western = ""
     if (text := _decoded(lines, "cp1252")) and (above := {*text} - _ASCII) <= WESTERN and readings[text][2] <= most:
         western = "cp1252"
-        if not any(map(str.isalpha, above - {*"µªº"})) and readings[text][2] == 0:
+        if above <= SIGNS and readings[text][2] == 0:
             return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
-        if in_utf8:  # two letters of cp1252 that are one of UTF-8 are no word: Ã¤, Ã©
-            return (("", in_utf8[0].decode("utf-8", "replace").strip()[:40]),)
     close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
     plausible = [
         (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
     ][:3]
+    # A line in UTF-8 among others is no accident: Ã¤, Ã© are not words. Four characters are none in any code page.
+    if in_utf8 and (western or any(len(line.decode("utf-8", "ignore")) + 4 <= len(line) for line in in_utf8)):
+        return (("", f"{in_utf8[0].decode('utf-8', 'ignore').strip()[:40]!r}) and some are {first}"),)
     texts = [text for _, text in plausible]
     return tuple((name, _differing_word(texts, index)) for index, (name, _) in enumerate(plausible))
 

@@ -448,8 +448,9 @@ def _named_cells(
             )
         if len(cell) < 12:
             word = cell.strip()
-            if word in NOTHING or (word and is_blank(word)):
-                shown = "invisible characters" if is_blank(word) else repr(word)
+            is_invisible = not cell.isascii() and is_blank(cell)
+            if word in NOTHING or is_invisible:
+                shown = "invisible characters" if is_invisible else repr(word)
                 told[f"cells that hold only {shown}, read as empty"] += 1
                 cell = ""
             elif word in PERHAPS_NOTHING:
