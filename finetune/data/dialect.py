@@ -50,7 +50,7 @@ MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what i
 RECORDS = 100
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
-NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
+COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
 SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
 LONGEST_LINE = 400  # bytes of one line in the sample
 # Names that mean a part of a larger code page, by the page that Windows writes.
@@ -138,42 +138,30 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
         agreeing, width = _agreement(dialect, lines)
         if agreeing >= 0.5 and width > 1 and (agreeing, width) > best:
             best, chosen = (agreeing, width), dialect
-    if best[1] < 2 and not delimiter:
-        _refuse_a_hidden_table(file, chosen, lines)
+    if best[1] > 1 or delimiter:
+        return chosen
+    for each in DELIMITERS:
+        first, *below = _first_records(chosen._replace(delimiter=each), lines)[0] or [[]]
         # A header that is surely divided: the rows that are not are mistakes.
-        for each in DELIMITERS:
-            header = next(iter(_first_records(chosen._replace(delimiter=each), lines)[0]), [])
-            if len(header) > 1 and all(map(NAME.fullmatch, header)):
-                return chosen._replace(delimiter=each)
+        if len(first) > 1 and all(map(COLUMN_NAME.fullmatch, first)):
+            return chosen._replace(delimiter=each)
+        is_table = len(below) > 1 and len({*map(len, below)}) == 1 < len(below[0]) and len(first) == 1
+        if is_table and each != "," and all(map(COLUMN_NAME.fullmatch, below[0])):
+            cells = f"has one cell, and the lines below have {len(below[0])}, separated by {each!r}"
+            remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
+            raise DataError([f"{file}:1: {cells}; {remedy}"])
     return chosen
 
 
-def _refuse_a_hidden_table(file: Path, chosen: Dialect, lines: Sequence[str]) -> None:
-    """Raises DataError if the lines below the first are a table, and the first line might be a title or a column."""
-    for delimiter in DELIMITERS[1:]:  # with commas each of those lines is a mistake of its own
-        records, _ = _first_records(chosen._replace(delimiter=delimiter), lines)
-        widths = [len(record) for record in records]
-        is_table = len(widths) > 2 and widths[0] == 1 < widths[1] and len({*widths[1:]}) == 1
-        if is_table and all(map(NAME.fullmatch, records[1])):
-            raise DataError(
-                [
-                    f"{file}:1: has one cell, and the lines below have {widths[1]}, separated by {delimiter!r}; if it "
-                    'is a title, remove it; if each line is one text, write delimiter: ","'
-                ]
-            )
-
-
 def _with_quotes(dialect: Dialect, lines: Sequence[str]) -> Dialect:
-    """How the head's quotes are read: as quotes, unless a file with tabs is a table only if they are characters."""
-    spaced = dialect._replace(is_spaced=True)
-    if any(re.search(rf'{re.escape(dialect.delimiter)} +"', line) for line in lines[:RECORDS]):
-        if _agreement(spaced, lines)[0] > _agreement(dialect, lines)[0] or _cells_begin(dialect, lines, ' "'):
-            return spaced
-    elif dialect.delimiter != "\t" and _cells_begin(dialect, lines, " "):
-        return spaced
-    plain = dialect._replace(is_quoted=False)
-    if dialect.delimiter == "\t" and _agreement(plain, lines)[0] > _agreement(dialect, lines)[0]:
-        return plain
+    """How the head's quotes are read: as quotes, unless the head is a table only if they are read otherwise."""
+    other = dialect._replace(is_spaced=True)
+    if dialect.delimiter == "\t":
+        other = dialect._replace(is_quoted=False)
+    cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
+    has_spaces = other.is_spaced and len(cells) > 2 and all(cell.startswith(" ") for cell in cells)
+    if has_spaces or _agreement(other, lines)[0] > _agreement(dialect, lines)[0]:
+        return other
     return dialect
 
 
@@ -185,12 +173,6 @@ def _first_records(dialect: Dialect, lines: Sequence[str]) -> tuple[list[list[st
     except csv.Error:
         return records, False
     return records, True
-
-
-def _cells_begin(dialect: Dialect, lines: Sequence[str], start: str) -> bool:
-    """Whether every cell after the first one begins so, in three records or more."""
-    cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
-    return len(cells) > 2 and all(cell.startswith(start) for cell in cells)
 
 
 def _agreement(dialect: Dialect, lines: Sequence[str]) -> tuple[float, int]:
@@ -239,7 +221,7 @@ def header_at(records: Sequence[Sequence[str]]) -> int | None:
     if all(title.startswith(("#", "//", "%")) for title in titles):
         return start
     are_titles = all(re.search(r"[\s\d]", title) for title in titles)
-    if are_titles and all(map(NAME.fullmatch, records[start])):
+    if are_titles and all(map(COLUMN_NAME.fullmatch, records[start])):
         return start
     return None
 
@@ -274,49 +256,47 @@ def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...
     lines: list[bytes] = []  # spread over the file
     first_ones: list[bytes] = []  # each line with a byte that none before it has
     seen: set[int] = set()
-    decoder, is_utf8, is_japanese, scanned, step, number = codecs.getincrementaldecoder("utf-8")(), True, False, 0, 1, 0
+    is_utf8, has_utf8, has_japanese, scanned, step, number = True, False, False, 0, 1, 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with open_bytes(file) as stream:
-        head = stream.read(HEAD_OF_TABLE)
-        for mark, name in WIDE_MARKS.items():
-            if head.startswith(mark):
-                return ((name, ""),)
-        if b"\0" in head and (wide := _wide_encoding(head)):
-            return ((wide, ""),)
-        chunk = head
-        while chunk and scanned < MOST_SCANNED:
+        # Whole lines, because a code page with two bytes a letter cannot be read from a letter's middle.
+        while scanned < MOST_SCANNED and (chunk := stream.read(2**20) + stream.readline(2**20)):
+            wide = next((name for mark, name in WIDE_MARKS.items() if chunk.startswith(mark)), None)
+            if b"\0" in chunk[:HEAD_OF_TABLE] and wide is None:
+                wide = _wide_encoding(chunk[:HEAD_OF_TABLE])
+            if wide and not scanned:
+                return ((wide, ""),)
             scanned += len(chunk)
-            is_japanese |= b"\x1b$" in chunk
-            if is_utf8:
-                try:
+            has_japanese |= b"\x1b$" in chunk
+            try:
+                if is_utf8:
                     decoder.decode(chunk)
-                except UnicodeDecodeError:
-                    is_utf8 = False
-            if not chunk.isascii():
-                for match in re.finditer(rb"[^\r\n]*[\x80-\xff][^\r\n]*", chunk):
-                    number += 1
-                    line = match[0][:LONGEST_LINE]
-                    if not seen.issuperset(line):
-                        seen.update(line)
-                        first_ones.append(line)
-                    elif number % step == 0:
-                        lines.append(line)
-                if len(lines) > SAMPLE_LINES:
-                    lines, step = lines[::2], step * 2
-            chunk = stream.read(2**20)
-    if is_utf8 and is_japanese and not first_ones:
+                    has_utf8 |= not chunk.isascii()
+                    continue
+            except UnicodeDecodeError:
+                is_utf8 = False
+                if has_utf8:
+                    break
+            for line in filter(lambda line: not line.isascii(), chunk.splitlines()):
+                number += 1
+                if not seen.issuperset(line[:LONGEST_LINE]):
+                    seen.update(line[:LONGEST_LINE])
+                    first_ones.append(line[:LONGEST_LINE])
+                elif number % step == 0:
+                    lines.append(line[:LONGEST_LINE])
+            while len(lines) > SAMPLE_LINES:
+                lines, step = lines[::2], step * 2
+    if has_japanese and is_utf8 and not has_utf8:
         return (("iso2022_jp", ""),)
-    if is_utf8:
+    if is_utf8 or has_utf8:  # a damaged file is still UTF-8: a mistake names the byte
         return (("utf-8", ""),)
     return _likely_encodings([*first_ones, *lines])
 
 
 def is_binary(head: bytes) -> bool:
     """Whether a file's head is no text: controls are 2 % of it, and neither UTF-16 nor UTF-32 explains them."""
-    if 50 * len(head.translate(None, bytes({*range(256)} - _CONTROLS))) <= len(head) or head.startswith(
-        tuple(WIDE_MARKS)
-    ):
-        return False
-    return _wide_encoding(head) is None
+    is_odd = 50 * sum(map(_CONTROLS.__contains__, head)) > len(head)
+    return is_odd and not head.startswith(tuple(WIDE_MARKS)) and _wide_encoding(head) is None
 
 
 def _wide_encoding(head: bytes) -> str | None:

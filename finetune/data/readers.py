@@ -102,10 +102,8 @@ def read_rows(
                 rows = _read_text(file, encoding)
             case "excel":
                 rows = _read_excel(file, sheet, told)
-            case "parquet":
-                rows = _read_parquet(file)
-            case "arrow":
-                rows = _read_arrow(file)
+            case "parquet" | "arrow":
+                rows = _read_columns(file, kind)
             case _:
                 rows = _read_json(file)
         for row in rows:
@@ -604,23 +602,33 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
         yield SourceRow(str(file), 1, {"text": text}, None)
 
 
-# -- Parquet -----------------------------------------------------------------------------------------------------------
+# -- Parquet and Arrow -------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    """Yield a Parquet file's rows, with 1,000 at once in memory. Raises OSError if the file cannot be read."""
+def _read_columns(file: Path, kind: str) -> Iterator[SourceRow]:
+    """Yield a Parquet file's rows, or those of an Arrow file as `datasets` saves it, one batch in memory.
+
+    Raises OSError if the file cannot be read.
+    """
+    import pyarrow.ipc  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
     try:
-        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
-            problem, rows = _schema_problem(table.schema_arrow), table.metadata.num_rows
-            if problem is None and rows >= MOST_REPETITIONS and rows > file.stat().st_size:
-                problem = _repetitions(rows, file)
+        with open_regular(file) as stored:
+            if kind == "arrow":
+                table = pyarrow.ipc.open_stream(stored)
+                problem, batches = _schema_problem(table.schema), table
+            else:
+                table = pyarrow.parquet.ParquetFile(stored)
+                problem, batches = _schema_problem(table.schema_arrow), table.iter_batches(batch_size=1000)
+                rows = table.metadata.num_rows
+                if problem is None and rows >= MOST_REPETITIONS and rows > file.stat().st_size:
+                    problem = _repetitions(rows, file)
             if problem:
                 yield SourceRow(str(file), 1, None, problem)
                 return
-            for batch in table.iter_batches(batch_size=1000):
+            for batch in batches:
                 for values in batch.to_pylist():
                     number += 1
                     yield SourceRow(str(file), number, without_filled_nulls(values), None)
@@ -628,29 +636,8 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
         if isinstance(error, OSError) and error.errno is not None:  # the file itself; pyarrow's errors have no number
             raise
         reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
-        problem = f"not readable as Parquet: {reason}; write the file again"
+        problem = f"not readable as {kind.capitalize()}: {reason}; write the file again"
         yield SourceRow(str(file), number + 1, None, problem)
-
-
-def _read_arrow(file: Path) -> Iterator[SourceRow]:
-    """Yield the rows of an Arrow file, as `datasets` saves it, with one batch in memory. Raises OSError."""
-    import pyarrow.ipc  # type: ignore[import-untyped]
-
-    number = 0
-    try:
-        with open_regular(file) as stored, pyarrow.ipc.open_stream(stored) as table:
-            if problem := _schema_problem(table.schema):
-                yield SourceRow(str(file), 1, None, problem)
-                return
-            for batch in table:
-                for values in batch.to_pylist():
-                    number += 1
-                    yield SourceRow(str(file), number, without_filled_nulls(values), None)
-    except Exception as error:  # as for Parquet
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
-        yield SourceRow(str(file), number + 1, None, f"not readable as Arrow: {reason}; save the data set again")
 
 
 def _schema_problem(schema: Any) -> str | None:

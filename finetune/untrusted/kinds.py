@@ -28,15 +28,6 @@ SIGNATURES = (
 )
 
 
-_REMEDIES = {
-    "a zip archive": "unzip it, and name the files in it",
-    "compressed by gzip": "let its name end with .gz",
-    "compressed by xz": "unpack it: unxz",
-    "compressed by bzip2": "unpack it: bunzip2",
-    "compressed by zstd": "unpack it: unzstd",
-}
-
-
 def kind_by_head(head: bytes) -> str | None:
     """The kind of file that begins with these bytes (32 or more if there are as many); None if unknown."""
     begins = head.lstrip().lower() if head.lstrip()[:1] == b"<" else head
@@ -50,6 +41,6 @@ def not_rows(head: bytes) -> str | None:
         return None
     if kind.startswith("UTF-"):
         return f"the file is {kind}, not UTF-8; save it as UTF-8, or convert it: iconv -f {kind} -t UTF-8"
-    if remedy := _REMEDIES.get(kind):
-        return f"the file is {kind}; {remedy}"
+    if "compressed" in kind or "archive" in kind:
+        return f"the file is {kind}; unpack it first, or let its name end with .gz if gzip made it"
     return f"the file is {kind}; name the data themselves, as JSON Lines, CSV or Parquet"
