@@ -277,6 +277,8 @@ def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...
                 is_utf8 = False
                 if has_utf8:
                     break
+            if seen.issuperset(chunk):
+                chunk = chunk[: chunk.find(b"\n", 2**14)]  # nothing new in it: some lines will do
             for line in filter(lambda line: not line.isascii(), chunk.splitlines()):
                 number += 1
                 if not seen.issuperset(line[:LONGEST_LINE]):

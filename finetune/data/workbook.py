@@ -15,7 +15,7 @@ from finetune.data.dialect import Record, without_blank_end
 MOST_COMPRESSED = 128 * 2**20  # bytes of the file
 MOST_IN_A_PART = 512 * 2**20  # bytes of one sheet, uncompressed; it is read row by row
 MOST_STRINGS = 256 * 2**20  # all sheets' texts, uncompressed; openpyxl holds them, in up to six times as many bytes
-LOOKED_AT = 20  # rows that decide whether a sheet is a table, and how wide it is
+ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
 _NUMBER = re.compile(r"(?P<whole>[#0,]*[#0])(?:\.(?P<places>[0#]+))?(?P<percent>\s*%)?")
 _LITERAL = re.compile(
     r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|_.|\*.|\[(?:Black|Blue|Cyan|Green|Magenta|Red|White|Yellow)\]'
@@ -55,7 +55,7 @@ def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> 
 
 def _head(book: Any, sheet: Any) -> list[Record]:
     rows = _records(book, sheet, Counter())
-    return [row for row, _ in zip(rows, range(LOOKED_AT), strict=False)]
+    return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
 
 
 def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
@@ -104,7 +104,7 @@ def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
                 continue
             last = max(texts, default=1)
             seen += 1
-            if seen <= LOOKED_AT:
+            if seen <= ROWS_THAT_DECIDE:
                 width = max(width, last)
             elif last > width:
                 stray = f"{get_column_letter(last)}{number}"
