@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from finetune.errors import DataError, UnclearEncoding
 from finetune.paths import open_regular
@@ -105,8 +105,8 @@ class Dialect(NamedTuple):
         spaced = ["without the spaces after a separator"] * self.is_spaced
         return ["quotes as characters"] * (not self.is_quoted) + spaced
 
-    def records(self, lines: Iterable[str]) -> Iterator[list[str]]:
-        """The cells of each record. Raises csv.Error."""
+    def records(self, lines: Iterable[str]) -> Any:
+        """csv's reader: the cells of each record, and `line_num`. It raises csv.Error."""
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.is_quoted else csv.QUOTE_NONE
         return csv.reader(
             lines, delimiter=self.delimiter, quoting=quoting, skipinitialspace=self.is_spaced, strict=True
@@ -417,7 +417,8 @@ def _script(letter: str) -> str:
 
 def _differing_word(texts: Sequence[str], index: int) -> str:
     """The first word that the texts spell in different ways, as one of them spells it."""
-    for words in zip(*(re.split(r"[\s,;|]+", text) for text in texts), strict=False):
+    spelled: list[list[str]] = [re.split(r"[\s,;|]+", text) for text in texts]
+    for words in zip(*spelled, strict=False):
         if len({*words}) == len(texts) and all(len(word) > 2 for word in words):
             return words[index][:30]
     return texts[index].strip()[:30]

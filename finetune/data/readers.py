@@ -185,7 +185,8 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
         elif raw.strip():
             try:
                 values = parse_object(_decode(raw.rstrip(b"\r\n"), offset))
-                if number == 1 and (problem := _whole_table(values, not stream.peek(1))):
+                # Every stream of `open_bytes` can peek.
+                if number == 1 and (problem := _whole_table(values, not stream.peek(1))):  # type: ignore[attr-defined]
                     raise BadRow(problem)
                 yield SourceRow(str(file), number, values, None)
             except BadRow as error:
