@@ -420,5 +420,5 @@ def _differing_word(texts: Sequence[str], index: int) -> str:
     spelled: list[list[str]] = [re.split(r"[\s,;|]+", text) for text in texts]
     for words in zip(*spelled, strict=False):
         if len({*words}) == len(texts) and all(len(word) > 2 for word in words):
-            return words[index][:30]
+            return str(words[index])[:30]
     return texts[index].strip()[:30]

@@ -353,11 +353,11 @@ def json_kind(value: Any) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 # Cells that hold nothing: a spreadsheet's errors, and what programs write for a missing value.
-NOTHING = frozenset(
+MISSING_VALUES = frozenset(
     r"#N/A #REF! #DIV/0! #VALUE! #NAME? #NULL! #NUM! #SPILL! #CALC! #NA <NA> \N nan NaN -nan &nbsp;".split()
 )
 # Words that stand for a missing value in some tables, and are an answer in others.
-PERHAPS_NOTHING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
+PERHAPS_MISSING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
 # Spaces that never break, soft hyphens, joiners, directions, fillers and byte order marks.
 _INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
 
@@ -448,11 +448,11 @@ def _named_cells(
         if len(cell) < 12:
             word = cell.strip()
             is_invisible = not cell.isascii() and is_blank(cell)
-            if word in NOTHING or is_invisible:
+            if word in MISSING_VALUES or is_invisible:
                 shown = "invisible characters" if is_invisible else repr(word)
                 told[f"cells that hold only {shown}, read as empty"] += 1
                 cell = ""
-            elif word in PERHAPS_NOTHING:
+            elif word in PERHAPS_MISSING:
                 told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
         values[name] = cell
     return values
