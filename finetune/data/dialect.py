@@ -54,21 +54,33 @@ COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a colum
 SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
 LONGEST_LINE = 400  # bytes of one line in the sample
 # Names that mean a part of a larger code page, by the page that Windows writes.
-WIDER = {
+WIDER_PAGES = {
     "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030",
     "gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "shift_jis_2004": "cp932", "big5": "cp950",
 }  # fmt: skip
-USUAL = ("cp1252", "cp1250", "cp1251", "cp1254", "cp1257", "cp1253", "cp1256", "cp1255", "cp866", "koi8-r", "cp850")
+USUAL_PAGES = (
+    "cp1252",
+    "cp1250",
+    "cp1251",
+    "cp1254",
+    "cp1257",
+    "cp1253",
+    "cp1256",
+    "cp1255",
+    "cp866",
+    "koi8-r",
+    "cp850",
+)
 # In use in ISO's and mainframes' catalogues alone; they differ from Windows' pages by few letters.
-RARE = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
+RARE_PAGES = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
 MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
 # Readings above this share of the best one's confidence are plausible too. Letters that Western Europe shares count for
 # cp1252, because chardet knows too few of the languages that are written in it: Albanian looks Lithuanian.
 CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.55
-WESTERN = frozenset(
+WESTERN_LETTERS = frozenset(
     "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
 )
-SIGNS = frozenset("€£°±²³½¼¾µ×“”„‘’‚–—…•\u00a0")
+WINDOWS_SIGNS = frozenset("€£°±²³½¼¾µ×“”„‘’‚–—…•\u00a0")
 _CONTROLS = {*range(32)} - {*b"\t\n\r\x0c\x1a\x1b"}
 _ASCII = frozenset(map(chr, range(128)))
 _SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
@@ -327,12 +339,12 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     lines = [line for line in lines if line not in in_utf8]
     sample = lines[:: math.ceil(sum(map(len, lines)) / SAMPLE_BYTES)]
     guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
-    confidences = dict.fromkeys(USUAL, 0.0)
+    confidences = dict.fromkeys(USUAL_PAGES, 0.0)
     for guess in guesses:
         with suppress(LookupError):  # a code page that Python does not have
             name = codecs.lookup(guess["encoding"] or "").name
-            name = WIDER.get(name, name)
-            if name in RARE:
+            name = WIDER_PAGES.get(name, name)
+            if name in RARE_PAGES:
                 continue
             confidences[name] = max(confidences.get(name, 0.0), guess["confidence"])
     # Pages that read all lines alike are one reading, called by the most usual page.
@@ -353,9 +365,13 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     )  # fmt: skip
     best, first, _ = ranked[0]
     western = ""
-    if (text := _decoded(lines, "cp1252")) and (above := {*text} - _ASCII) <= WESTERN and readings[text][2] <= most:
+    if (
+        (text := _decoded(lines, "cp1252"))
+        and (above := {*text} - _ASCII) <= WESTERN_LETTERS
+        and readings[text][2] <= most
+    ):
         western = "cp1252"
-        if above <= SIGNS and readings[text][2] == 0:
+        if above <= WINDOWS_SIGNS and readings[text][2] == 0:
             return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
     close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
     plausible = [
