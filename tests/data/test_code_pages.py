@@ -381,7 +381,7 @@ def test_texts_that_need_no_question(name: str, tmp_path: Path) -> None:
 
 
 def test_a_letter_across_the_edge_of_two_chunks_is_utf8(tmp_path: Path) -> None:
-    for edge in (2**18, 2**18 + 2**20):  # the head, and the chunk behind it
+    for edge in (2**18, 2**20, 2**21):  # the head, a chunk, and a chunk with the rest of its line
         (file := tmp_path / f"{edge}.csv").write_bytes(b"text\n" + b"a" * (edge - 6) + "ä\n".encode())
         assert file.read_bytes()[edge - 1 : edge + 1] == "ä".encode()
         assert csv_dialect(file).encoding == "utf-8"
