@@ -3,6 +3,7 @@
 FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
+│   └── UnclearEncoding  2   two code pages are plausible for a table
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
 ├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
 ├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement
@@ -41,6 +42,16 @@ class DataError(FinetuneError):
     def __init__(self, mistakes: Sequence[str]) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = tuple(mistakes)
+
+
+class UnclearEncoding(DataError):
+    """A file may be read in several code pages: `readings` are their names, each with a word as it reads it."""
+
+    def __init__(self, file: str, readings: Sequence[tuple[str, str]]) -> None:
+        self.readings = tuple(readings)
+        ways = " or ".join(f"{word!r} ({name})" for name, word in readings)
+        self.problem = f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}"
+        super().__init__([f"{file}: {self.problem}"])
 
 
 class NotFinite(FinetuneError):

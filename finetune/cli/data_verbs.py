@@ -53,7 +53,7 @@ def preview(
 
 def _ask_which(lines: Sequence[str]) -> int:
     """Ask the user which line is meant. Returns its index."""
-    typer.echo("The columns may be read in several ways:")
+    typer.echo("The data may be read in several ways:")
     for number, line in enumerate(lines, 1):
         typer.echo(f"  {number}  {line}")
     while True:
@@ -79,6 +79,12 @@ def init(
         Path | None,
         typer.Option("-o", "--output", parser=user_path, help="The recipe; FILE's name.yaml.", show_default=False),
     ] = None,
+    encoding: Annotated[
+        str | None, typer.Option(help="A table's code page: cp1250, cp1254, mac_roman; found.", show_default=False)
+    ] = None,
+    sheet: Annotated[
+        str | None, typer.Option(help="A workbook's sheet; the first with a table.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe for your own data and this machine, and say what was found."""
@@ -89,7 +95,14 @@ def init(
 
         can_ask = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
         proposal = propose(
-            target, columns=columns, model=model, gpus=gpus, output=output, choose=_ask_which if can_ask else None
+            target,
+            columns=columns,
+            model=model,
+            gpus=gpus,
+            output=output,
+            encoding=encoding,
+            sheet=sheet,
+            choose=_ask_which if can_ask else None,
         )
         if proposal.file.exists():
             raise FinetuneError(f"{proposal.file}: is there already; name another file with -o, or delete it")

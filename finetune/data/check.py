@@ -39,6 +39,7 @@ class _Group:
         if not places:
             return self.problem
         file = places[0].rpartition(":")[0]
+        places = list(dict.fromkeys(places))  # a JSON array may be one line
         text = places[0]
         for place in places[1:]:
             text += f", {place.removeprefix(f'{file}:')}"

@@ -4,8 +4,9 @@ Encoding, the first rule that holds:
 
 - A byte order mark says it.
 - A file that is UTF-8 from the first byte to the last is UTF-8.
-- cp1252 (Windows in Western Europe), if the lines with bytes above 127 then hold only Western letters and signs.
-- Else charset-normalizer chooses the most plausible encoding below.
+- NUL bytes and line ends that only one order of UTF-16 or UTF-32 explains are that.
+- Else chardet ranks the code pages by letter pairs of 40 languages. Readings that no language has are struck off:
+  "S„ge", "fЃr", "situЋ". If two different readings remain close, nobody guesses: `UnclearEncoding` shows both.
 
 Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
 most cells:
@@ -16,38 +17,86 @@ most cells:
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
-from collections.abc import Iterator
+import io
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
-from finetune.errors import DataError
+from finetune.errors import DataError, UnclearEncoding
 from finetune.paths import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# UTF-32's mark begins with UTF-16's.
+WIDE_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+WIDE = ("utf-16", "utf-32")
 DELIMITERS = (",", ";", "\t", "|")
 HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
-SAMPLE_BYTES = 64 * 1024  # of lines with bytes above 127
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
-# Encodings that spreadsheet programs write instead of UTF-8.
-OTHERS = ("cp1250", "cp1251", "cp1253", "cp1254", "cp949", "shift_jis", "gb18030", "big5")
-_WESTERN = frozenset(
-    "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûýÿÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛÝðþÐÞšžŠŽ"
-    "€£¥§©®°±²½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´`¨\u00a0\u00ad"
+# Excel's own first line. It names the delimiter and is no row.
+SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
+COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
+SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
+LONGEST_LINE = 400  # bytes of one line in the sample
+# Names that mean a part of a larger code page, by the page that Windows writes.
+WIDER_PAGES = {
+    "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030",
+    "gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "shift_jis_2004": "cp932", "big5": "cp950",
+}  # fmt: skip
+USUAL_PAGES = (
+    "cp1252",
+    "cp1250",
+    "cp1251",
+    "cp1254",
+    "cp1257",
+    "cp1253",
+    "cp1256",
+    "cp1255",
+    "cp866",
+    "koi8-r",
+    "cp850",
 )
-COMMON_CONTROLS = frozenset(b"\t\n\r\x0c\x1a")
+# In use in ISO's and mainframes' catalogues alone; they differ from Windows' pages by few letters.
+RARE_PAGES = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
+MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
+# Readings above this share of the best one's confidence are plausible too. Letters that Western Europe shares count for
+# cp1252, because chardet knows too few of the languages that are written in it: Albanian looks Lithuanian.
+CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.55
+WESTERN_LETTERS = frozenset(
+    "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
+)
+WINDOWS_SIGNS = frozenset("€£°±²³½¼¾µ×“”„‘’‚–—…•\u00a0")
+_CONTROLS = {*range(32)} - {*b"\t\n\r\x0c\x1a\x1b"}
+_ASCII = frozenset(map(chr, range(128)))
+_SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
+
+
+# A table's record: its line or row, its cells, and what is wrong with it.
+Record = tuple[int, list[str], str | None]
 
 
 class Dialect(NamedTuple):
-    """A table's delimiter, and Python's name for its encoding."""
+    """How a table is written: its delimiter, Python's name for its encoding, and how its quotes are read."""
 
     delimiter: str
     encoding: str
+    is_quoted: bool = True  # else a quote is a character like any other, as in many files with tabs
+    is_spaced: bool = False  # spaces after a delimiter are not part of the cell: `"question", "answer"`
 
     @property
     def separator(self) -> str:
@@ -61,7 +110,19 @@ class Dialect(NamedTuple):
             parts.append(self.encoding)
         if self.delimiter != ",":
             parts.append(f"separated by {self.separator}")
-        return ", ".join(parts)
+        return ", ".join([*parts, *self.quotes_in_words()])
+
+    def quotes_in_words(self) -> list[str]:
+        """What is unusual about the cells' quotes."""
+        spaced = ["without the spaces after a separator"] * self.is_spaced
+        return ["quotes as characters"] * (not self.is_quoted) + spaced
+
+    def records(self, lines: Iterable[str]) -> Any:
+        """csv's reader: the cells of each record, and `line_num`. It raises csv.Error."""
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.is_quoted else csv.QUOTE_NONE
+        return csv.reader(
+            lines, delimiter=self.delimiter, quoting=quoting, skipinitialspace=self.is_spaced, strict=True
+        )
 
 
 @contextmanager
@@ -72,15 +133,113 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearEncoding."""
     encoding = encoding or found_encoding(file)
-    return Dialect(delimiter or _found_delimiter(file, encoding), encoding)
+    with open_bytes(file) as stream:
+        head = stream.read(HEAD_OF_TABLE)
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(head.removeprefix(BYTE_ORDER_MARK))
+    lines = io.StringIO(text, newline="").readlines()
+    if len(head) == HEAD_OF_TABLE and len(lines) > 1:
+        lines.pop()  # it may be cut off
+    if lines and (named := SEPARATOR_LINE.fullmatch(lines[0])):
+        delimiter, lines = delimiter or named[1].replace("\\t", "\t"), lines[1:]
+    best: tuple[float, int] = (0.0, 0)
+    chosen = Dialect(delimiter or ",", encoding)
+    for each in [delimiter] if delimiter else DELIMITERS:
+        dialect = _with_quotes(Dialect(each, encoding), lines)
+        agreeing, width = _agreement(dialect, lines)
+        if agreeing >= 0.5 and width > 1 and (agreeing, width) > best:
+            best, chosen = (agreeing, width), dialect
+    if best[1] > 1 or delimiter:
+        return chosen
+    for each in DELIMITERS:
+        first, *below = _first_records(chosen._replace(delimiter=each), lines)[0] or [[]]
+        # A header that is surely divided: the rows that are not are mistakes.
+        if len(first) > 1 and all(map(COLUMN_NAME.fullmatch, first)):
+            return chosen._replace(delimiter=each)
+        is_table = len(below) > 1 and len({*map(len, below)}) == 1 < len(below[0]) and len(first) == 1
+        if is_table and each != "," and all(map(COLUMN_NAME.fullmatch, below[0])):
+            cells = f"has one cell, and the lines below have {len(below[0])}, separated by {each!r}"
+            remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
+            raise DataError([f"{file}:1: {cells}; {remedy}"])
+    return chosen
+
+
+def _with_quotes(dialect: Dialect, lines: Sequence[str]) -> Dialect:
+    """How the head's quotes are read: as quotes, unless the head is a table only if they are read otherwise."""
+    other = dialect._replace(is_spaced=True)
+    if dialect.delimiter == "\t":
+        other = dialect._replace(is_quoted=False)
+    cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
+    has_spaces = other.is_spaced and len(cells) > 2 and all(cell.startswith(" ") for cell in cells)
+    if has_spaces or _agreement(other, lines)[0] > _agreement(dialect, lines)[0]:
+        return other
+    return dialect
+
+
+def _first_records(dialect: Dialect, lines: Sequence[str]) -> tuple[list[list[str]], bool]:
+    """The first records that are not empty, and whether the quotes hold as far as that."""
+    records: list[list[str]] = []
+    try:
+        records.extend(islice(filter(None, dialect.records(lines)), RECORDS))
+    except csv.Error:
+        return records, False
+    return records, True
+
+
+def _agreement(dialect: Dialect, lines: Sequence[str]) -> tuple[float, int]:
+    """The share of the first records with as many cells as the header, and the header's cells."""
+    records, is_sound = _first_records(dialect, lines)
+    start = header_at(records)
+    if not records or start is None:
+        return 0.0, 0
+    width = len(without_blank_end(records[start]))
+    # A quote that is never closed takes the records that follow into its cell.
+    agreeing = sum(
+        width <= len(record)
+        and len(without_blank_end(record)) <= width
+        and not any("\n" in cell and "\t" in cell for cell in record)
+        for record in records[start:]
+    )
+    lost = 0 if is_sound else len(lines) - len(records)
+    return agreeing / (len(records) - start + lost), width
+
+
+def without_blank_end(cells: Sequence[str]) -> Sequence[str]:
+    """The cells up to the last one that holds something."""
+    end = len(cells)
+    while end and not cells[end - 1].strip():
+        end -= 1
+    return cells[:end]
+
+
+def header_at(records: Sequence[Sequence[str]]) -> int | None:
+    """The place of the header: 0, or the record after a title and notes, which have one cell. None if it is not clear.
+
+    A first line with one cell may also be the only column of texts with delimiters in them:
+
+        Export of May 2026          text
+                                    Yes, of course
+        question,answer             No, never
+    """
+    filled = [len(without_blank_end(record)) for record in records]
+    if not filled or filled[0] != 1 or len(filled) < 2:
+        return 0
+    start = next((place for place, count in enumerate(filled) if count > 1), 0)
+    usual = Counter(filled[start:]).most_common(1)[0][0]
+    if not start or usual < 2:
+        return 0
+    titles = [without_blank_end(record)[0].lstrip() for record in records[:start]]
+    if all(title.startswith(("#", "//", "%")) for title in titles):
+        return start
+    are_titles = all(re.search(r"[\s\d]", title) for title in titles)
+    if are_titles and all(map(COLUMN_NAME.fullmatch, records[start])):
+        return start
+    return None
 
 
 def checked_encoding(name: str) -> str:
     """Python's name for a text encoding. Raises DataError for an unknown one."""
-    import codecs
-
     try:
         found = codecs.lookup(name)
         "a".encode(found.name)
@@ -90,85 +249,192 @@ def checked_encoding(name: str) -> str:
 
 
 def found_encoding(file: Path) -> str:
-    """Return utf-8, utf-16, or a spreadsheet program's encoding. Raises OSError."""
-    sample, decoder, is_utf8 = bytearray(), getincrementaldecoder("utf-8")(), True
+    """Python's name for a file's encoding.
+
+    Raises OSError, DataError if lines are in two encodings, and UnclearEncoding if two code pages are plausible.
+    """
+    about = file.stat()
+    readings = _readings(file, about.st_mtime_ns, about.st_size)
+    if not readings[0][0]:
+        raise DataError([f"{file}: some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8"])
+    if len(readings) > 1:
+        raise UnclearEncoding(str(file), readings)
+    return readings[0][0]
+
+
+@lru_cache(256)
+def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...]:
+    """The plausible encodings, each with one word as it reads it. The file is scanned once until it changes."""
+    lines: list[bytes] = []  # spread over the file
+    first_ones: list[bytes] = []  # each line with a byte that none before it has
+    seen: set[int] = set()
+    is_utf8, has_utf8, has_japanese, scanned, step, number = True, False, False, 0, 1, 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with open_bytes(file) as stream:
-        head = stream.read(4)
-        # UTF-32's mark begins with UTF-16's.
-        if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and head != BOM_UTF16_LE + b"\0\0":
-            return "utf-16"
-        stream.seek(0)
-        scanned = 0
-        while (chunk := stream.read(2**20)) and scanned < MOST_SCANNED:
+        # Whole lines, because a code page with two bytes a letter cannot be read from a letter's middle.
+        while scanned < MOST_SCANNED and (chunk := stream.read(2**20) + stream.readline(2**20)):
+            wide = next((name for mark, name in WIDE_MARKS.items() if chunk.startswith(mark)), None)
+            if b"\0" in chunk[:HEAD_OF_TABLE] and wide is None:
+                wide = _wide_encoding(chunk[:HEAD_OF_TABLE])
+            if wide and not scanned:
+                return ((wide, ""),)
             scanned += len(chunk)
-            if chunk.isascii():
-                continue
+            has_japanese |= b"\x1b$" in chunk
             try:
                 if is_utf8:
                     decoder.decode(chunk)
+                    has_utf8 |= not chunk.isascii()
+                    continue
             except UnicodeDecodeError:
                 is_utf8 = False
-            if len(sample) < SAMPLE_BYTES:
-                for line in chunk.splitlines(keepends=True):
-                    if not line.isascii():
-                        sample += line[:SAMPLE_BYTES]
-                    if len(sample) >= SAMPLE_BYTES:
-                        break
-            if not is_utf8:
-                break
-    if is_utf8:
-        return "utf-8"
-    return _likely_encoding(bytes(sample))
+                if has_utf8:
+                    break
+            if seen.issuperset(chunk):
+                chunk = chunk[: chunk.find(b"\n", 2**14)]  # nothing new in it: some lines will do
+            for line in filter(lambda line: not line.isascii(), chunk.splitlines()):
+                number += 1
+                if not seen.issuperset(line[:LONGEST_LINE]):
+                    seen.update(line[:LONGEST_LINE])
+                    first_ones.append(line[:LONGEST_LINE])
+                elif number % step == 0:
+                    lines.append(line[:LONGEST_LINE])
+            while len(lines) > SAMPLE_LINES:
+                lines, step = lines[::2], step * 2
+    if has_japanese and is_utf8 and not has_utf8:
+        return (("iso2022_jp", ""),)
+    if is_utf8 or has_utf8:  # a damaged file is still UTF-8: a mistake names the byte
+        return (("utf-8", ""),)
+    return _likely_encodings([*first_ones, *lines])
 
 
-def _likely_encoding(sample: bytes) -> str:
-    """The most plausible encoding, by the lines with bytes above 127 in a file that is not valid UTF-8."""
-    text = sample.decode("utf-8", errors="replace")
-    wrong = text.count("\N{REPLACEMENT CHARACTER}")
-    right = sum(not character.isascii() for character in text) - wrong
-    if right > wrong:  # a damaged UTF-8 file: its other rows are still right, and a mistake names the byte
-        return "utf-8"
-    text = sample.decode("cp1252", errors="replace")
-    above = [character for character in text if not character.isascii()]
-    # In Western languages most letters are ASCII. Russian in cp1251 looks like Western letters too, and nothing else.
-    is_western = {*above} <= _WESTERN and len(above) < 0.4 * sum(character.isalpha() for character in text)
-    if any(byte < 32 and byte not in COMMON_CONTROLS for byte in sample):
-        return "utf-8"  # not a text: the reader will name the byte
-    if is_western:
-        return "cp1252"
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(sample, cp_isolation=[*OTHERS, "cp1252"], steps=10, threshold=0.5).best()
-    if best is None:
-        return "cp1252"
-    return best.encoding
+def is_binary(head: bytes) -> bool:
+    """Whether a file's head is no text: controls are 2 % of it, and neither UTF-16 nor UTF-32 explains them."""
+    is_odd = 50 * sum(map(_CONTROLS.__contains__, head)) > len(head)
+    return is_odd and not head.startswith(tuple(WIDE_MARKS)) and _wide_encoding(head) is None
 
 
-def _found_delimiter(file: Path, encoding: str) -> str:
-    with open_bytes(file) as stream:
-        head = stream.read(HEAD_OF_TABLE)
-    whole = len(head) < HEAD_OF_TABLE
-    text = head.removeprefix(BYTE_ORDER_MARK).decode(encoding, errors="replace")
-    best: tuple[float, int] = (0.0, 0)
-    chosen = ","
-    for delimiter in DELIMITERS:
-        widths = _widths(text, delimiter, whole)
-        if not widths or widths[0] < 2:
+def _wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a mark: the one order of bytes in which the head is text with line ends."""
+    found = []
+    for name in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):
+        with suppress(UnicodeDecodeError):
+            signs = {*codecs.getincrementaldecoder(name)().decode(head)}
+            if "\n" in signs and {*map(unicodedata.category, signs - {*"\t\r\n"})}.isdisjoint(("Cn", "Co", "Cc")):
+                found.append(name)
+    if len(found) == 1:
+        return found[0]
+    return None
+
+
+def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
+    """The plausible encodings of a file that is not UTF-8, by its lines with bytes above 127."""
+    import chardet
+    from chardet.enums import EncodingEra
+
+    if not _CONTROLS.isdisjoint(byte for line in lines for byte in line):
+        return (("utf-8", ""),)  # not a text: the reader will name the byte
+    in_utf8 = [line for line in lines if _decoded([line], "utf-8") is not None]
+    if len(in_utf8) > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
+        return (("utf-8", ""),)
+    lines = [line for line in lines if line not in in_utf8]
+    sample = lines[:: math.ceil(sum(map(len, lines)) / SAMPLE_BYTES)]
+    guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
+    confidences = dict.fromkeys(USUAL_PAGES, 0.0)
+    for guess in guesses:
+        with suppress(LookupError):  # a code page that Python does not have
+            name = codecs.lookup(guess["encoding"] or "").name
+            name = WIDER_PAGES.get(name, name)
+            if name in RARE_PAGES:
+                continue
+            confidences[name] = max(confidences.get(name, 0.0), guess["confidence"])
+    # Pages that read all lines alike are one reading, called by the most usual page.
+    readings: dict[str, tuple[str, float, float]] = {}
+    for name, confidence in confidences.items():
+        text = _decoded(lines, name)
+        if text is None or b"abcXYZ,;09".decode(name) != "abcXYZ,;09":
             continue
-        agreeing = sum(width == widths[0] for width in widths) / len(widths)
-        if agreeing >= 0.5 and (agreeing, widths[0]) > best:
-            best, chosen = (agreeing, widths[0]), delimiter
-    return chosen
+        first, best, oddness = readings.get(text) or (name, 0.0, _oddness(_decoded(sample, name) or ""))
+        readings[text] = (first, max(best, confidence), oddness)
+    if not readings:
+        return (("utf-8", ""),)
+    most = max(MOST_ODD, min(oddness for _, _, oddness in readings.values()))
+    ranked = sorted(
+        ((confidence * (1 - 2 * oddness), name, text) for text, (name, confidence, oddness) in readings.items()
+         if oddness <= most),
+        reverse=True,
+    )  # fmt: skip
+    best, first, _ = ranked[0]
+    western = ""
+    if (
+        (text := _decoded(lines, "cp1252"))
+        and (above := {*text} - _ASCII) <= WESTERN_LETTERS
+        and readings[text][2] <= most
+    ):
+        western = "cp1252"
+        if above <= WINDOWS_SIGNS and readings[text][2] == 0:
+            return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
+    close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
+    plausible = [
+        (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
+    ][:3]
+    # A line in UTF-8 among others is no accident: Ã¤, Ã© are not words. Four characters are none in any code page.
+    if in_utf8 and (western or any(len(line.decode("utf-8", "ignore")) + 4 <= len(line) for line in in_utf8)):
+        return (("", f"{in_utf8[0].decode('utf-8', 'ignore').strip()[:40]!r}) and some are {first}"),)
+    texts = [text for _, text in plausible]
+    return tuple((name, _differing_word(texts, index)) for index, (name, _) in enumerate(plausible))
 
 
-def _widths(text: str, delimiter: str, whole: bool) -> list[int]:
-    """Count the cells of the first records. The last record may be cut off, so it does not count."""
-    records = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-    widths = []
-    with suppress(csv.Error):
-        for record in islice(records, RECORDS):
-            if record:
-                widths.append(len(record))
-    if not whole and len(widths) < RECORDS and len(widths) > 1:
-        widths.pop()
-    return widths
+def _decoded(lines: Sequence[bytes], encoding: str) -> str | None:
+    """The lines as text, or None if a byte has no meaning. A line may be cut inside its last character."""
+    try:
+        return "\n".join(
+            codecs.getincrementaldecoder(encoding)().decode(line, len(line) < LONGEST_LINE) for line in lines
+        )
+    except UnicodeError:
+        return None
+
+
+def _oddness(text: str) -> float:
+    """The share of characters above 127 that no language has there.
+
+    "S„ge" has a sign between letters, "fЃr" another alphabet, "CAFŽ" is right and "cafŽ" is not, "½uvre" begins with a
+    number, and frames, controls and unused code points are no text.
+    """
+    odd = total = 0
+    for before, sign, after in zip(" " + text, text, text[1:] + " ", strict=False):
+        if sign.isascii():
+            continue
+        total += 1
+        kind = unicodedata.category(sign)
+        if kind in ("Cc", "Cn", "Co", "Cs"):
+            odd += 10
+        elif "\u2500" <= sign <= "\u259f" or "\uff61" <= sign <= "\uff9f":
+            odd += 1
+        elif sign in "ªº":
+            odd += not before.isdigit()
+        elif kind[0] == "L":
+            scripts = {_script(each) for each in (before, sign, after) if each.isalpha()}
+            is_mixed = len(scripts.intersection(_SCRIPTS)) > 1 or scripts >= {"HANGUL", "CJK"}
+            is_lone = before.isdigit() and not after.isalpha() and _script(sign) in _SCRIPTS
+            small_after_capital = sign.islower() and before.isupper() and after.isupper()
+            odd += is_mixed or is_lone or (sign.isupper() and before.islower()) or small_after_capital
+        elif kind[0] in "SPN":
+            is_joined = sign in "–—" and after.isalpha() and not before.isalpha()
+            is_inside = before.isalpha() and after.isalpha() and sign not in "’·‐–—…־"
+            is_sign = kind in ("Sm", "So", "Sk", "Sc") and (before.isalpha() or after.isalpha()) and sign not in "°®™"
+            odd += is_joined or is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
+    return odd / max(1, total)
+
+
+@lru_cache(4096)
+def _script(letter: str) -> str:
+    return unicodedata.name(letter, "").partition(" ")[0]
+
+
+def _differing_word(texts: Sequence[str], index: int) -> str:
+    """The first word that the texts spell in different ways, as one of them spells it."""
+    spelled: list[list[str]] = [re.split(r"[\s,;|]+", text) for text in texts]
+    for words in zip(*spelled, strict=False):
+        if len({*words}) == len(texts) and all(len(word) > 2 for word in words):
+            return str(words[index])[:30]
+    return texts[index].strip()[:30]

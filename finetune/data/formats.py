@@ -31,7 +31,7 @@ from finetune.data.messages import (
     role_of_tools,
     with_our_role,
 )
-from finetune.data.readers import BadRow, json_kind
+from finetune.data.readers import BadRow, is_blank, json_kind
 from finetune.output_stream import printable
 from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
 
@@ -326,7 +326,7 @@ def is_blank_turn(turn: Any) -> bool:
     if not isinstance(turn, dict) or turn.get("tool_calls") or not {"content", "value"} & {*turn}:
         return False
     text = turn.get("content", turn.get("value"))
-    return text is None or (isinstance(text, str) and not text.strip())
+    return text is None or (isinstance(text, str) and is_blank(text))
 
 
 def _chat_with_answer(
@@ -382,7 +382,7 @@ def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat 
 def _needed_text(view: Mapping[str, Any], column: str, layout: RowLayout) -> str:
     """A column's text, which must not be empty. Messages name the data set's column. Raises BadRow."""
     value, place = view[column], layout.place(column)
-    if isinstance(value, str) and not value.strip():
+    if isinstance(value, str) and is_blank(value):
         raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
     return checked_text(value, place)
 

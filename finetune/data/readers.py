@@ -8,18 +8,36 @@ line. Memory holds one row (JSON, CSV) or one batch with 1,000 rows (Parquet).
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 import json
+import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from finetune.data.dialect import BYTE_ORDER_MARK, Dialect, csv_dialect, found_encoding, open_bytes
+from finetune.data.dialect import (
+    BYTE_ORDER_MARK,
+    HEAD_OF_TABLE,
+    RECORDS,
+    SEPARATOR_LINE,
+    WIDE,
+    WIDE_MARKS,
+    Dialect,
+    Record,
+    csv_dialect,
+    found_encoding,
+    header_at,
+    is_binary,
+    open_bytes,
+    without_blank_end,
+)
 from finetune.data.json_array import JsonArray
-from finetune.output_stream import one_line, without_controls
+from finetune.errors import DataError
+from finetune.output_stream import has_controls, one_line, without_controls
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
 from finetune.untrusted.kinds import not_rows
@@ -28,11 +46,10 @@ from finetune.wording import counted
 LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
+MOST_BYTES_OF_OBJECT = 64 * 2**20
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
-MOST_EXCEL_BYTES = 128 * 2**20
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
 TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
@@ -58,24 +75,35 @@ class BadRow(ValueError):
         super().__init__(without_controls(mistake))
 
 
-def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str | None = None) -> Iterator[SourceRow]:
-    """Yield a file's rows; `kind` is json, csv, parquet, excel or text. An unreadable file is one bad row.
+def read_rows(
+    file: Path,
+    kind: str,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    sheet: str | None = None,
+    told: Counter[str] | None = None,
+) -> Iterator[SourceRow]:
+    """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
     Args:
         delimiter: For CSV. None: found from the first lines.
         encoding: For CSV and text. None: found from the bytes.
+        sheet: For Excel. None: the first sheet with a table.
+        told: Counts what the file's owner should hear: cells read as empty, titles left out, sheets not read. 0: a
+            sentence without a count.
     """
     count = 0
+    told = Counter() if told is None else told
     try:
         match kind:
             case "csv":
-                rows = _read_csv(file, delimiter, encoding)
+                rows = _read_csv(file, delimiter, encoding, told)
             case "text":
                 rows = _read_text(file, encoding)
             case "excel":
-                rows = _read_excel(file)
-            case "parquet":
-                rows = _read_parquet(file)
+                rows = _read_excel(file, sheet, told)
+            case "parquet" | "arrow":
+                rows = _read_columns(file, kind)
             case _:
                 rows = _read_json(file)
         for row in rows:
@@ -86,6 +114,9 @@ def read_rows(file: Path, kind: str, delimiter: str | None = None, encoding: str
             yield row
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
+        return
+    except DataError as error:  # two code pages, or two tables, are plausible
+        yield SourceRow(str(file), 1, None, re.sub(r"^(:1)?: ", "", error.mistakes[0].removeprefix(str(file))))
         return
     except (EOFError, zlib.error) as error:
         problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
@@ -153,10 +184,57 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
                 raw = stream.readline(MAX_ROW_BYTES)
         elif raw.strip():
             try:
-                yield SourceRow(str(file), number, parse_object(_decode(raw.rstrip(b"\r\n"), offset)), None)
+                values = parse_object(_decode(raw.rstrip(b"\r\n"), offset))
+                # Every stream of `open_bytes` can peek.
+                if number == 1 and (problem := _whole_table(values, not stream.peek(1))):  # type: ignore[attr-defined]
+                    raise BadRow(problem)
+                yield SourceRow(str(file), number, values, None)
             except BadRow as error:
+                if number == 1 and "not JSON" in str(error) and (problem := _one_object(file)):
+                    yield SourceRow(str(file), 1, None, problem)
+                    return
                 yield SourceRow(str(file), number, None, str(error))
         offset += len(raw)
+
+
+def _one_object(file: Path) -> str | None:
+    """The problem of a file that is one JSON object, in one line or several; None for any other file."""
+    try:
+        with open_bytes(file) as stream:
+            value = json.loads(stream.read(MOST_BYTES_OF_OBJECT).decode("utf-8-sig"))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if problem := _whole_table(value, is_alone=True):
+        return problem
+    for key, inner in value.items():
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            command = f"jq -c {shlex.quote(f'.[{json.dumps(key)}][]')} {shlex.quote(str(file))} > rows.jsonl"
+            return (
+                f"is one object whose {one_line(repr(key), 60)} holds {len(inner):,} rows; write one a line: {command}"
+            )
+    return 'is one JSON object, so one row at most; write one object a line: {"question": ..., ...}'
+
+
+def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
+    """The problem if a file's first object holds a whole table, as data frames write it; `is_alone`: it is the last."""
+    columns = list(values.values())
+    if {*values} >= {"columns", "data"} and isinstance(values["data"], list) and isinstance(values["columns"], list):
+        shape = "the columns' names and the rows apart"
+    elif columns and all(isinstance(each, dict) and each and all(map(str.isdigit, each)) for each in columns):
+        shape = "columns, each with its rows by number"
+    elif (
+        len(columns) > 1
+        and all(isinstance(each, list) and len(each) > 1 and isinstance(each[0], str | int | float) for each in columns)
+        and len({len(each) for each in columns}) == 1
+        and is_alone
+    ):
+        shape = "columns, each a list of its rows"
+    else:
+        return None
+    remedy = 'df.to_json("rows.jsonl", orient="records", lines=True)'
+    return f"is one object with {shape}; write rows, with pandas: {remedy}"
 
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
@@ -272,18 +350,123 @@ def json_kind(value: Any) -> str:
     return kind
 
 
-# -- CSV ---------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+# Cells that hold nothing: a spreadsheet's errors, and what programs write for a missing value.
+MISSING_VALUES = frozenset(
+    r"#N/A #REF! #DIV/0! #VALUE! #NAME? #NULL! #NUM! #SPILL! #CALC! #NA <NA> \N nan NaN -nan &nbsp;".split()
+)
+# Words that stand for a missing value in some tables, and are an answer in others.
+PERHAPS_MISSING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
+# Spaces that never break, soft hyphens, joiners, directions, fillers and byte order marks.
+_INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
 
 
-def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterator[SourceRow]:
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: white space and invisible characters alone."""
+    return not text.strip() or (not text.isascii() and not text.translate(_INVISIBLE).strip())
+
+
+def _table_rows(
+    file: Path, records: Iterator[Record], told: Counter[str], separator: str, is_sheet: bool = False
+) -> Iterator[SourceRow]:
+    """Yield a table's rows by the names in its header. A title and notes above the header are left out, and told."""
+    head = list(islice(records, RECORDS))
+    sound = [cells for _, cells, problem in head if problem is None]
+    start = header_at(sound) or 0
+    names: list[str] | None = None
+    place = -1
+    for line, cells, problem in chain(head, records):
+        if problem is not None:
+            yield SourceRow(str(file), line, None, problem)
+            continue
+        place += 1
+        if place < start:
+            told[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
+        elif names is None:
+            if problem := _header_problem(cells, sound[start + 1 :]):
+                yield SourceRow(str(file), line, None, problem)
+                return
+            names = list(without_blank_end(cells))
+            if not names[0].strip():
+                names[0] = "Unnamed: 0"
+        else:
+            try:
+                yield SourceRow(str(file), line, _named_cells(names, cells, told, separator, is_sheet), None)
+            except BadRow as error:
+                yield SourceRow(str(file), line, None, str(error))
+
+
+def _header_problem(names: list[str], rows: list[list[str]]) -> str | None:
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1 and name.strip())
+    if duplicates:
+        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
+    if (odd := next((name for name in names if has_controls(name)), None)) is not None:
+        return f"the column {one_line(repr(odd), 60)} has a control character in its name; rename it"
+    for column, name in enumerate(names):
+        values = [row[column] for row in rows if len(row) > column and row[column].strip()]
+        # A first column of row numbers comes from a data frame's index.
+        if not name.strip() and values and (column or not all(map(str.isdigit, values))):
+            return (
+                f"column {column + 1} of the header has no name, and its first value is "
+                f"{one_line(repr(values[0]), 40)}; name it in the first line"
+            )
+    return None
+
+
+def _named_cells(
+    names: list[str], cells: list[str], told: Counter[str], separator: str, is_sheet: bool
+) -> dict[str, str]:
+    """A record's cells by their columns. Raises BadRow."""
+    width = len(names)
+    if is_sheet:
+        cells = cells + [""] * (width - len(cells))
+    if len(cells) < width or any(cell.strip() for cell in cells[width:]):
+        widths = f"{counted(len(cells), 'value')} for {counted(width, 'column')}"
+        delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(separator, separator)
+        if is_sheet:
+            raise BadRow(f"{widths}; name every column in the first row")
+        if separator == "\t":
+            raise BadRow(f"{widths}; write tabs and line breaks inside texts as spaces")
+        raise BadRow(f"{widths}; put quotes around texts with {delimiters}")
+    cells = cells[:width]
+    if cells[0].startswith("\ufeff") or (width > 1 and cells == names):
+        raise BadRow("the header again: two files were joined here; remove this line")
+    values: dict[str, str] = {}
+    for name, cell in zip(names, cells, strict=True):
+        if not name.strip():
+            if cell.strip():
+                raise BadRow(f"{one_line(repr(cell), 40)} is in a column without a name; name it in the header")
+            continue
+        if "\0" in cell:
+            raise BadRow(f"the column {one_line(repr(name), 60)} holds a NUL character; remove it: tr -d '\\000'")
+        if separator == "\t" and "\t" in cell and "\n" in cell:
+            raise BadRow(
+                f"one cell of {one_line(repr(name), 60)} holds tabs and line ends: a quote opens it, and a later line "
+                "closes it; remove the quote, or write it twice"
+            )
+        if len(cell) < 12:
+            word = cell.strip()
+            is_invisible = not cell.isascii() and is_blank(cell)
+            if word in MISSING_VALUES or is_invisible:
+                shown = "invisible characters" if is_invisible else repr(word)
+                told[f"cells that hold only {shown}, read as empty"] += 1
+                cell = ""
+            elif word in PERHAPS_MISSING:
+                told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
+        values[name] = cell
+    return values
+
+
+def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
-        head = stream.read(HEAD_BYTES)
+        head = stream.read(HEAD_OF_TABLE)
         stream.seek(0)
         problem = not_rows(head)
-        if head.startswith(UTF16) and encoding in (None, "utf-16"):
+        if head.startswith(tuple(WIDE_MARKS)):
             problem = None
-        elif problem is None and b"\0" in head:
+        elif problem is None and is_binary(head):
             problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
         elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
             problem = "this looks like JSON, not CSV; write path: json"
@@ -292,51 +475,75 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None) -> Iterat
             return
         dialect = csv_dialect(file, delimiter, encoding)
         csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
-        reader = csv.reader(_csv_lines(stream, dialect), delimiter=dialect.delimiter, strict=True)
-        names: list[str] | None = None
-        while True:
-            line = reader.line_num + 1
-            try:
-                values = next(reader)
-            except StopIteration:
-                return
-            except (csv.Error, BadRow) as error:  # quoting is lost: the columns that follow are not known
-                problem = str(error)
-                if isinstance(error, csv.Error):
-                    problem += "; put quotes around texts with commas or line breaks"
-                yield SourceRow(str(file), line, None, problem)
-                return
-            if not values:
-                continue
-            if names is None:
-                names = values
-                if problem := _header_problem(names):
-                    yield SourceRow(str(file), line, None, problem)
-                    return
-            elif len(values) == len(names):
-                yield SourceRow(str(file), line, dict(zip(names, values, strict=True)), None)
-            else:
-                widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
-                delimiters = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(dialect.delimiter, dialect.delimiter)
-                yield SourceRow(str(file), line, None, f"{widths}; put quotes around texts with {delimiters}")
+        yield from _table_rows(file, _csv_records(stream, dialect, told), told, dialect.delimiter)
+
+
+def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Iterator[Record]:
+    """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
+    lines = _csv_lines(stream, dialect)
+    first = next(lines, "")
+    skipped = bool(SEPARATOR_LINE.fullmatch(first))
+    if skipped:
+        told[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
+    else:
+        lines = chain([first], lines)
+    last: list[str] = [""]  # the line that was read last, for messages
+
+    def watched() -> Iterator[str]:
+        for text in lines:
+            last[0] = text
+            yield text
+
+    reader = dialect.records(watched())
+    while True:
+        line = reader.line_num + skipped + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except BadRow as error:
+            yield line, [], str(error)
+            return
+        except csv.Error as error:  # quoting is lost: the columns that follow are not known
+            yield line, [], _explain_csv(str(error), last[0], dialect)
+            return
+        if cells:
+            yield line, cells, None
+
+
+def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
+    if '\\"' in line:
+        return 'a quote is escaped by a backslash, and CSV writes it twice: sed \'s/\\\\"/""/g\''
+    if "new-line character" in error:
+        return "a carriage return stands inside a row; put quotes around that text, or remove it: tr -d '\\r'"
+    if "unexpected end of data" in error:
+        return "a quote that opens here is never closed; close it, or write a quote inside a text twice"
+    if "expected after" in error:
+        return "a quote ends inside a text; write quotes inside a quoted text twice"
+    if dialect.delimiter == "\t":
+        return f"{error}; write tabs and quotes inside texts as other characters"
+    return f"{error}; put quotes around texts with {dialect.separator} or line breaks"
 
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
-    if dialect.encoding.startswith("utf-16"):  # a line's end has two bytes there
-        texts = io.TextIOWrapper(stream, encoding="utf-16", newline="")
+    offset = _mark_bytes(stream.read(HEAD_BYTES))
+    stream.seek(0)
+    head = stream.read(HEAD_OF_TABLE)
+    stream.seek(offset)
+    # A line's end has two or four bytes in the wide encodings; old Macs ended lines by carriage returns alone.
+    if dialect.encoding.startswith(WIDE) or (b"\r" in head and b"\n" not in head):
+        texts = io.TextIOWrapper(stream, encoding=dialect.encoding, newline="")
         try:
-            for text in texts:
+            while text := texts.readline(MAX_ROW_BYTES + 1):
                 if len(text) > MAX_ROW_BYTES:
                     raise BadRow(TOO_LARGE)
                 yield text
         except UnicodeDecodeError as error:
-            raise BadRow(f"is not UTF-16 at byte {error.start}; save the file as UTF-8") from None
+            raise BadRow(f"is not {dialect.encoding} at byte {error.start}; save the file as UTF-8") from None
         finally:
             texts.detach()  # the caller closes the stream
         return
-    offset = _mark_bytes(stream.read(HEAD_BYTES))
-    stream.seek(offset)
     while raw := stream.readline(MAX_ROW_BYTES + 1):
         if len(raw) > MAX_ROW_BYTES:
             raise BadRow(TOO_LARGE)
@@ -344,16 +551,33 @@ def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
         offset += len(raw)
 
 
-def _header_problem(names: list[str]) -> str | None:
-    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
-    if duplicates:
-        return f"the column {one_line(repr(duplicates[0]), 60)} appears twice in the header; rename one"
-    if not all(name.strip() for name in names):
-        return "a column of the header has no name; the first line of a CSV file names the columns"
-    return None
+def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+    """Yield the rows of one sheet of a workbook. Every value is text."""
+    try:
+        import openpyxl  # noqa: F401
+    except ImportError:
+        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
+        yield SourceRow(str(file), 1, None, missing)
+        return
+    from finetune.data.workbook import MOST_COMPRESSED, sheet_records
+
+    if file.stat().st_size > MOST_COMPRESSED:
+        yield SourceRow(str(file), 1, None, f"is larger than {MOST_COMPRESSED // 2**20} MiB; save the sheet as CSV")
+        return
+    number = 0
+    try:
+        with open_regular(file) as stream:
+            for row in _table_rows(file, sheet_records(stream, sheet, told), told, "", is_sheet=True):
+                number = row.line
+                yield row
+    except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = one_line((str(error).splitlines() or [""])[0], 200) or type(error).__name__
+        yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
 
 
-# -- text and Excel ----------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
@@ -361,7 +585,7 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
     problem = None
-    if not raw.startswith(UTF16):
+    if not raw.startswith(tuple(WIDE_MARKS)):
         problem = not_rows(raw[:HEAD_BYTES])
     if problem is None and len(raw) > MAX_ROW_BYTES:
         problem = f"the text is larger than {MAX_ROW_BYTES // 2**20} MiB; split it into files"
@@ -379,79 +603,33 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
         yield SourceRow(str(file), 1, {"text": text}, None)
 
 
-def _read_excel(file: Path) -> Iterator[SourceRow]:
-    """Yield the rows of a workbook's first sheet; its first row names the columns. Every value is text."""
-    try:
-        from openpyxl import load_workbook
-    except ImportError:
-        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
-        yield SourceRow(str(file), 1, None, missing)
-        return
-    if file.stat().st_size > MOST_EXCEL_BYTES:
-        yield SourceRow(str(file), 1, None, f"is larger than {MOST_EXCEL_BYTES // 2**20} MiB; save the sheet as CSV")
-        return
-    number = 0
-    try:
-        with open_regular(file) as stream:
-            sheet = load_workbook(stream, read_only=True, data_only=True).worksheets[0]
-            names: list[str] = []
-            for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
-                values = [_cell_text(cell) for cell in cells]
-                while values and not values[-1]:  # a sheet may be wider than its table
-                    values.pop()
-                if not values:
-                    continue
-                if not names:
-                    names = values
-                    if problem := _header_problem(names):
-                        yield SourceRow(str(file), number, None, problem)
-                        return
-                elif len(values) > len(names):
-                    widths = f"{counted(len(values), 'value')} for {counted(len(names), 'column')}"
-                    yield SourceRow(str(file), number, None, f"{widths}; name every column in the first row")
-                else:
-                    padded = [*values, *[""] * (len(names) - len(values))]
-                    cells_by_name = dict(zip(names, padded, strict=True))
-                    yield SourceRow(str(file), number, cells_by_name, None)
-    except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = one_line((str(error).splitlines() or [""])[0], 120) or type(error).__name__
-        yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
+# -- Parquet and Arrow -------------------------------------------------------------------------------------------------
 
 
-def _cell_text(value: Any) -> str:
-    """A cell as text: 3.0 is `3`, a day is 2026-11-26, nothing is empty."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
-        return value.date().isoformat()
-    if isinstance(value, datetime.date | datetime.datetime | datetime.time):
-        return value.isoformat()
-    return str(value)
+def _read_columns(file: Path, kind: str) -> Iterator[SourceRow]:
+    """Yield a Parquet file's rows, or those of an Arrow file as `datasets` saves it, one batch in memory.
 
-
-# -- Parquet -----------------------------------------------------------------------------------------------------------
-
-
-def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    """Yield a Parquet file's rows, with 1,000 at once in memory. Raises OSError if the file cannot be read."""
+    Raises OSError if the file cannot be read.
+    """
+    import pyarrow.ipc  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
     try:
-        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
-            problem, rows = _schema_problem(table.schema_arrow), table.metadata.num_rows
-            if problem is None and rows >= MOST_REPETITIONS and rows > file.stat().st_size:
-                problem = _repetitions(rows, file)
+        with open_regular(file) as stored:
+            if kind == "arrow":
+                table = pyarrow.ipc.open_stream(stored)
+                problem, batches = _schema_problem(table.schema), table
+            else:
+                table = pyarrow.parquet.ParquetFile(stored)
+                problem, batches = _schema_problem(table.schema_arrow), table.iter_batches(batch_size=1000)
+                rows = table.metadata.num_rows
+                if problem is None and rows >= MOST_REPETITIONS and rows > file.stat().st_size:
+                    problem = _repetitions(rows, file)
             if problem:
                 yield SourceRow(str(file), 1, None, problem)
                 return
-            for batch in table.iter_batches(batch_size=1000):
+            for batch in batches:
                 for values in batch.to_pylist():
                     number += 1
                     yield SourceRow(str(file), number, without_filled_nulls(values), None)
@@ -459,7 +637,7 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
         if isinstance(error, OSError) and error.errno is not None:  # the file itself; pyarrow's errors have no number
             raise
         reason = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
-        problem = f"not readable as Parquet: {reason}; write the file again"
+        problem = f"not readable as {kind.capitalize()}: {reason}; write the file again"
         yield SourceRow(str(file), number + 1, None, problem)
 
 

@@ -26,8 +26,9 @@ from finetune.data.formats import (
     read_row,
 )
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
-from finetune.data.readers import BadRow, SourceRow
+from finetune.data.readers import BadRow, SourceRow, is_blank
 from finetune.data.sources import Source
+from finetune.errors import DataError
 from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.wording import counted
 
@@ -184,7 +185,7 @@ class RowReader:
             read_as = [layout.format, in_yaml(layout.columns)]
         dialect = ""  # of the first CSV file
         if self._source.kind == "csv" and self._source.files:
-            with suppress(OSError):
+            with suppress(OSError, DataError):
                 dialect = csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
         facts_of_answers: dict[str, Any] = {}
         if entry.format in FORMAT_OF_OBJECTIVE.values():
@@ -203,6 +204,7 @@ class RowReader:
             "begins_of_text": self._begun,
             "dropped": dict(self._dropped),
             "dialect": dialect,
+            "told": dict(self._source.told),
             **facts_of_answers,
         }
 
@@ -217,7 +219,7 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
         # If an answer is a list of messages, its last turn is compared.
         values = [value[-1] if isinstance(value, list) and value else value for value in values]
     return any(
-        value is None or (isinstance(value, str) and not value.strip()) or is_blank_turn(value) for value in values
+        value is None or (isinstance(value, str) and is_blank(value)) or is_blank_turn(value) for value in values
     )
 
 
@@ -234,6 +236,12 @@ def _written_token(text: str) -> str | None:
     return None
 
 
+def told_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """What the readers tell about a file: cells read as empty, lines left out, sheets not read."""
+    for told, count in (facts.get("told") or {}).items():  # an older cache has none
+        yield told + f": {count:,}" * bool(count)
+
+
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     """Notes for the data set's owner, a line each; `facts` are a reader's."""
 
@@ -247,6 +255,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts.get("dialect"):
         yield f"{name}: read as {facts['dialect']}"
+    for line in told_lines(facts):
+        yield f"{name}: {line}"
     dropped = facts.get("dropped") or {}
     words = {"empty": "with an empty cell", "duplicate": "equal to an earlier one"}
     if found := [f"{counted(count, 'row')} {words[kind]}" for kind, count in dropped.items() if count]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,14 +26,18 @@ from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
+from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-            ".xlsx": "excel"}  # fmt: skip
+            ".xlsx": "excel", ".arrow": "arrow"}  # fmt: skip
 # These files are rows only if the recipe says `path: text`, or names a folder without other data files.
 TEXT_SUFFIXES = (".txt", ".md")
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
-            "xlsx": "excel", "text": "text"}  # fmt: skip
+            "xlsx": "excel", "text": "text", "arrow": "arrow"}  # fmt: skip
+# What unpacks files that are not read; .gz is read.
+UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
+MOST_FILES = 100_000  # in a folder and below it
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
 # The Hub's words for splits in file names, in its order.
@@ -46,17 +53,20 @@ class Source:
     """One data entry, resolved: local files of one kind, or a Hub data set."""
 
     entry: DataSet
-    kind: str  # json, csv, parquet, excel, text, hub
+    kind: str  # json, csv, parquet, arrow, excel, text, hub
     files: tuple[Path, ...]
+    # What the rows' owner should hear about the last reading: a sentence, and its count or 0.
+    told: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield the split's rows in file order. An unreadable row is a mistake."""
         if self.kind == "hub":
             return self._hub_rows()
         split = read_split(self.entry.split)
+        total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
+        self.told.clear()
         if not split.is_sliced:
             return self._file_rows()
-        total = sum(1 for _ in self._file_rows()) if split.needs_total else 0
         return islice(self._file_rows(), *split.bounds(total))
 
     def key(self) -> dict[str, Any]:
@@ -86,7 +96,8 @@ class Source:
 
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
-            yield from read_rows(file, self.kind, self.entry.delimiter, self.entry.encoding)
+            entry = self.entry
+            yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.told)
 
     @cached_property
     def _hub_data_set(self) -> Any:
@@ -129,6 +140,8 @@ def resolve(entry: DataSet) -> Source:
     source = _resolve(entry)
     if entry.delimiter is not None and source.kind != "csv":
         raise DataError([f"{source.name}: delimiter: is for CSV files, these are {_in_words(source)}; remove it"])
+    if entry.sheet is not None and source.kind != "excel":
+        raise DataError([f"{source.name}: sheet: is for Excel files, these are {_in_words(source)}; remove it"])
     if entry.encoding is not None:
         if source.kind not in ("csv", "text"):
             raise DataError(
@@ -139,7 +152,14 @@ def resolve(entry: DataSet) -> Source:
 
 
 def _in_words(source: Source) -> str:
-    names = {"hub": "a data set on the Hub", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "texts"}
+    names = {
+        "hub": "a data set on the Hub",
+        "json": "JSON",
+        "parquet": "Parquet",
+        "arrow": "Arrow",
+        "excel": "Excel",
+        "text": "texts",
+    }
     return names.get(source.kind, "CSV")
 
 
@@ -155,7 +175,10 @@ def _resolve(entry: DataSet) -> Source:
     elif _is_folder(path) and patterns:
         files = _expand([str(path / pattern) for pattern in patterns])
     elif _is_folder(path):
-        candidates = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file)]
+        if saved := _saved_files(path, read_split(entry.split).name):
+            _check_names(saved)
+            return Source(entry, "arrow", tuple(saved))
+        candidates = [file for file in files_below(path) if _kind(file)]
         if not candidates and (texts := _texts_in(path)):
             _check_names(texts)
             return Source(entry, "text", tuple(texts))
@@ -185,7 +208,49 @@ def _resolve(entry: DataSet) -> Source:
 
 def _texts_in(folder: Path) -> list[Path]:
     """The text files in a folder and below it, by name."""
-    return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
+    return [file for file in files_below(folder) if file.suffix.lower() in TEXT_SUFFIXES]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files in a folder and below it, by name. Raises DataError if one of the folders may not be entered."""
+
+    def refuse(error: OSError) -> None:
+        place = printable(str(error.filename))
+        raise DataError([f"{place}: cannot be read: {error.strerror}; change its permissions, or name the data files"])
+
+    files: list[Path] = []
+    for place, _, names in os.walk(folder, onerror=refuse):
+        if not os.access(place, os.X_OK):
+            refuse(PermissionError(13, "the folder may not be entered", place))
+        files += [file for name in names if (file := Path(place, name)).is_file()]
+        if len(files) > MOST_FILES:
+            raise DataError([f"{folder}: has more than {MOST_FILES:,} files; name the data files"])
+    return sorted(files)
+
+
+def _saved_files(folder: Path, split: str) -> list[Path]:
+    """The files of a data set that `datasets` saved with save_to_disk, in order; none for another folder.
+
+    data/dataset_dict.json, data/train/state.json        a DatasetDict: a folder for each split
+    data/state.json, data/data-00000-of-00001.arrow      a Dataset
+    """
+    splits = folder / "dataset_dict.json"
+    if _is_file(splits):
+        names = [str(name) for name in read_object(splits).get("splits") or []]
+        if split not in names:
+            raise DataError([_no_such_split(folder, split, names or ["train"])])
+        folder = folder / split
+    if not _is_file(folder / "state.json") or not _is_file(folder / "dataset_info.json"):
+        return []
+    state = read_object(folder / "state.json")
+    if split not in ("train", state.get("_split")) and not _is_file(splits):
+        raise DataError([_no_such_split(folder, split, [state.get("_split") or "train"])])
+    stored = state.get("_data_files")
+    names = [str(each.get("filename")) for each in stored or [] if isinstance(each, dict)]
+    files = [folder / Path(name).name for name in names]
+    if missing := next((file for file in files if not _is_file(file)), None if files else folder / "*.arrow"):
+        raise DataError([f"{missing}: no such file, and state.json names it; save the data set again"])
+    return files
 
 
 def _expand(patterns: list[str], *, texts: bool = False) -> list[Path]:
@@ -242,12 +307,20 @@ def _kind(file: Path) -> str | None:
 
 
 def _common_kind(files: Sequence[Path]) -> str:
+    for file in files:
+        refuse_packed(file)
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
         raise DataError(
             [f"{files[0]}: not one known kind of file; name path: json, csv, parquet, excel or text, and data_files"]
         )
     return kinds.pop()
+
+
+def refuse_packed(file: Path) -> None:
+    """Raises DataError for a compressed file or an archive that is not read."""
+    if by := UNPACKED_BY.get(file.suffix.lower()):
+        raise DataError([f"{file}: {file.suffix} is not read; unpack it: {by} {shlex.quote(str(file))}"])
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

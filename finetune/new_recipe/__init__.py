@@ -27,6 +27,8 @@ def propose(
     model: str | None = None,
     gpus: str | None = None,
     output: Path | None = None,
+    encoding: str | None = None,
+    sheet: str | None = None,
     choose: Callable[[Sequence[str]], int] | None = None,
 ) -> Proposal:
     """Propose a recipe for a data file, a folder or a Hub data set, from a sample. Nothing is written.
@@ -36,6 +38,8 @@ def propose(
         model: A Hub name or a folder. None: an ungated model that fits.
         gpus: As in every `--gpus`. None: this machine's.
         output: The recipe's file. None: the data's name, in the working folder.
+        encoding: A table's or text's code page. None: found, or asked if two are plausible.
+        sheet: A workbook's sheet. None: the first one with a table.
         choose: Asks the user to choose a line, and returns its index. None: nobody can be asked.
 
     Raises FinetuneError: the file cannot be read or holds no rows, its columns are not clear and nobody can be asked,
@@ -43,7 +47,7 @@ def propose(
     """
     from finetune.new_recipe import proposal as module
 
-    options = module.Options(module.read_columns(columns), model, gpus, output)
+    options = module.Options(module.read_columns(columns), model, gpus, output, encoding, sheet)
     return module.propose(target, options, choose)
 
 

@@ -129,6 +129,10 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     lines = [f"path: {_quoted(entry.path)}"]
     if entry.data_files:
         lines.append(f"data_files: {_quoted(str(entry.data_files))}")
+    if entry.encoding:
+        lines.append(f"encoding: {_quoted(entry.encoding)}")
+    if entry.sheet:
+        lines.append(f"sheet: {_quoted(entry.sheet)}")
     if entry.split != "train":
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:

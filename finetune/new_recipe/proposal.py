@@ -18,12 +18,12 @@ import yaml
 
 from finetune.data.check import Mistakes
 from finetune.data.columns import in_quotes, in_yaml
-from finetune.data.dialect import csv_dialect
+from finetune.data.dialect import csv_dialect, found_encoding
 from finetune.data.formats import Chat, Content, documents_in
 from finetune.data.readers import SourceRow
-from finetune.data.row_reader import RowReader
-from finetune.data.sources import Source, resolve
-from finetune.errors import DataError, DoesNotFit, FinetuneError
+from finetune.data.row_reader import RowReader, told_lines
+from finetune.data.sources import Source, files_below, resolve
+from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.new_recipe.columns import Reading, looks_like_data, readings
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
@@ -56,6 +56,8 @@ class Options:
     model: str | None = None
     gpus: str | None = None  # None: this machine's
     output: Path | None = None  # None: the data's name
+    encoding: str | None = None  # None: found, or asked
+    sheet: str | None = None  # None: the first one with a table
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,18 @@ def read_columns(text: str | None) -> dict[str, str]:
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
     """See `finetune.new_recipe.propose`."""
-    entry = entry_of(target)
+    entry = entry_of(target, options.encoding)
+    given = {"encoding": options.encoding, "sheet": options.sheet}
+    entry = entry.model_copy(update={key: value for key, value in given.items() if value is not None})
     source = resolve(entry)
+    if encoding := _asked_encoding(source, choose_one):
+        entry = entry.model_copy(update={"encoding": encoding})
+        source = resolve(entry)
     sample = read_sample(source)
     names = [str(name) for name in sample.rows[0]]
     if source.kind == "csv" and not options.columns and looks_like_data(names, sample.rows):
         header = ["question", "answer", *(f"column{number}" for number in range(3, len(names) + 1))][: len(names)]
-        line = csv_dialect(source.files[0]).delimiter.join(header)
+        line = csv_dialect(source.files[0], encoding=entry.encoding).delimiter.join(header)
         raise DataError(
             [
                 f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
@@ -148,7 +155,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     if reading.objective != "supervised":
         changes["format"] = reading.format  # rows are read below, before a recipe's objective decides it
     entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
-    counts, examples = _count_rows(entry, sample)
+    counts, examples, told = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
     length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
@@ -164,6 +171,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, reading, counts)
+    lines[1:1] = told
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -171,6 +179,20 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
             "data/skills/tools.jinja)"
         )
     return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
+
+
+def _asked_encoding(source: Source, choose_one: Callable[[Sequence[str]], int] | None) -> str | None:
+    """The user's choice if two code pages are plausible, else None. Raises UnclearEncoding if nobody can choose."""
+    if source.kind in ("csv", "text") and source.entry.encoding is None:
+        for file in source.files:
+            try:
+                found_encoding(file)
+            except UnclearEncoding as error:
+                if choose_one is None:
+                    raise
+                ways = [f"{word}   (encoding: {name})" for name, word in error.readings]
+                return error.readings[choose_one(ways)][0]
+    return None
 
 
 def _choose_reading(
@@ -224,8 +246,11 @@ class _TimedRows:
                 return
 
 
-def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...]]:
-    """Count every row, or the head if the data set is large, as training reads them. Also the first rows, to show."""
+def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
+    """Count every row, or the head if the data set is large, as training reads them.
+
+    Also the first rows, to show, and what the readers tell about them.
+    """
     source = resolve(entry)
     reader = RowReader(source)
     examples: list[Content] = []
@@ -267,7 +292,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         is_whole=timed_rows.is_whole,
         with_tools=with_tools,
     )
-    return counts, tuple(examples)
+    return counts, tuple(examples), list(told_lines(facts))
 
 
 def _choose_length_and_model(
@@ -378,8 +403,9 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)
     if source.kind == "csv":
-        dialect = csv_dialect(source.files[0])
+        dialect = csv_dialect(source.files[0], encoding=source.entry.encoding)
         name += f", separated by {dialect.separator}, {dialect.encoding}"
+        name += "".join(f", {each}" for each in dialect.quotes_in_words())
     if sample.total is None:
         rows = f"{len(sample.rows):,} rows read"
     elif sample.is_whole:
@@ -390,7 +416,7 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
     folder = Path(source.entry.path)
     if folder.is_dir() and source.kind != "hub":
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+        files = [file for file in files_below(folder) if not file.name.startswith(".")]
         if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
             more = f" and {len(others) - 3} more" * (len(others) > 3)
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")

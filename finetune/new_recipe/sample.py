@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +19,6 @@ ROWS_OF_HEAD = 2000
 SLICES, ROWS_OF_SLICE = 8, 100  # of a large JSON Lines file, besides its head: a sorted file begins with one kind
 SAMPLE_SECONDS = 4.0
 WHOLE_BELOW = 64 * 2**20  # bytes; smaller files are read whole
-MOST_BYTES_OF_OBJECT = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ def read_sample(source: Source) -> Sample:
             break
     is_whole = is_whole and (most is None or read < most)
     if not rows:
-        if source.kind == "json" and (problem := _one_object(source.files[0])) is not None:
-            raise DataError([problem])
         raise DataError(problems[:3] or [f"{source.name}: no rows; give it at least one row"])
     total: int | None = None
     if is_whole:
@@ -101,23 +97,3 @@ def _slices(file: Path, nbytes: int) -> tuple[list[Mapping[str, Any]], int | Non
     if not line_bytes:
         return rows, None
     return rows, round(nbytes * lines / line_bytes)
-
-
-def _one_object(file: Path) -> str | None:
-    """The message for a file with one JSON object instead of rows; None for any other file."""
-    if file.stat().st_size > MOST_BYTES_OF_OBJECT or file.suffix == ".gz":
-        return None
-    try:
-        with open_regular(file) as stream:
-            value = json.loads(stream.read().decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    for key, inner in value.items():
-        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
-            return (
-                f"{file}: is one object whose {key!r} holds {len(inner):,} rows; write one row a line: "
-                f"jq -c '.{key}[]' {file} > rows.jsonl"
-            )
-    return f'{file}: is one JSON object, so one row at most; write one object a line: {{"question": ..., ...}}'

@@ -9,9 +9,9 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from finetune.data.dialect import csv_dialect
+from finetune.data.dialect import WIDE_MARKS, is_binary
 from finetune.data.readers import read_rows
-from finetune.data.sources import SUFFIXES
+from finetune.data.sources import SUFFIXES, refuse_packed
 from finetune.errors import DataError
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
@@ -21,20 +21,20 @@ LOOKED_AT = 64 * 1024
 DOCUMENTS = (".txt", ".md")
 
 
-def entry_of(target: str) -> DataSet:
-    """The `data.train` entry for a path or a Hub name. Raises DataError."""
+def entry_of(target: str, encoding: str | None = None) -> DataSet:
+    """The `data.train` entry for a path or a Hub name, read in this encoding if it is a text. Raises DataError."""
     path = Path(target).expanduser()
     if path.is_dir():
         return DataSet(path=str(path))
     if path.exists():
-        return DataSet(path=_kind_of(path), data_files=str(path))
+        return DataSet(path=_kind_of(path, encoding), data_files=str(path))
     looks_local = path.suffix in (*SUFFIXES, *DOCUMENTS, ".tsv", ".xlsx") or target.startswith((".", "/", "~"))
     if looks_local or target.count("/") > 1:
         raise DataError([f"{one_line(target)}: no such file; paths are relative to the working folder ({Path.cwd()})"])
     return DataSet(path=target)
 
 
-def _kind_of(file: Path) -> str:
+def _kind_of(file: Path, encoding: str | None) -> str:
     """json, csv, parquet, excel or text. Raises DataError for a file without text rows."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
@@ -45,6 +45,7 @@ def _kind_of(file: Path) -> str:
             head = stream.read(LOOKED_AT)
     except OSError as error:
         raise DataError([f"{file}: cannot be read: {error.strerror or error}; check the file"]) from None
+    refuse_packed(file)
     if not head.strip():
         raise DataError([f"{file}: no rows: the file is empty; give it at least one row"])
     if suffix in (".xls", ".ods", ".numbers"):
@@ -57,8 +58,12 @@ def _kind_of(file: Path) -> str:
         return "excel"
     if file.suffix == ".gz":
         return known.get(suffix, "json")
-    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if is_binary(head) and suffix != ".arrow":
         raise DataError([f"{file}: is a binary file, not rows of text; name a CSV, JSON, Parquet or text file"])
+    for mark, wide in WIDE_MARKS.items():
+        if head.startswith(mark):
+            head = head[: len(head) & ~3].decode(wide, "replace").encode()
+            break
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if suffix in known and known[suffix] != "text":
         # A file called .csv that holds JSON is read for what it is, and the other way round.
@@ -72,8 +77,7 @@ def _kind_of(file: Path) -> str:
     if suffix in known:
         return known[suffix]
     # An unknown suffix: it is a table if a delimiter divides the first row into two cells or more.
-    dialect = csv_dialect(file)
-    rows = islice(read_rows(file, "csv", dialect.delimiter, dialect.encoding), 1)
+    rows = islice(read_rows(file, "csv", encoding=encoding), 1)
     first = next((row.values for row in rows if row.values), {})
     if len(first) > 1:
         return "csv"

@@ -119,7 +119,9 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
     # A new key changes the address only if it is used, so that older caches stay valid.
-    reading |= source.entry.model_dump(include={"template", "drop", "delimiter", "encoding"}, exclude_defaults=True)
+    reading |= source.entry.model_dump(
+        include={"template", "drop", "delimiter", "encoding", "sheet"}, exclude_defaults=True
+    )
     parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 

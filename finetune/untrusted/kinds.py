@@ -40,5 +40,7 @@ def not_rows(head: bytes) -> str | None:
     if kind is None:
         return None
     if kind.startswith("UTF-"):
-        return f"the file is {kind}, not UTF-8; convert it: iconv -f {kind} -t UTF-8"
+        return f"the file is {kind}, not UTF-8; save it as UTF-8, or convert it: iconv -f {kind} -t UTF-8"
+    if "compressed" in kind or "archive" in kind:
+        return f"the file is {kind}; unpack it first, or let its name end with .gz if gzip made it"
     return f"the file is {kind}; name the data themselves, as JSON Lines, CSV or Parquet"

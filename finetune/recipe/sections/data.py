@@ -24,7 +24,7 @@ class DataSet(Section):
     """One data set: load_dataset's arguments, plus how to read a row and how often."""
 
     path: Local = Field(
-        min_length=1, description="json, csv, parquet, excel, text, a local file or folder, or a Hub data set."
+        min_length=1, description="json, csv, parquet, arrow, excel, text, a local file or folder, or a Hub data set."
     )
     name: str | None = Field(None, description="Configuration of a Hub data set.")
     data_files: Local | list[Local] | None = Field(None, description="Local files, relative to the working folder.")
@@ -49,6 +49,9 @@ class DataSet(Section):
     )
     encoding: str | None = Field(
         None, min_length=1, description="Of a CSV or text file: utf-8, cp1252, cp949; null: found."
+    )
+    sheet: str | None = Field(
+        None, min_length=1, description="Of an Excel file: its name; null: the first that holds a table."
     )
     roles: dict[str, Role] = Field(
         {},

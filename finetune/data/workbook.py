@@ -1,0 +1,184 @@
+"""Reads a workbook's sheet as rows of texts: each cell as a spreadsheet program shows it, with odd cells counted."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
+from typing import IO, Any
+
+from finetune.data.dialect import Record, without_blank_end
+
+MOST_COMPRESSED = 128 * 2**20  # bytes of the file
+MOST_IN_A_PART = 512 * 2**20  # bytes of one sheet, uncompressed; it is read row by row
+MOST_STRINGS = 256 * 2**20  # all sheets' texts, uncompressed; openpyxl holds them, in up to six times as many bytes
+ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
+_NUMBER = re.compile(r"(?P<whole>[#0,]*[#0])(?:\.(?P<places>[0#]+))?(?P<percent>\s*%)?")
+_LITERAL = re.compile(
+    r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|_.|\*.|\[(?:Black|Blue|Cyan|Green|Magenta|Red|White|Yellow)\]'
+)
+
+
+def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> Iterator[Record]:
+    """Yield the rows that hold something, without blank cells at their ends.
+
+    Args:
+        wanted: The sheet's name. None: the first visible one with two columns or more, or else with anything.
+        told: Counts what the file's owner should hear.
+
+    Raises ValueError for a workbook or a sheet that is not taken, and what openpyxl raises about a damaged one.
+    """
+    from openpyxl import load_workbook
+
+    for part in zipfile.ZipFile(stream).infolist():
+        most = MOST_STRINGS if part.filename.endswith("sharedStrings.xml") else MOST_IN_A_PART
+        if part.file_size > most:
+            raise ValueError(f"{part.filename} in it has more than {most // 2**20} MiB")
+    book = load_workbook(stream, read_only=True, data_only=True, keep_links=False)
+    sheets = {sheet.title: sheet for sheet in book.worksheets}
+    heads = {title: [cells for _, cells, _ in _head(book, sheet)] for title, sheet in sheets.items()}
+    filled = [title for title, head in heads.items() if head]
+    if wanted is not None and wanted not in sheets:
+        raise ValueError(f"it has no sheet {wanted!r}, but {', '.join(map(repr, sheets))}")
+    visible = [title for title in filled if sheets[title].sheet_state == "visible"]
+    tables = [title for title in visible if any(len(cells) > 1 for cells in heads[title])]
+    title = wanted or next(iter(tables or visible or filled or sheets))
+    if others := [other for other in filled if other != title]:
+        names = ", ".join(repr(name) + " (hidden)" * (sheets[name].sheet_state != "visible") for name in others[:5])
+        more = f" and {len(others) - 5} more" * (len(others) > 5)
+        told[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
+    yield from _records(book, sheets[title], told)
+
+
+def _head(book: Any, sheet: Any) -> list[Record]:
+    rows = _records(book, sheet, Counter())
+    return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
+
+
+def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
+    from openpyxl.cell.read_only import ReadOnlyCell
+    from openpyxl.utils import get_column_letter
+
+    # Private, because the public reader fills every row up to the sheet's last column (a stray cell in XFD makes
+    # 16,384 of each), and tells neither hidden rows nor formulas that were never calculated.
+    from openpyxl.worksheet._reader import FORMULA_TAG, WorkSheetParser
+
+    with book._archive.open(sheet._worksheet_path) as source:
+        parser = WorkSheetParser(
+            source,
+            sheet._shared_strings,
+            data_only=True,
+            epoch=book.epoch,
+            date_formats=book._date_formats,
+            timedelta_formats=book._timedelta_formats,
+        )
+        must_calculate = bool(book.calculation.fullCalcOnLoad)
+
+        def parse_cell(element: Any) -> dict[str, Any]:
+            cell: dict[str, Any] = WorkSheetParser.parse_cell(parser, element)
+            # A program that calculates nothing writes no value, or 0 and a wish for calculation.
+            is_missing = cell["value"] is None or (must_calculate and cell["value"] == 0)
+            if is_missing and element.find(FORMULA_TAG) is not None and element.get("t") != "str":
+                cell["data_type"] = "formula"
+            return cell
+
+        parser.parse_cell = parse_cell
+        width, seen = 0, 0
+        for number, cells in parser.parse():
+            attributes = parser.row_dimensions.pop(str(number), {})
+            texts: dict[int, str] = {}
+            problem = None
+            for values in cells:
+                if values["data_type"] == "formula":
+                    cell = ReadOnlyCell(sheet, **values | {"data_type": "n"})
+                    problem = problem or (
+                        f"{cell.coordinate} is a formula that was never calculated; open the workbook in Excel or "
+                        "LibreOffice, and save it"
+                    )
+                elif values["value"] is not None and (text := _cell_text(ReadOnlyCell(sheet, **values), told)).strip():
+                    texts[values["column"]] = text
+            if not texts and problem is None:
+                continue
+            last = max(texts, default=1)
+            seen += 1
+            if seen <= ROWS_THAT_DECIDE:
+                width = max(width, last)
+            elif last > width:
+                stray = f"{get_column_letter(last)}{number}"
+                remedy = "name that column, or clear the cell"
+                problem = f"{stray} holds a value right of the table's {width} columns; {remedy}"
+                yield number, [], problem
+                continue
+            if attributes.get("hidden") in ("1", "true"):
+                told["hidden rows, which are read too"] += 1
+            row = [texts.get(column, "") for column in range(1, last + 1)]
+            yield number, list(without_blank_end(row)), problem
+    if parser.merged_cells is not None and (merged := parser.merged_cells.count):
+        told["merged cells, of which only the first one has the value"] += merged
+
+
+def _cell_text(cell: Any, told: Counter[str]) -> str:
+    """A cell as text: 3.0 is `3`, 0.5 as a percentage `50%`, a day 2026-11-26, a duration 26:05:00, an error empty."""
+    value = cell.value
+    if cell.data_type == "e":
+        told[f"cells with the error {value}, read as empty"] += 1
+        return ""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            text = _formatted(value, cell.number_format)
+            if text is None:
+                told[f"numbers in the format {cell.number_format!r}, read without it"] += 1
+                return _plain(value)
+            return text
+        case datetime.timedelta():
+            seconds = round(value.total_seconds())
+            sign, seconds = "-" * (seconds < 0), abs(seconds)
+            text = f"{sign}{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+            return text if "s" in cell.number_format.lower() or seconds % 60 else text.rpartition(":")[0]
+        case datetime.datetime() if value.time() == datetime.time():
+            return value.date().isoformat()
+        case datetime.date() | datetime.datetime() | datetime.time():
+            return value.isoformat()
+    return str(value)
+
+
+def _plain(value: float) -> str:
+    """A number with the 15 digits that a spreadsheet shows at most, and without an exponent."""
+    return format(Decimal(f"{value:.15g}"), "f")
+
+
+def _formatted(value: float, pattern: str) -> str | None:
+    """A number in its format: 42 in 00000 is 00042. None for formats with exponents, fractions or conditions."""
+    sections = re.split(r';(?=(?:[^"]*"[^"]*")*[^"]*$)', pattern)
+    sign = "-" * (value < 0)
+    pattern = sections[0]
+    if value < 0 and len(sections) > 1:
+        sign, pattern = "", sections[1]
+    elif value == 0 and len(sections) > 2:
+        pattern = sections[2]
+    if pattern in ("General", "@", ""):
+        return _plain(value)
+    literals: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        literals.append(next((group for group in match.groups() if group is not None), ""))
+        return "\0"
+
+    pattern = _LITERAL.sub(keep, pattern)
+    numbers = list(_NUMBER.finditer(pattern))
+    if len(numbers) != 1 or re.search(r"[\[\]/?@]|E[+-]|[hmsyd]", pattern, re.IGNORECASE):
+        return None
+    (number,) = numbers
+    whole, places, is_percent = number["whole"], number["places"] or "", bool(number["percent"])
+    amount = abs(Decimal(f"{value:.15g}")) * (100 if is_percent else 1)
+    text = format(amount.quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP), ",f" if "," in whole else "f")
+    before, _, after = text.partition(".")
+    after = after[: places.count("0")] + after[places.count("0") :].rstrip("0")
+    text = before.zfill(whole.replace(",", "").count("0")) + f".{after}" * bool(after)
+    text = pattern[: number.start()] + sign + text + (number["percent"] or "") + pattern[number.end() :]
+    return re.sub("\0", lambda _: literals.pop(0), text).strip()
