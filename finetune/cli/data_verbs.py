@@ -71,6 +71,9 @@ def init(
         str | None,
         typer.Option(help="Our columns to yours: 'instruction=frage,output=antwort'.", show_default=False),
     ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Judged answers: 'up=true,down=false'.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="A Hub name or folder; chosen by memory.", show_default=False)
     ] = None,
@@ -89,7 +92,13 @@ def init(
 
         can_ask = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
         proposal = propose(
-            target, columns=columns, model=model, gpus=gpus, output=output, choose=_ask_which if can_ask else None
+            target,
+            columns=columns,
+            labels=labels,
+            model=model,
+            gpus=gpus,
+            output=output,
+            choose=_ask_which if can_ask else None,
         )
         if proposal.file.exists():
             raise FinetuneError(f"{proposal.file}: is there already; name another file with -o, or delete it")

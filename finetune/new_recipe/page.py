@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.columns import in_yaml
+from finetune.data.readings import in_yaml
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice
 from finetune.recipe.gpus import budget_of
 from finetune.recipe.schema import DataSet
@@ -133,6 +133,10 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:
         lines.append(f"columns: {in_yaml(entry.columns)}  # this kit's name: your column")
+    if entry.template:
+        lines.append(f"template: {in_yaml(entry.template)}  # {{}}: your column, as text")
+    if entry.labels:
+        lines.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
     if entry.drop:
         found = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
         found += [f"{counts.duplicate:,} equal to an earlier row"]

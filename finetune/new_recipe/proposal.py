@@ -7,31 +7,44 @@ thirty steps or more. A large set gets one epoch.
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from finetune.data.check import Mistakes
-from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect
-from finetune.data.formats import Chat, Content, documents_in
+from finetune.data.formats import Chat, Content, Passage, documents_in
 from finetune.data.readers import SourceRow
+from finetune.data.readings import (
+    Reading,
+    Readings,
+    in_quotes,
+    in_yaml,
+    judgement_of,
+    label_of,
+    labels_in_yaml,
+    listed,
+    looks_like_data,
+    readings,
+    remarks,
+)
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError
-from finetune.new_recipe.columns import Reading, looks_like_data, readings
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
+from finetune.output_stream import one_line
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
-from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.schema import DataSet, KnownFormat, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
 from finetune.tokens.estimate import estimated_rows, text_of
@@ -53,6 +66,7 @@ class Options:
     """The command line's options."""
 
     columns: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, bool] = field(default_factory=dict)
     model: str | None = None
     gpus: str | None = None  # None: this machine's
     output: Path | None = None  # None: the data's name
@@ -93,37 +107,49 @@ class Proposal:
 
 def read_columns(text: str | None) -> dict[str, str]:
     """Read `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
+    columns = _read_mapping("--columns", text, form := "write --columns instruction=frage,output=antwort")
+    known = {column for format in ROW_COLUMNS for column in (*ROW_COLUMNS[format], *OPTIONAL_COLUMNS[format])}
+    for key in columns:
+        if key not in known:
+            raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
+    if columns and _format_of(columns) is None:
+        needs = "needs instruction and output, messages, or text alone"
+        if {"prompt", "chosen", "rejected", "completion", "label"} & {*columns}:
+            needs = "needs chosen and rejected, or completion and label, beside the question's column"
+        raise FinetuneError(f"--columns: {needs}; {form}")
+    return columns
+
+
+def read_labels(text: str | None) -> dict[str, bool]:
+    """Read `--labels`: `up=true,down=false` or YAML. Raises FinetuneError."""
+    labels = _read_mapping("--labels", text, form := "write --labels up=true,down=false")
+    for label, wanted in labels.items():
+        if wanted.lower() not in ("true", "false"):
+            raise FinetuneError(f"--labels: {one_line(label, 60)} is true (wanted) or false (not); {form}")
+    return {label.lower(): wanted.lower() == "true" for label, wanted in labels.items()}
+
+
+def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
     if text is None:
         return {}
-    form = "write --columns instruction=frage,output=antwort"
-    pairs = []
+    pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
     if text.lstrip().startswith("{"):
-        try:
+        with suppress(yaml.YAMLError, RecursionError, ValueError):
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}") from None
-        if isinstance(value, dict):
-            pairs = [(str(key), str(name)) for key, name in value.items()]
-    else:
-        pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
-    judged = {"prompt", "chosen", "rejected", "completion", "label"}
-    ours = {"instruction", "input", "output", "system", "reasoning_content", "text"} | judged
+            pairs = [(str(key), str(name)) for key, name in value.items() if not isinstance(name, dict | list)]
+            pairs = pairs if len(pairs) == len(value) else []
     if not pairs or not all(name for _, name in pairs):
-        raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}")
-    for key, _ in pairs:
-        if key not in ours:
-            raise FinetuneError(f"--columns: {key!r} is none of our columns; {form}, or text=NAME")
-    columns = dict(pairs)
-    if {"chosen", "rejected"} <= {*columns} or {"completion", "label"} <= {*columns}:
-        return columns
-    if judged & {*columns}:
-        raise FinetuneError(
-            "--columns: needs chosen and rejected, or completion and label, beside the question's column"
-        )
-    is_chat = "text" not in columns and {"instruction", "output"} <= {*columns}
-    if not is_chat and {*columns} != {"text"}:
-        raise FinetuneError(f"--columns: needs instruction and output, or text alone; {form}")
-    return columns
+        raise FinetuneError(f"{option}: {one_line(repr(text), 100)} is not a mapping; {form}")
+    return dict(pairs)
+
+
+def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
+    """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
+    for format in ("preference", "kto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"):
+        ours = {*ROW_COLUMNS[format]}
+        if ours <= {*columns} <= ours | {*OPTIONAL_COLUMNS[format]}:
+            return cast(KnownFormat, format)
+    return None
 
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
@@ -141,8 +167,17 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {line}"
             ]
         )
-    reading = _choose_reading(target, entry, sample, options, choose_one)
+    result = readings(entry, sample.rows)
+    reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
+    if reading.labels:
+        changes["labels"] = dict(reading.labels)
+    answer = next((each for each in result.columns if each.name == reading.columns.get("output", "output")), None)
+    if (
+        reading.format == "alpaca" and answer is not None and answer.kind == "number"
+    ):  # no text: a template makes it one
+        changes["columns"].pop("output", None)
+        changes["template"] = {"output": "{" + answer.name.replace("{", "{{").replace("}", "}}") + "}"}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
     if reading.objective != "supervised":
@@ -163,7 +198,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
-    lines = _findings(source, sample, reading, counts)
+    lines = _findings(source, sample, result, reading, entry, counts, examples)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -174,36 +209,64 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
 
 
 def _choose_reading(
-    target: str,
-    entry: DataSet,
-    sample: Sample,
-    options: Options,
-    choose_one: Callable[[Sequence[str]], int] | None,
+    target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
     """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
+    plausible = result.found
     if options.columns:
-        names = {name for row in sample.rows for name in row}
+        names = {column.name: column for column in result.columns}
         missing = [theirs for theirs in options.columns.values() if theirs not in names]
         if missing:
-            raise DataError([f"--columns: {target} has no column {missing[0]!r}, but {in_quotes(sorted(names))}"])
-        named = {*options.columns}
-        if {"chosen", "rejected"} <= named:
-            return Reading("preference", options.columns)
-        if "label" in named:
-            return Reading("kto", options.columns)
-        if "text" in named:
-            return Reading("text", options.columns)
-        return Reading("alpaca", options.columns)
-    plausible = readings(entry, sample.rows)
-    if len(plausible) == 1:
-        return plausible[0]
-    lines = [each.in_words() for each in plausible]
-    if choose_one is not None:
-        return plausible[choose_one(lines)]
-    alternatives = " or ".join(lines)
-    raise DataError(
-        [f"{target}: the columns may be read in {len(lines)} ways: {alternatives}; say which: --columns '{lines[0]}'"]
-    )
+            listed = in_quotes(sorted(names))
+            raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
+        told = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
+        if "label" in options.columns and not options.labels:
+            judged = judgement_of([names[options.columns["label"]]])
+            if judged is not None:
+                labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
+                told = replace(told, unknown=tuple(labels))
+        plausible = [told]
+    elif result.obstacle:
+        as_it_is = ""
+        if plausible and plausible[0].format != "text":
+            as_it_is = f"; or as it is: --columns {shlex.quote(_in_full(plausible[0]))}"
+        raise DataError([f"{target}: {result.obstacle}{as_it_is}"])
+    index = 0
+    lines = [_in_words(reading, among=plausible) for reading in plausible]
+    if len(plausible) > 1:
+        if choose_one is None:
+            raise DataError(
+                [
+                    f"{target}: the columns may be read in {len(lines)} ways: {' or '.join(lines)}; say which: "
+                    f"--columns {shlex.quote(_in_full(plausible[0]))}"
+                ]
+            )
+        index = choose_one(lines)
+    reading = plausible[index]
+    if options.labels:
+        reading = replace(reading, labels=options.labels, unknown=())
+    if reading.unknown:
+        line = f"--columns {shlex.quote(_in_full(reading))} --labels {shlex.quote(labels_in_yaml(reading))}"
+        values = in_quotes(reading.unknown)
+        label = reading.columns["label"]
+        raise DataError([f"{target}: {label!r} has {values}: say which are wanted (true) and which are not: {line}"])
+    return reading
+
+
+def _in_full(reading: Reading) -> str:
+    """A reading for `--columns`: a layout with our own names is named by them."""
+    return in_yaml(reading.columns or {column: column for column in ROW_COLUMNS[reading.format]})
+
+
+def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
+    """A reading in a question. If others have another objective, with its own."""
+    words = in_yaml(reading.columns) if reading.columns else reading.format
+    if reading.labels or reading.unknown:
+        words += f" with labels {labels_in_yaml(reading)}"
+    if len({each.objective for each in among}) > 1:
+        meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
+        words += f" ({meaning[reading.objective]})"
+    return words
 
 
 class _TimedRows:
@@ -372,7 +435,15 @@ def _count_tokens(
     return counts, measured.rows
 
 
-def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
+def _findings(
+    source: Source,
+    sample: Sample,
+    result: Readings,
+    reading: Reading,
+    entry: DataSet,
+    counts: Counts,
+    examples: Sequence[Content],
+) -> list[str]:
     """Findings, a line each."""
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)
@@ -393,19 +464,21 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
         if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
             more = f" and {len(others) - 3} more" * (len(others) > 3)
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
-    if reading.columns:
-        by_name = {*ROW_COLUMNS[reading.format], *OPTIONAL_COLUMNS[reading.format]} - {*reading.columns}
-        unused = [name for name in names if name not in {*reading.columns.values(), *by_name}]
-        lines.append(f"read as {in_yaml(reading.columns)}" + f"; not used: {in_quotes(unused)}" * bool(unused))
-    else:
-        lines.append(f"read as {reading.format}")
+    unused = result.unused(reading)
+    line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
+    if reading.labels:
+        line += f", labels {in_yaml(reading.labels)}"
+    lines.append(line + f"; not used: {listed([each.in_words() for each in unused])}" * bool(unused))
+    if "output" in entry.template:
+        lines.append(f"answers that are numbers, or true and false, become texts: template: {in_yaml(entry.template)}")
+    lines += remarks(reading, result.columns)
     if reading.objective != "supervised":
         lines.append(
             f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
             "such questions, name that run's model"
         )
         prompt = reading.columns.get("prompt", "prompt")
-        if "instruction" not in reading.columns and isinstance(sample.rows[0].get(prompt), str):
+        if any(isinstance(document, Passage) and document.prompt for row in examples for document in documents_in(row)):
             lines.append(
                 f"{prompt!r} is a text, which the model sees without its chat template; for questions to a chat model "
                 f"write instruction: {prompt} in place of prompt"

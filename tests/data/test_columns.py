@@ -138,7 +138,8 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "turns of another name": ({"conversation": TURNS, "model": "x"}, {}, "columns: {messages: conversation}"),
     "sharegpt of another name": ({"dialog": SHAREGPT}, {}, "columns: {conversations: dialog}"),
-    "a text of another name": ({"title": "x", "content": "Once"}, {}, "columns: {text: content}"),
+    "a text of another name": ({"title": "x", "content": "Once"}, {},
+        "columns: {instruction: title, output: content} or {instruction: content, output: title}, or for plain text"),
     "a name to quote": ({"my question": "x", "no": SHAREGPT}, {}, 'columns: {conversations: "no"}'),
     "preference texts": (
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
@@ -152,10 +153,10 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
-    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; for a chat model add columns:"),
+    "unknown": ({"x": 1, "y": 2}, {}, "no column holds texts to train on; the columns are 'x', 'y'"),
     "unknown, with short columns before the texts": (
         {"nr": "1", "art": "Technik", "frage": "Wie schwer ist die Säge?", "antwort": "Drei Kilogramm."}, {},
-        "for a chat model add columns: {instruction: frage, output: antwort}; ",
+        "add to this data set: columns: {instruction: frage, output: antwort}",
     ),
     "a column that is not there": (
         {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},
