@@ -65,6 +65,7 @@ JUDGING_WORDS = (
 ).split()
 AGAINST_WORDS = "bad toxic unsafe harmful flagged rejected disliked dislike spam wrong".split()  # true: unwanted
 CHOOSING_WORDS = "winner better preference preferred chosen best label labels safer choice judgement judgment".split()
+NEGATIONS = "un in im dis non no not nicht pas não nao не niet inte ikke nie 不 没 非".split()
 SYSTEM_NAMES = ("system", "system_prompt", "systemprompt", "system_message")
 REASON_NAMES = ("reasoning_content", "thinking", "reasoning")
 CONTEXT_WORDS = (
@@ -289,9 +290,11 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     numbers = [column for column in columns if not column.is_text and column.filled >= 0.3]
     numbers = [column for column in numbers if column.kind in ("text", "number") and column.has_word(ANSWER_WORDS)]
     answers = [*candidates, *numbers]
+    # A column with one value, like a source, is no answer.
+    answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
     if not candidates:
         return Readings([], columns, _no_texts(entry, rows, columns))
-    if len(answers) == 1:
+    if not [each for each in answers if each is not candidates[0]]:
         return _read_as_text(entry, candidates[0], columns)
     labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     # The likeliest questions and answers by themselves, then each with each.
@@ -309,6 +312,9 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     plausible = [pair for pair in pairs if pairs[0][0] - pair[0] < CLEAR]
     # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
     result = [_with_context(score, question, answer, texts) for score, question, answer in plausible[:4]]
+    answer = plausible[0][2]
+    if len(result) == 1 and answer.repeats and not answer.has_word((*ANSWER_WORDS, *LABEL_WORDS)):
+        result.append(Reading("text", {"text": plausible[0][1].name}))  # a category, as an answer or not
     return _with_judgement(entry, result + _as_better_and_worse(result), columns)
 
 
@@ -533,7 +539,7 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
             low, high = sorted(values, key=lambda value: (_as_number(value), len(value)))
             if {low, high} == {"-1", "1"} or (is_named and _as_number(high) > _as_number(low)):
                 says = {low: False, high: True}
-            elif high.endswith(low) and len(high) - len(low) <= 10:  # un-, in-, not
+            elif high.endswith(low) and high.removesuffix(low).strip("-_ ") in NEGATIONS:
                 says = {low: True, high: False}
         is_clear = {True, False} == {*says.values()}
         if is_clear and column.has_word(AGAINST_WORDS):
@@ -616,7 +622,7 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     is_sure = answer is not None and answer.has_word(ANSWER_WORDS) and answer.kind == "text"
     is_key = answer is not None and (answer.length <= 3 or answer.kind == "number")
     nested = [column for column in unread if column.kind in ("turns", "list", "object")]
-    for column in unread:
+    for column in columns:
         if column.name.lower() in SPEAKER_NAMES and len({*column.values} & {*ROLES, "prompter", "human", "bot"}) > 1:
             values = in_quotes(column.values)
             return f"each row is one turn ({column.name!r}: {values}); join the turns of a dialogue: messages: [...]"
@@ -644,12 +650,13 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
                 fields["output"] = f"(.{_jq(chosen_by.name)} | tostring)"
             line = take(entry, fields)
             return f"{column.name!r} holds choices, which the question would lack; put them into it: {line}"
-    for stem, members in _families(columns, asked).items():
+    texts = [column for column in columns if column.kind == "text"]
+    for stem, members in _families(texts, asked).items():
         names = in_quotes([column.name for column in members])
         is_read = any(column.name in reading.used() for column in members)
         if stem and len(members) == 2 and any(column.has_word((*ANSWER_WORDS, "ref")) for column in members):
             return f"{names} are two answers to one question; {_as_pairs(unread)}"
-        if not is_read and (is_key or not is_sure):
+        if not is_read and (is_key or not is_sure) and len(members) < len(texts):
             text = "".join(f"\\n{chr(65 + place)}. {{{each.name}}}" for place, each in enumerate(members))
             output = "..." if chosen_by is None else chosen_by.name
             line = f'{{instruction: "{{{asked}}}{text}", output: "{{{output}}}"}}'
@@ -683,16 +690,14 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     return ""
 
 
-def _families(columns: Sequence[Column], question: str) -> dict[str, list[Column]]:
+def _families(texts: Sequence[Column], question: str) -> dict[str, list[Column]]:
     """Text columns that differ in a last letter or digit: response_a and response_b, opa to opd; not all there are."""
     families: dict[str, list[Column]] = {}
-    texts = [column for column in columns if column.kind == "text"]
     for column in texts:
         match = re.fullmatch(r"(.*?)[\W_]?([A-Ha-h]|\d{1,2})", column.name)
-        if match and column.name != question:
+        if match and (column.name != question or column.has_word(ANSWER_WORDS)):
             families.setdefault(match[1].lower(), []).append(column)
-    families = {stem: members for stem, members in families.items() if len(members) >= (2 if stem else 3)}
-    return {stem: members for stem, members in families.items() if len(members) <= 16 and len(members) < len(texts)}
+    return {stem: members for stem, members in families.items() if (2 if stem else 3) <= len(members) <= 16}
 
 
 def _as_pairs(unread: Sequence[Column]) -> str:
