@@ -28,7 +28,7 @@ from finetune.output_stream import one_line
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.schema import DataSet, KnownFormat
 from finetune.recipe.sections.training import Objective
-from finetune.wording import counted
+from finetune.wording import as_word, counted
 
 # Parts of column names, in the languages that data sets are most often written in. Lower case.
 QUESTION_WORDS = (
@@ -91,7 +91,7 @@ DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?|\d{1,2}:\d{2}(:\d{2
 ADDRESS = re.compile(r"(https?://|www\.)\S+|\S+@\S+\.\w+|/\S+\.\w{2,4}")
 CLEAR = 3.5  # points between the best reading and the next: more than order and length give together
 FIRST_TEXTS = 30  # texts from which the share of different ones says something
-FEW = 10  # values of a label or a scale
+FEW_VALUES = 10  # values of a label or a scale
 COMPARED = 16  # questions and answers that are compared with each other: a survey may have 1,000 columns of text
 SHOWN_CHARACTERS = 90  # of a list of columns
 
@@ -223,7 +223,7 @@ def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
             kind = Counter(map(_kind_of, values[:1000])).most_common(1)[0][0]
         different = Counter(str(value).strip().lower() for value in values)
         few: tuple[str, ...] = ()
-        if len(different) <= FEW and all(len(value) <= 30 for value in different):
+        if len(different) <= FEW_VALUES and all(len(value) <= 30 for value in different):
             few = tuple(sorted(different))
         result.append(
             Column(
@@ -335,9 +335,9 @@ def known_columns(columns: Sequence[Column], format: str) -> Reading | None:
             if answers_alone and "prompt" not in named and (format != "auto" or named[turns].kind == "turns"):
                 return Reading("preference", {"prompt": turns})
         tag = next((each for each in ("label", "kto_tag") if each in named), None)
-        if tag and not {"completion", "chosen"} & {*named}:
-            if format != "auto" or all(label_of(value) is not None for value in named[tag].values or ("?",)):
-                return Reading("kto", {"completion": turns} | ({} if tag == "label" else {"label": tag}))
+        says = [label_of(value) for value in named[tag].values] if tag else []
+        if tag and not {"completion", "chosen"} & {*named} and (format != "auto" or (says and None not in says)):
+            return Reading("kto", {"completion": turns} | ({} if tag == "label" else {"label": tag}))
     # Without `output`, Dolly's `response` is the answer, and its `context` the input.
     is_dolly = {"instruction", "response"} <= {*named} and not {"output", "messages", "conversations"} & {*named}
     if format in ("auto", "alpaca") and is_dolly and {"chosen", "rejected"} - {*named}:
@@ -645,9 +645,9 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     chosen_by = next((column for column in unread if column.has_word(KEY_WORDS)), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
-            fields = {"instruction": f'(.{_jq(asked)} + "\\n" + {_jq_choices(column)})'}
+            fields = {"instruction": f'(.{jq_key(asked)} + "\\n" + {_jq_choices(column)})'}
             if chosen_by is not None:
-                fields["output"] = f"(.{_jq(chosen_by.name)} | tostring)"
+                fields["output"] = f"(.{jq_key(chosen_by.name)} | tostring)"
             line = take(entry, fields)
             return f"{column.name!r} holds choices, which the question would lack; put them into it: {line}"
     texts = [column for column in columns if column.kind == "text"]
@@ -666,18 +666,18 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     for column in nested:
         if not column.has_word((*ANSWER_WORDS, *ANSWERS_WORDS)):
             continue
-        first = "." + _jq(column.name) + _path_to_text(column.typical)
+        first = "." + jq_key(column.name) + _path_to_text(column.typical)
         ranked = next((each for each in unread if each.has_word(("rank", "ranks", "ranking"))), None)
         if ranked or (column.name == "output" and isinstance(column.typical, list) and len(column.typical) == 2):
             fields = {"chosen": first, "rejected": first.replace("[0]", "[1]", 1)}
             why = f"'{ranked.name}' may rank them; " if ranked else ""
             return (
                 f"{column.name!r} holds several answers a row; {why}if the first is the better one, for "
-                f"training.objective: dpo: {take(entry, {'instruction': f'.{_jq(asked)}', **fields})}"
+                f"training.objective: dpo: {take(entry, {'instruction': f'.{jq_key(asked)}', **fields})}"
             )
         if column.texts > 0:  # in other rows
-            first = f'(.{_jq(column.name)} | if type == "array" then .[0] else . end)'
-        line = take(entry, {"instruction": f".{_jq(asked)}", "output": first})
+            first = f'(.{jq_key(column.name)} | if type == "array" then .[0] else . end)'
+        line = take(entry, {"instruction": f".{jq_key(asked)}", "output": first})
         return f"{column.name!r} holds {_inside(column.typical)}, and a row has one answer; take one of them: {line}"
     for column in unread:
         if column.has_word(ANSWER_WORDS) and column.kind == "other":
@@ -726,12 +726,12 @@ def _path_to_text(value: Any) -> str:
             continue
         words = (*ANSWER_WORDS, "text", "content", "value")
         keys = sorted(value, key=lambda key: (str(key).lower() not in words, not isinstance(value[key], str)))
-        path, value = path + f".{_jq(str(keys[0]))}", value[keys[0]]
+        path, value = path + f".{jq_key(str(keys[0]))}", value[keys[0]]
     return path
 
 
 def _jq_choices(column: Column) -> str:
-    path, value = f".{_jq(column.name)}", column.typical
+    path, value = f".{jq_key(column.name)}", column.typical
     if isinstance(value, dict) and {"text", "label"} <= {*value}:
         return f'([{path}.label, {path}.text] | transpose | map(join(". ")) | join("\\n"))'
     if isinstance(value, list) and value and isinstance(value[0], str):
@@ -739,7 +739,7 @@ def _jq_choices(column: Column) -> str:
     return f"({path} | tostring)"
 
 
-def _jq(name: str) -> str:
+def jq_key(name: str) -> str:
     """A key in a jq program, after a dot."""
     return name if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) else json.dumps(name)
 
@@ -747,13 +747,13 @@ def _jq(name: str) -> str:
 def take(entry: DataSet, fields: Mapping[str, str]) -> str:
     """The shell line that writes rows with these fields, each by its jq program."""
     place = str(entry.data_files or entry.path)
-    program = "{" + ", ".join(f"{_jq(name)}: {program}" for name, program in fields.items()) + "}"
+    program = "{" + ", ".join(f"{jq_key(name)}: {program}" for name, program in fields.items()) + "}"
     if entry.path != "json":  # jq reads no table
         before = "save the rows as rows.jsonl (pandas: to_json(..., orient='records', lines=True)), then "
-        return f"{before}{one_line('jq -c ' + shlex.quote(program), 600)} rows.jsonl > flat.jsonl"
+        return f"{before}jq -c {shlex.quote(program)} rows.jsonl > flat.jsonl"
     if place.endswith(".json"):
         program = f"(arrays[], objects) | {program}"
-    return f"jq -c {one_line(shlex.quote(program), 600)} {shlex.quote(place)} > flat.jsonl"
+    return f"jq -c {shlex.quote(program)} {as_word(place)} > flat.jsonl"
 
 
 def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
@@ -762,7 +762,7 @@ def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], columns: Sequen
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
         if all({*value} == {*rows[0][names[0]]} and {"0"} <= {*value} for value in rows[0].values()):
             return "holds columns, each from row number to value; save it as rows: df.to_json(..., orient='records')"
-        file = shlex.quote(str(entry.data_files or entry.path))
+        file = as_word(entry.data_files or entry.path)
         return (
             f"is one object whose {len(names)} values are the rows; write them one a line: "
             f"jq -c '.[]' {file} > rows.jsonl"
@@ -773,7 +773,7 @@ def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], columns: Sequen
         if column.kind == "object":
             inner = [str(key) for key, text in column.typical.items() if isinstance(text, str)]
             if inner:
-                line = take(entry, {key: f".{_jq(column.name)}.{_jq(key)}" for key in inner[:4]})
+                line = take(entry, {key: f".{jq_key(column.name)}.{jq_key(key)}" for key in inner[:4]})
                 return f"the texts are nested in the column {column.name!r} ({in_quotes(inner)}); flatten them: {line}"
     if nested := [column for column in columns if column.kind in ("list", "object")]:
         held = ", ".join(f"{column.name!r} holds {_inside(column.typical)}" for column in nested[:3])
@@ -818,6 +818,13 @@ def listed(words: Sequence[str]) -> str:
     return text
 
 
+def in_quotes_of_yaml(text: str) -> str:
+    """A text in YAML's double quotes. YAML takes no control characters, and a terminal should not."""
+    return "".join(
+        each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(text, ensure_ascii=False)
+    )
+
+
 def in_yaml(mapping: Mapping[str, str | bool] | Mapping[str, str] | Mapping[str, bool]) -> str:
     """A mapping in one line of YAML. The value "..." stays plain, because the reader fills it in."""
 
@@ -829,7 +836,6 @@ def in_yaml(mapping: Mapping[str, str | bool] | Mapping[str, str] | Mapping[str,
             return name
         if is_word and name.lower() not in ("y", "n", "yes", "no", "on", "off", "true", "false", "null"):
             return name
-        text = json.dumps(name, ensure_ascii=False)  # YAML takes no control characters, and a terminal should not
-        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
+        return in_quotes_of_yaml(name)
 
     return "{" + ", ".join(f"{quoted(key)}: {quoted(value)}" for key, value in mapping.items()) + "}"

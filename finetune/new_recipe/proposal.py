@@ -37,11 +37,12 @@ from finetune.data.readings import (
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError
+from finetune.files import check_output
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
-from finetune.output_stream import one_line
+from finetune.output_stream import has_controls, one_line
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import DataSet, KnownFormat, Recipe
@@ -132,12 +133,14 @@ def read_labels(text: str | None) -> dict[str, bool]:
 def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
     if text is None:
         return {}
-    pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
-    if text.lstrip().startswith("{"):
+    pairs: list[tuple[str, str]] = []
+    if not text.lstrip().startswith("{"):
+        pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
+    else:
         with suppress(yaml.YAMLError, RecursionError, ValueError):
             value = yaml.safe_load(text)
-            pairs = [(str(key), str(name)) for key, name in value.items() if not isinstance(name, dict | list)]
-            pairs = pairs if len(pairs) == len(value) else []
+            if isinstance(value, dict) and not any(isinstance(name, dict | list) for name in value.values()):
+                pairs = [(str(key), str(name)) for key, name in value.items()]
     if not pairs or not all(name for _, name in pairs):
         raise FinetuneError(f"{option}: {one_line(repr(text), 100)} is not a mapping; {form}")
     return dict(pairs)
@@ -154,7 +157,19 @@ def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
     """See `finetune.new_recipe.propose`."""
+    for option, text in (("--model", options.model), ("--output", str(options.output))):
+        if text is not None and has_controls(text):
+            raise FinetuneError(f"{option}: {one_line(repr(text))} holds a line break or a control; name another")
     entry = entry_of(target)
+    file = options.output
+    if file is None:
+        stem = Path(target).name
+        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
+            stem = Path(stem).stem
+        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
+    check_output(file, "--output")
+    if file.exists():
+        raise FinetuneError(f"{file}: is there already; name another file with -o, or delete it")
     source = resolve(entry)
     sample = read_sample(source)
     names = [str(name) for name in sample.rows[0]]
@@ -190,15 +205,9 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
     settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
-    file = options.output
-    if file is None:
-        stem = Path(target).name
-        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
-            stem = Path(stem).stem
-        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
-    lines = _findings(source, sample, result, reading, entry, counts, examples)
+    lines = _findings(source, sample, result, reading, entry, counts, length, examples)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -212,7 +221,7 @@ def _choose_reading(
     target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
     """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
-    plausible = result.found
+    target, plausible = one_line(target), result.found
     if options.columns:
         names = {column.name: column for column in result.columns}
         missing = [theirs for theirs in options.columns.values() if theirs not in names]
@@ -249,7 +258,7 @@ def _choose_reading(
         line = f"--columns {shlex.quote(_in_full(reading))} --labels {shlex.quote(labels_in_yaml(reading))}"
         values = in_quotes(reading.unknown)
         label = reading.columns["label"]
-        raise DataError([f"{target}: {label!r} has {values}: say which are wanted (true) and which are not: {line}"])
+        raise DataError([f"{target}: {label!r} has {values}; say which are wanted (true) and which not: {line}"])
     return reading
 
 
@@ -262,7 +271,7 @@ def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
     """A reading in a question. If others have another objective, with its own."""
     words = in_yaml(reading.columns) if reading.columns else reading.format
     if reading.labels or reading.unknown:
-        words += f" with labels {labels_in_yaml(reading)}"
+        words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
     if len({each.objective for each in among}) > 1:
         meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
         words += f" ({meaning[reading.objective]})"
@@ -431,7 +440,8 @@ def _count_tokens(
     longest = round(counts.longest_bytes / bytes_a_token)
     if measured.too_long:
         too_long, longest = measured.too_long[0], measured.too_long[2]
-    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long, beyond=measured.beyond)
+    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long)
+    counts = replace(counts, beyond=measured.beyond, unanswered=measured.unanswered if truncation == "right" else 0)
     return counts, measured.rows
 
 
@@ -442,6 +452,7 @@ def _findings(
     reading: Reading,
     entry: DataSet,
     counts: Counts,
+    length: int,
     examples: Sequence[Content],
 ) -> list[str]:
     """Findings, a line each."""
@@ -494,9 +505,14 @@ def _findings(
         if reading.format != "text":
             few += "; a hundred are a beginning"
         lines.append(few)
-    if counts.too_long:
+    if counts.unanswered:
+        lines.append(
+            f"a question longer than max_length ({length:,} tokens): {counted(counts.unanswered, 'row')}; no answer is "
+            f"left after the cut, so they are left out; max_length: {counts.longest} keeps them"
+        )
+    if counts.too_long > counts.unanswered:
         fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
         if reading.format == "text":
             fate = "they are split into pieces, and no token is lost"
-        lines.append(f"longer than max_length: {counted(counts.too_long, 'row')}; {fate}")
+        lines.append(f"longer than max_length: {counted(counts.too_long - counts.unanswered, 'row')}; {fate}")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.readers import BadRow, parse_object
+from finetune.data.readings import jq_key
 from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular
+from finetune.wording import as_word
 
 ROWS_OF_HEAD = 2000
 SLICES, ROWS_OF_SLICE = 8, 100  # of a large JSON Lines file, besides its head: a sorted file begins with one kind
@@ -118,6 +121,6 @@ def _one_object(file: Path) -> str | None:
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):
             return (
                 f"{file}: is one object whose {key!r} holds {len(inner):,} rows; write one row a line: "
-                f"jq -c '.{key}[]' {file} > rows.jsonl"
+                f"jq -c {shlex.quote(f'.{jq_key(key)}[]')} {as_word(file)} > rows.jsonl"
             )
     return f'{file}: is one JSON object, so one row at most; write one object a line: {{"question": ..., ...}}'

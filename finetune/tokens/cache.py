@@ -43,7 +43,7 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 7
+VERSION = 8
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
@@ -55,6 +55,8 @@ COUNTS = (
     "truncated",
     "tokens_cut",
     "dropped",
+    "unanswered",
+    "longest_unanswered",
     "identical",
     "texts_split",
     "control_token_texts",
@@ -116,7 +118,9 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
     # A new key changes the address only if it is used, so that older caches stay valid.
-    reading |= source.entry.model_dump(include={"template", "drop", "delimiter", "encoding"}, exclude_defaults=True)
+    reading |= source.entry.model_dump(
+        include={"template", "drop", "delimiter", "encoding", "labels"}, exclude_defaults=True
+    )
     parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 
@@ -275,7 +279,10 @@ def fit(
         counts["truncated"] += 1
         counts["tokens_cut"] += length - limit
         return [truncated]
-    counts["dropped"] += 1  # too long, or truncated before the first supervised token
+    counts["dropped"] += 1
+    if data.truncation == "right":  # cut before the first supervised token
+        counts["unanswered"] += 1
+        counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     return []
 
 

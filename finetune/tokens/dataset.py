@@ -48,7 +48,13 @@ class Prepared:
             truncated += "; raise it, or for texts without a prompt set data.truncation: split"
         notes = []
         for name, noun, fate in (
-            ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
+            ("too_long", "document", "dropped: longer than data.max_length"),
+            (
+                "unanswered",
+                "document",
+                "dropped: the question alone is longer than data.max_length, so no answer is left; data.max_length: "
+                f"{self.facts.get('longest_unanswered', 0)} keeps all of them",
+            ),
             ("truncated", "document", truncated),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
@@ -59,6 +65,8 @@ class Prepared:
             ),
         ):
             count = int(self.facts.get(name, 0))
+            if name == "too_long":
+                count = int(self.facts["dropped"]) - int(self.facts.get("unanswered", 0))
             if count:
                 notes.append(f"{counted(count, noun)} {fate}")
         unused_tokens = self.facts.get("new_tokens_unused")
@@ -185,6 +193,9 @@ def _facts(
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
     pairs = {}
+    if unanswered := total("unanswered"):
+        longest = max(int(store.facts.get("longest_unanswered", 0)) for store in pool.stores)
+        pairs |= {"unanswered": unanswered, "longest_unanswered": longest}
     if identical := total("identical"):
         pairs["identical"] = identical
     tokens = int(train.lengths.sum())
