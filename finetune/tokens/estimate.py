@@ -75,7 +75,11 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     if file:
         around, estimated_by = _tokens_around(file), "the model's tokenizer"
     # Shape [rows, documents in a row]. max_length holds for each answer in a pair, together with its prompt.
-    documents = [_token_counts(texts, file, around).reshape(-1, data.answers_a_row) for texts in texts_of_sets]
+    documents, asked = [], []
+    for texts in texts_of_sets:
+        bytes_a_token = _bytes_a_token(texts, file)
+        for sizes, found in ((texts.nbytes, documents), (texts.questions, asked)):
+            found.append(_token_counts(sizes, texts.messages, bytes_a_token, around).reshape(-1, data.answers_a_row))
     longest_of_rows = np.concatenate([of_rows.max(axis=1) for of_rows in documents])
     longer = int((longest_of_rows > data.max_length).sum())
     lengths = []
@@ -98,10 +102,6 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     too_long: tuple[int, int, int] | None = None
     if longer:
         too_long = (longer, len(longest_of_rows), int(longest_of_rows.max()))
-    asked = [
-        _token_counts(replace(texts, nbytes=texts.questions), file, around).reshape(-1, data.answers_a_row)
-        for texts in texts_of_sets
-    ]
     is_answered = np.concatenate([of_rows.max(axis=1) < data.max_length for of_rows in asked])
     tokens = np.concatenate(documents)[is_answered]
     beyond = float(np.maximum(tokens - data.max_length, 0).sum() / max(1, tokens.sum()))
@@ -166,19 +166,24 @@ def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
     return others | {"content": content}
 
 
-def _token_counts(texts: _Texts, file: Path | None, around: tuple[float, float]) -> np.ndarray:
-    """Each document's tokens, int64."""
-    bytes_a_token = BYTES_A_TOKEN
+def _bytes_a_token(texts: _Texts, file: Path | None) -> float:
     if file is not None and texts.sample:
         from tokenizers import Tokenizer
 
         look_at_tokenizer(file.parent)
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(texts.sample, add_special_tokens=False)
         tokens = sum(len(encoding.ids) for encoding in encoded)
-        bytes_a_token = sum(texts.nbytes[: len(encoded)]) / max(1, tokens)
-    messages = np.asarray(texts.messages, np.float64)
+        return max(sum(texts.nbytes[: len(encoded)]) / max(1, tokens), 0.1)
+    return BYTES_A_TOKEN
+
+
+def _token_counts(
+    nbytes: list[int], of_messages: list[int], bytes_a_token: float, around: tuple[float, float]
+) -> np.ndarray:
+    """The tokens in texts of these sizes with the template's around them, int64."""
+    messages = np.asarray(of_messages, np.float64)
     added = np.where(messages > 0, around[0] + around[1] * messages, 1)  # a passage gets one end-of-text token
-    return np.rint(np.asarray(texts.nbytes, np.float64) / max(bytes_a_token, 0.1) + added).astype(np.int64)
+    return np.rint(np.asarray(nbytes, np.float64) / bytes_a_token + added).astype(np.int64)
 
 
 def _tokens_around(file: Path) -> tuple[float, float]:
