@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
+from finetune.data.columns import REASONING_COLUMNS, RowLayout
 from finetune.data.messages import (
     OTHER_ROLES,
     ROLES,
@@ -32,7 +32,7 @@ from finetune.data.messages import (
     with_our_role,
 )
 from finetune.data.readers import BadRow, json_kind
-from finetune.data.readings import QUESTION_WORDS, label_of
+from finetune.data.readings import QUESTION_WORDS, in_yaml, label_of
 from finetune.output_stream import printable
 from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
 

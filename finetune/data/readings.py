@@ -109,8 +109,8 @@ class Column:
 
     name: str
     position: int
-    typical: Any  # the first value that is not empty; turns in a text are parsed
-    kind: str  # of most values: text, number, turns, list, object, other, empty
+    typical: Any  # the first value of this kind; turns in a text are parsed
+    kind: str  # of most values: text, number, turns, broken (turns in a text that is cut), list, object, other, empty
     filled: float  # share of rows with a value
     texts: float  # share of values that are text, and not numbers, dates or addresses
     distinct: float  # different values, as a share of all
@@ -171,7 +171,6 @@ class Reading:
     columns: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, bool] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()  # values of a label that nobody has said anything about
-    score: float = 0.0
 
     @property
     def objective(self) -> Objective:
@@ -180,7 +179,8 @@ class Reading:
         return objectives.get(self.format, "supervised")
 
     def in_words(self) -> str:
-        return in_yaml(self.columns) if self.columns else self.format
+        """Its columns; without any, the layout's own names."""
+        return in_yaml(self.columns or {column: column for column in ROW_COLUMNS[self.format]})
 
     def used(self) -> set[str]:
         """The data set's columns that are read."""
@@ -217,10 +217,10 @@ def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         plain = [
             text for text in texts if not any(kind.fullmatch(text) for kind in (NUMBER, DATE, ADDRESS, IDENTIFIER))
         ]
-        typical = turns_of(values[0]) if values else None
-        kind = "empty"
+        typical, kind = None, "empty"
         if values:
             kind = Counter(map(_kind_of, values[:1000])).most_common(1)[0][0]
+            typical = turns_of(next(value for value in values if _kind_of(value) == kind))
         different = Counter(str(value).strip().lower() for value in values)
         few: tuple[str, ...] = ()
         if len(different) <= FEW_VALUES and all(len(value) <= 30 for value in different):
@@ -251,7 +251,10 @@ def turns_of(value: Any) -> Any:
 
 
 def _kind_of(value: Any) -> str:
-    value = turns_of(value)
+    try:
+        value = turns_in(value, "")
+    except BadRow:
+        return "broken"
     if is_turns(value):
         return "turns"
     match value:
@@ -266,6 +269,14 @@ def _kind_of(value: Any) -> str:
     return "other"  # dates, bytes
 
 
+def _why_broken(column: Column) -> str:
+    try:
+        turns_in(column.typical, repr(column.name))
+    except BadRow as error:
+        return f"{error}; turns in a cell must be whole (Excel cuts a cell after 32,767 characters)"
+    return ""
+
+
 def is_turns(value: Any) -> bool:
     """Whether a value is a list of turns, by its first one."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -277,6 +288,9 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     """Plausible readings of these rows, the best first; one alone if it is clear. None of them if no column fits."""
     columns = profiles(rows)
     named = {column.name: column.kind for column in columns}
+    for column in columns:
+        if column.kind == "broken":
+            return Readings([], columns, _why_broken(column))
     found = known_columns(columns, entry.format) or _pair_reading(columns) or _judged_reading(columns)
     if found is None and (chats := _chat_readings(columns)):
         return _with_judgement(entry, chats, columns)
@@ -311,7 +325,7 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     pairs.sort(key=lambda pair: -pair[0])
     plausible = [pair for pair in pairs if pairs[0][0] - pair[0] < CLEAR]
     # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
-    result = [_with_context(score, question, answer, texts) for score, question, answer in plausible[:4]]
+    result = [_with_context(question, answer, texts) for _, question, answer in plausible[:4]]
     answer = plausible[0][2]
     if len(result) == 1 and answer.repeats and not answer.has_word((*ANSWER_WORDS, *LABEL_WORDS)):
         result.append(Reading("text", {"text": plausible[0][1].name}))  # a category, as an answer or not
@@ -467,12 +481,14 @@ def _read_as_text(entry: DataSet, text: Column, columns: list[Column]) -> Readin
 def _question_score(column: Column) -> float:
     """A name that says so: 4 points, 4 less for one that says the opposite. Question marks: up to 3."""
     score = 4.0 * (column.has_word(QUESTION_WORDS) - column.has_word(ANSWER_WORDS))
-    return score - 3.0 * column.has_word(CONTEXT_WORDS) + 3.0 * column.questions + 0.5 * column.filled
+    score -= 3.0 * column.has_word(CONTEXT_WORDS) + 4.0 * column.has_word(CHOICE_WORDS)
+    return score + 3.0 * column.questions + 0.5 * column.filled
 
 
 def _answer_score(column: Column, labels_may_answer: bool) -> float:
     """As for a question. A column with few values is an answer if its name says so, or as the one label."""
     score = 4.0 * (column.has_word(ANSWER_WORDS) - column.has_word(QUESTION_WORDS))
+    score -= 4.0 * column.has_word(CHOICE_WORDS)
     is_label = column.has_word(LABEL_WORDS)
     score += 1.0 * is_label - 3.0 * column.has_word(CONTEXT_WORDS) - 3.0 * column.questions + 0.5 * column.filled
     if column.repeats and not column.has_word(ANSWER_WORDS) and not (is_label and labels_may_answer):
@@ -487,7 +503,7 @@ def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> fl
     return score + 1.0 * (answer.length > question.length) - 0.5
 
 
-def _with_context(score: float, question: Column, answer: Column, texts: Sequence[Column]) -> Reading:
+def _with_context(question: Column, answer: Column, texts: Sequence[Column]) -> Reading:
     """The pair's reading, with system, reasoning and context columns if their names say so."""
     others = [column for column in texts if column not in (question, answer)]
     system = next((each.name for each in others if each.name.lower() in SYSTEM_NAMES), None)
@@ -499,7 +515,7 @@ def _with_context(score: float, question: Column, answer: Column, texts: Sequenc
         "system": system, "instruction": question.name, "input": context, "reasoning_content": reasons,
         "output": answer.name,
     }  # fmt: skip
-    return Reading("alpaca", {ours: theirs for ours, theirs in columns.items() if theirs}, score=score)
+    return Reading("alpaca", {ours: theirs for ours, theirs in columns.items() if theirs})
 
 
 def _as_better_and_worse(plausible: Sequence[Reading]) -> list[Reading]:
@@ -642,7 +658,7 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
                 f"{column.name!r} looks like a dialogue, and its turns cannot be read ({_inside(column.typical)}); "
                 'write each as {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
             )
-    chosen_by = next((column for column in unread if column.has_word(KEY_WORDS)), answer)
+    chosen_by = next((column for column in unread if column.has_word((*KEY_WORDS, "label"))), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
             fields = {"instruction": f'(.{jq_key(asked)} + "\\n" + {_jq_choices(column)})'}
@@ -656,9 +672,9 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
         is_read = any(column.name in reading.used() for column in members)
         if stem and len(members) == 2 and any(column.has_word((*ANSWER_WORDS, "ref")) for column in members):
             return f"{names} are two answers to one question; {_as_pairs(unread)}"
-        if not is_read and (is_key or not is_sure) and len(members) < len(texts):
+        if (is_read or is_key or not is_sure) and len(members) < len(texts):
             text = "".join(f"\\n{chr(65 + place)}. {{{each.name}}}" for place, each in enumerate(members))
-            output = "..." if chosen_by is None else chosen_by.name
+            output = "..." if chosen_by is None or chosen_by in members else chosen_by.name
             line = f'{{instruction: "{{{asked}}}{text}", output: "{{{output}}}"}}'
             return f"{names} look like choices, which the question would lack; write in the recipe template: {line}"
     if is_sure:

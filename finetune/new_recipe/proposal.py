@@ -151,7 +151,7 @@ def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
     for format in ("preference", "kto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"):
         ours = {*ROW_COLUMNS[format]}
         if ours <= {*columns} <= ours | {*OPTIONAL_COLUMNS[format]}:
-            return cast(KnownFormat, format)
+            return format
     return None
 
 
@@ -238,7 +238,7 @@ def _choose_reading(
     elif result.obstacle:
         as_it_is = ""
         if plausible and plausible[0].format != "text":
-            as_it_is = f"; or as it is: --columns {shlex.quote(_in_full(plausible[0]))}"
+            as_it_is = f"; or as it is: --columns {shlex.quote(plausible[0].in_words())}"
         raise DataError([f"{target}: {result.obstacle}{as_it_is}"])
     index = 0
     lines = [_in_words(reading, among=plausible) for reading in plausible]
@@ -247,7 +247,7 @@ def _choose_reading(
             raise DataError(
                 [
                     f"{target}: the columns may be read in {len(lines)} ways: {' or '.join(lines)}; say which: "
-                    f"--columns {shlex.quote(_in_full(plausible[0]))}"
+                    f"--columns {shlex.quote(plausible[0].in_words())}"
                 ]
             )
         index = choose_one(lines)
@@ -255,21 +255,16 @@ def _choose_reading(
     if options.labels:
         reading = replace(reading, labels=options.labels, unknown=())
     if reading.unknown:
-        line = f"--columns {shlex.quote(_in_full(reading))} --labels {shlex.quote(labels_in_yaml(reading))}"
+        line = f"--columns {shlex.quote(reading.in_words())} --labels {shlex.quote(labels_in_yaml(reading))}"
         values = in_quotes(reading.unknown)
         label = reading.columns["label"]
         raise DataError([f"{target}: {label!r} has {values}; say which are wanted (true) and which not: {line}"])
     return reading
 
 
-def _in_full(reading: Reading) -> str:
-    """A reading for `--columns`: a layout with our own names is named by them."""
-    return in_yaml(reading.columns or {column: column for column in ROW_COLUMNS[reading.format]})
-
-
 def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
     """A reading in a question. If others have another objective, with its own."""
-    words = in_yaml(reading.columns) if reading.columns else reading.format
+    words = reading.in_words()
     if reading.labels or reading.unknown:
         words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
     if len({each.objective for each in among}) > 1:

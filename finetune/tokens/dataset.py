@@ -192,7 +192,7 @@ def _facts(
     eval_tokens = 0
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
-    pairs = {}
+    pairs: dict[str, int] = {}
     if unanswered := total("unanswered"):
         longest = max(int(store.facts.get("longest_unanswered", 0)) for store in pool.stores)
         pairs |= {"unanswered": unanswered, "longest_unanswered": longest}

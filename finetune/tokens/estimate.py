@@ -75,7 +75,8 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     if file:
         around, estimated_by = _tokens_around(file), "the model's tokenizer"
     # Shape [rows, documents in a row]. max_length holds for each answer in a pair, together with its prompt.
-    documents, asked = [], []
+    documents: list[np.ndarray] = []
+    asked: list[np.ndarray] = []
     for texts in texts_of_sets:
         bytes_a_token = _bytes_a_token(texts, file)
         for sizes, found in ((texts.nbytes, documents), (texts.questions, asked)):
