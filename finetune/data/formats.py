@@ -29,6 +29,7 @@ from finetune.data.messages import (
     read_message,
     read_tools,
     role_of_tools,
+    turns_in,
     with_our_role,
 )
 from finetune.data.readers import BadRow, json_kind
@@ -352,12 +353,14 @@ def _supervised_from(chat: Chat, last: int, problem: str) -> Chat:
 
 def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     prompt, completion = view["prompt"], view["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(prompt, list) or isinstance(completion, list):  # a text beside turns is one turn
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(completion, list):
+            completion = [{"role": "assistant", "content": completion}]
         chat = _make_chat(view, [*prompt, *completion], "prompt and completion", layout)
         # The prompt's own assistant turns are context, and not supervised.
         return _supervised_from(chat, len(completion), "'completion' has no assistant turn to supervise; add one")
-    if isinstance(prompt, list) or isinstance(completion, list):
-        raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
     for column in (*OF_CHATS, "history", *REASONING_COLUMNS):
         if view.get(column):
             columns = {
@@ -375,6 +378,9 @@ def _needed_text(view: Mapping[str, Any], column: str, layout: RowLayout) -> str
     value, place = view[column], layout.place(column)
     if isinstance(value, str) and not value.strip():
         raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
+    if isinstance(turns_in(value, place, always=False), list):
+        line = in_yaml({"messages": layout.columns.get(column, column)})
+        raise BadRow(f"{place} holds turns as text; read them as a chat: columns: {line}")
     return checked_text(value, place)
 
 

@@ -269,14 +269,6 @@ def _kind_of(value: Any) -> str:
     return "other"  # dates, bytes
 
 
-def _why_broken(column: Column) -> str:
-    try:
-        turns_in(column.typical, repr(column.name))
-    except BadRow as error:
-        return f"{error}; turns in a cell must be whole (Excel cuts a cell after 32,767 characters)"
-    return ""
-
-
 def is_turns(value: Any) -> bool:
     """Whether a value is a list of turns, by its first one."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -290,10 +282,12 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     named = {column.name: column.kind for column in columns}
     for column in columns:
         if column.kind == "broken":
-            return Readings([], columns, _why_broken(column))
+            try:
+                turns_in(column.typical, repr(column.name))
+            except BadRow as error:
+                return Readings([], columns, f"{error}; the turns may be cut (Excel keeps 32,767 characters of a cell)")
     found = known_columns(columns, entry.format) or _pair_reading(columns) or _judged_reading(columns)
-    if found is None and (chats := _chat_readings(columns)):
-        return _with_judgement(entry, chats, columns)
+    found = found or _chat_reading(columns)
     if found is None and "text" == named.get("instruction") == named.get("output"):
         found = Reading("alpaca")
     if found is not None:
@@ -432,28 +426,28 @@ def _judged_reading(columns: Sequence[Column]) -> Reading | None:
     return Reading("kto", {ours: theirs for ours, theirs in mapped.items() if ours != theirs})
 
 
-def _chat_readings(columns: Sequence[Column]) -> list[Reading]:
+def _chat_reading(columns: Sequence[Column]) -> Reading | None:
     """Chats as lists of turns, in a column with any name. Turns without an answer are the prompt of a text."""
     chats = [column for column in columns if column.kind == "turns"]
     by_name = {column.name: column for column in chats}
     if not chats:
-        return []
+        return None
     if {"prompt", "completion"} <= {*by_name}:
-        return [Reading("prompt_completion")]
+        return Reading("prompt_completion")
     # The exact name comes first, then the first column that ends with an answer.
     chats.sort(key=lambda each: (each.name not in ("messages", "conversations"), not _ends_with_answer(each)))
     chat = chats[0]
     answers = [column for column in columns if column.is_text and column.has_word((*ANSWER_WORDS, *ANSWERS_WORDS))]
     if not _ends_with_answer(chat) and len(answers) == 1:
         mapped = {"prompt": chat.name, "completion": answers[0].name}
-        return [Reading("prompt_completion", {ours: theirs for ours, theirs in mapped.items() if ours != theirs})]
+        return Reading("prompt_completion", {ours: theirs for ours, theirs in mapped.items() if ours != theirs})
     format: KnownFormat = "sharegpt" if "from" in chat.typical[0] else "messages"
     ours = ROW_COLUMNS[format][0]
     mapped = {} if chat.name == ours else {ours: chat.name}
     system = next((each.name for each in columns if each.is_text and each.name.lower() in SYSTEM_NAMES), None)
     if system and system != "system":
         mapped["system"] = system
-    return [Reading(format, mapped)]
+    return Reading(format, mapped)
 
 
 def _ends_with_answer(column: Column) -> bool:
@@ -605,12 +599,9 @@ def _with_judgement(entry: DataSet, found: list[Reading], columns: list[Column])
     if judged is None or result.obstacle:
         return result
     column, says = judged
-    mapped = {"completion": "messages" if first.format == "messages" else "conversations"}
-    if first.format in ("alpaca", "prompt_completion"):
-        mapped = {"instruction": "instruction", "completion": "output"}
-        if first.format == "prompt_completion":
-            mapped = {"prompt": "prompt", "completion": "completion"}
-    mapped = {ours: first.columns.get(theirs, theirs) for ours, theirs in mapped.items()}
+    answered = {name: first.columns.get(name, name) for name in ROW_COLUMNS[first.format]}
+    renamed = {"output": "completion", "messages": "completion", "conversations": "completion"}
+    mapped = {renamed.get(ours, ours): theirs for ours, theirs in answered.items()}
     mapped |= {ours: theirs for ours, theirs in first.columns.items() if ours in ("system", "input")}
     labels = {value: wanted for value, wanted in says.items() if wanted is not None}
     if all(label_of(value) is wanted for value, wanted in says.items()):

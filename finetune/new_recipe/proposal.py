@@ -7,6 +7,7 @@ thirty steps or more. A large set gets one epoch.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,12 +188,15 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.labels:
         changes["labels"] = dict(reading.labels)
-    answer = next((each for each in result.columns if each.name == reading.columns.get("output", "output")), None)
-    if (
-        reading.format == "alpaca" and answer is not None and answer.kind == "number"
-    ):  # no text: a template makes it one
+    numbers = [each.name for each in result.columns if each.kind == "number"]
+    answer = reading.columns.get("output", "output")
+    if reading.format == "alpaca" and answer in numbers:  # a template makes texts of them
+        if not re.fullmatch(r"\w[\w ]*", answer):
+            raise DataError(
+                [f"{one_line(target)}: {answer!r} holds numbers; write them as texts, or rename the column"]
+            )
         changes["columns"].pop("output", None)
-        changes["template"] = {"output": "{" + answer.name.replace("{", "{{").replace("}", "}}") + "}"}
+        changes["template"] = {"output": f"{{{answer}}}"}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
     if reading.objective != "supervised":

@@ -111,6 +111,12 @@ def test_the_columns_of_public_data_sets_are_read(name: str, tmp_path: Path) -> 
     assert checked(tmp_path, row, row, **entry) == told
 
 
+def test_a_text_beside_turns_is_one_turn(tmp_path: Path) -> None:
+    for row in ({"prompt": [ASKED], "completion": "So."}, {"prompt": "Why?", "completion": [ANSWERED]}):
+        (chat,) = read(tmp_path, row)
+        assert chat == Chat(TURNS, None, [False, True])
+
+
 def test_texts_are_read_as_texts(tmp_path: Path) -> None:
     assert read(tmp_path, {"text": "Once upon a time"}) == [Passage("", "Once upon a time")]
     mapped = {"prompt": "question", "completion": "answer"}
@@ -176,6 +182,9 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"conversations": [{"from": "Mensch", "value": "Why?"}, SHAREGPT[1]]},
         {}, "conversations[0]: unknown speaker 'Mensch'; known are human, gpt, system, function_call, observation; or "
         "add roles: {Mensch: user}",
+    ),
+    "a chat as text where an answer is": (
+        {"instruction": "Why?", "output": json.dumps(TURNS)}, {}, "output holds turns as text; read them as a chat",
     ),
     "variables for texts": ({"text": "a"}, {"chat_template_kwargs": {"x": 1}}, "no chat template renders; remove them"),
 }  # fmt: skip

@@ -473,7 +473,10 @@ def test_a_column_that_may_judge_the_answers_is_asked_about(
         assert recipe.data.train[0].labels == dict(found.reading.labels)
         assert sum(check_rows(recipe.data).values()) == COUNT
     every = propose("a.csv", gpus="cpu", columns="instruction=prompt,output=completion")
-    assert any(f"{column!r} (" in line and "unwanted ones too" in line for line in every.lines)
+    notes: list[str] = []  # of a recipe without a word about columns, by `check --data` and `train`
+    check_rows(Data.model_validate({"train": [{"path": "csv", "data_files": "a.csv"}]}), notes.append)
+    for lines in (every.lines, notes):
+        assert any(f"{column!r} (" in line and "unwanted ones too" in line for line in lines)
 
 
 def test_a_scale_and_a_label_against_the_answer(tmp_path: Path) -> None:
