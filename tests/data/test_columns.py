@@ -183,9 +183,6 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {}, "conversations[0]: unknown speaker 'Mensch'; known are human, gpt, system, function_call, observation; or "
         "add roles: {Mensch: user}",
     ),
-    "a chat as text where an answer is": (
-        {"instruction": "Why?", "output": json.dumps(TURNS)}, {}, "output holds turns as text; read them as a chat",
-    ),
     "variables for texts": ({"text": "a"}, {"chat_template_kwargs": {"x": 1}}, "no chat template renders; remove them"),
 }  # fmt: skip
 
