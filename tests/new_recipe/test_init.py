@@ -679,3 +679,15 @@ def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
     )
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
     assert prepare(recipe, tokenizer_of("qwen")).facts["dropped"] == 0
+
+
+def test_a_small_file_is_read_whole_however_slow_the_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 300 rows has a third label."""
+    monkeypatch.setattr("finetune.new_recipe.sample.SAMPLE_SECONDS", -1.0)
+    rows = [{"prompt": f"Why {n}?", "completion": f"So {n}.", "label": n % 2} for n in range(299)]
+    rows.append(rows[0] | {"label": 5})
+    (tmp_path / "a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    with pytest.raises(FinetuneError, match=r"judged answers: kto"):
+        propose(str(tmp_path / "a.jsonl"), gpus="cpu")
