@@ -686,8 +686,7 @@ def test_a_small_file_is_read_whole_however_slow_the_machine_is(
 ) -> None:
     """The last of 300 rows has a third label."""
     monkeypatch.setattr("finetune.new_recipe.sample.SAMPLE_SECONDS", -1.0)
-    rows = [{"prompt": f"Why {n}?", "completion": f"So {n}.", "label": n % 2} for n in range(299)]
-    rows.append(rows[0] | {"label": 5})
-    (tmp_path / "a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    rows = [f"Why {n}?,So {n}.,{5 if n == 299 else n % 2}\n" for n in range(300)]
+    (tmp_path / "a.csv").write_text(f"prompt,completion,label\n{''.join(rows)}", "utf-8")
     with pytest.raises(FinetuneError, match=r"judged answers: kto"):
-        propose(str(tmp_path / "a.jsonl"), gpus="cpu")
+        propose(str(tmp_path / "a.csv"), gpus="cpu")
