@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
     """The number and its noun; `plural` where that is not the noun and an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def as_word(path: object) -> str:
+    """A file's name as a word of a shell command. A name that begins with a dash would be an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def percent(share: float) -> str:

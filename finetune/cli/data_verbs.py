@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
-from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
@@ -71,6 +71,9 @@ def init(
         str | None,
         typer.Option(help="Our columns to yours: 'instruction=frage,output=antwort'.", show_default=False),
     ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Judged answers: 'up=true,down=false'.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="A Hub name or folder; chosen by memory.", show_default=False)
     ] = None,
@@ -97,6 +100,7 @@ def init(
         proposal = propose(
             target,
             columns=columns,
+            labels=labels,
             model=model,
             gpus=gpus,
             output=output,
@@ -104,9 +108,6 @@ def init(
             sheet=sheet,
             choose=_ask_which if can_ask else None,
         )
-        if proposal.file.exists():
-            raise FinetuneError(f"{proposal.file}: is there already; name another file with -o, or delete it")
-        check_output(proposal.file, "--output")
         write_text(proposal.file, proposal.text)
         if not as_json:
             print_proposal(proposal, rich_console())

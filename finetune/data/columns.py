@@ -5,14 +5,14 @@ The message names the columns, and gives the line for the data set's entry in th
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from finetune.data.messages import nearest
+from finetune.data.messages import nearest, turns_in
 from finetune.data.readers import BadRow, json_kind
+from finetune.data.readings import PAIR_WORDS, in_quotes, in_yaml, known_columns, labels_in_yaml, profiles, readings
 from finetune.recipe.cross_checks import (
     FORMAT_OF_OBJECTIVE,
     OPTIONAL_COLUMNS,
@@ -21,17 +21,10 @@ from finetune.recipe.cross_checks import (
     template_fields,
 )
 from finetune.recipe.schema import DataSet, KnownFormat
-from finetune.wording import counted
 
-SHOWN_CHARACTERS = 90  # of a list of columns
-# Usual column names for a question, its answer, and so on. The first name that a row has is taken.
-QUESTIONS = ("instruction", "question", "prompt", "query", "problem", "input", "user", "human")
-ANSWERS = ("output", "answer", "response", "completion", "solution", "target", "assistant", "summary", "sql")
-CONTEXTS = ("input", "context", "passage")
-REASONS = ("reasoning_content", "thinking", "reasoning")
-REASONING_COLUMNS = REASONS[:2]  # read without being named; a column `reasoning` may not be meant for training
-SYSTEMS = ("system", "system_prompt", "system_message")
-TEXTS = ("content", "body", "document", "article", "story", "code")
+_BETTER_WORDS, _WORSE_WORDS = ({*words} for words in zip(*PAIR_WORDS, strict=True))
+REASONING_COLUMNS = ("reasoning_content", "thinking")  # read without being named; `reasoning` may not be meant
+TURN_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # may hold turns as text
 
 
 @dataclass(frozen=True)
@@ -43,10 +36,19 @@ class RowLayout:
     roles: Mapping[str, str] = field(default_factory=dict)  # the data set's -> ours
     template: Mapping[str, str] = field(default_factory=dict)  # ours -> a text with the data set's columns in braces
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, bool] = field(default_factory=dict)  # a label's value, lower case -> wanted
     is_guess: bool = False  # whether this program guessed `columns`; else the recipe names them
 
     def view(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row by our column names."""
+        """The row by our column names, with turns in a text as a list. Raises BadRow."""
+        view = self._renamed(row)
+        for ours in TURN_COLUMNS:
+            if ours in view and ours in (*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]):
+                always = ours in ("messages", "conversations")
+                view[ours] = turns_in(view[ours], self.place(ours), always=always)
+        return view
+
+    def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns and not self.template:
             return dict(row)
         mapped = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
@@ -103,14 +105,18 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
                 raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
 
     is_told = bool(entry.columns or entry.template)
-    guessed = {} if is_told else _columns_of_known_sets(entry, rows, names)
+    known = None if is_told else known_columns(profiles(rows), entry.format)
+    # A recipe's objective decides about pairs and judged answers. `auto` does not mean them.
+    if known is not None and entry.format == "auto" and known.objective != "supervised":
+        known = None
     layout = RowLayout(
         "text",
-        columns=guessed or entry.columns,
+        columns=known.columns if known is not None else entry.columns,
         roles=entry.roles,
         template=entry.template,
         chat_template_kwargs=entry.chat_template_kwargs,
-        is_guess=bool(guessed),
+        labels=entry.labels,
+        is_guess=bool(known is not None and known.columns),
     )
     # Mapped the wrong way round, the model would learn to prefer the worse answers.
     if layout.columns.get("chosen") in _WORSE_WORDS and layout.columns.get("rejected") in _BETTER_WORDS:
@@ -123,20 +129,23 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     elif entry.format == "kto" and not {"chosen", "rejected"} - {*names, *layout.columns}:
         formats = ["preference"]  # each row is two judged answers
     for row in rows:
-        view = layout.view(row)
+        view = layout.view(row)  # of texts: none is parsed yet
         format = _format_with_columns(view, formats)
         if format is None:
             continue
+        layout = replace(layout, format=format)
+        with suppress(BadRow):  # the row itself is refused, with its place
+            view = layout.view(row)
         answer = {"prompt_completion": "completion", "kto": "completion", "preference": "chosen"}.get(format, "")
         are_texts = isinstance(view.get("prompt"), str) and isinstance(view.get(answer), str)
         if entry.chat_template_kwargs and (format == "text" or are_texts):
             raise BadRow("chat_template_kwargs: these rows are texts, which no chat template renders; remove them")
-        return replace(layout, format=format)
+        return layout
     if entry.format in FORMAT_OF_OBJECTIVE.values():
-        raise BadRow(_answer_to_no_preferences(entry, rows[0], names))
+        raise BadRow(_answer_to_no_preferences(entry, rows, names))
     if entry.format != "auto" or is_told:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
-    raise BadRow(_answer_to_unknown(rows[0], names))
+    raise BadRow(_answer_to_unknown(entry, rows, names))
 
 
 def _format_with_columns(view: Mapping[str, Any], formats: Sequence[str]) -> KnownFormat | None:
@@ -148,48 +157,6 @@ def _format_with_columns(view: Mapping[str, Any], formats: Sequence[str]) -> Kno
         if all(column in view for column in ROW_COLUMNS[name]):
             return cast(KnownFormat, name)
     return None
-
-
-def _columns_of_known_sets(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """`columns` of known layouts under other names: ShareGPT's turns in `messages`, Dolly, preferences."""
-    lists = [row["messages"] for row in rows if isinstance(row.get("messages"), list) and row["messages"]]
-    may_be_sharegpt = entry.format in ("auto", "sharegpt") and "conversations" not in names
-    if may_be_sharegpt and lists and _is_list_of_objects_with(lists[0], "from", "value"):
-        return {"conversations": "messages"}
-    if entry.format in FORMAT_OF_OBJECTIVE.values():
-        return _columns_of_known_preferences(rows, names)
-    # Without `output`, Dolly's `response` is the answer, and its `context` the input.
-    is_dolly = {"instruction", "response"} <= {*names} and not {"output", "messages", "conversations"} & {*names}
-    if entry.format in ("auto", "alpaca") and is_dolly:
-        if "context" in names and "input" not in names:
-            return {"input": "context", "output": "response"}
-        return {"output": "response"}
-    return {}
-
-
-def _columns_of_known_preferences(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """`columns` of LLaMA-Factory's layouts, with the turns in `conversations` or `messages`.
-
-    The turns come before two answers that are turns too, or beside a label for the last turn.
-    """
-    turns = next((name for name in ("conversations", "messages") if name in names), None)
-    if turns is None:
-        return {}
-    if {"chosen", "rejected"} <= {*names}:
-        answers_alone = all(isinstance(row.get("chosen"), dict | str) for row in rows)
-        if answers_alone and "prompt" not in names:
-            return {"prompt": turns}
-        return {}
-    if "completion" in names or not {"label", "kto_tag"} & {*names}:
-        return {}
-    if "label" in names:
-        return {"completion": turns}
-    return {"completion": turns, "label": "kto_tag"}
-
-
-def _is_list_of_objects_with(value: Any, *keys: str) -> bool:
-    """Whether a list's first element is an object with these keys."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {*keys} <= {*value[0]}
 
 
 # -- messages about the columns, with the line to add ----------------------------------------------------------
@@ -208,127 +175,31 @@ def _answer_to_missing(entry: DataSet, format: str, names: Sequence[str]) -> str
     return f"the field {missing!r} is missing; add it, or choose another data format than {format}"
 
 
-def _answer_to_unknown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The message if the recipe says nothing, and no layout has these columns."""
-    if (mapped := columns_of_pairs(row, names)) is not None:
-        dpo = "training.objective: dpo"
-        if mapped:
-            dpo += f" and columns: {in_yaml(mapped)}"
-        alone = in_yaml(_columns_of_chosen(row, mapped))
-        return f"preference rows ({in_quotes(names)}); set {dpo}; for the better answers alone columns: {alone}"
-    # From the likeliest cause to the least likely: other names, a misspelt name, a missing column.
-    if suggested := _probable_columns(row):
-        return (
-            f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(suggested)}"
-        )
+def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """The message if the recipe says nothing, and no layout has these columns: the line that `finetune init` finds."""
+    result = readings(entry, rows)
     expected = list(dict.fromkeys(column for columns in ROW_COLUMNS.values() for column in columns))
-    for name in names:
-        if name not in expected and (near := nearest(name, expected)):
+    for name in names if not result.found else ():
+        if near := nearest(name, expected):
             return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {in_yaml({near: name})}"
-    for columns in ROW_COLUMNS.values():
+    for columns in ROW_COLUMNS.values() if len(result.found) > 1 or result.obstacle else ():
         missing = [column for column in columns if column not in names]
-        if len(missing) < len(columns):
+        if 0 < len(missing) < len(columns) and not any(column.kind == "list" for column in result.columns):
             present = next(column for column in columns if column != missing[0])
             return f"the field {missing[0]!r} is missing next to {present!r}; add it, or columns: {{{missing[0]}: ...}}"
-    texts = {name: len(value) for name, value in row.items() if isinstance(value, str)}
-    longest = sorted(texts, key=lambda name: -texts[name])[:2]  # numbers, dates and categories are short
-    question, answer = [*(name for name in texts if name in longest), "...", "..."][:2]
-    chat = in_yaml({"instruction": question, "output": answer})
-    plain = in_yaml({"prompt": question, "completion": answer})
-    return (
-        f"no known layout: the columns are {in_quotes(names) or 'none'}; for a chat model add columns: {chat}; "
-        f"without its chat template: {plain}, or {{text: ...}}"
-    )
-
-
-def _probable_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """`columns` that these names and values suggest; empty if nothing is clear."""
-    texts = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
-    system = _first(SYSTEMS, texts)
-    for name, value in row.items():
-        if _is_list_of_objects_with(value, "role", "content"):
-            columns = {"messages": name}
-        elif _is_list_of_objects_with(value, "from", "value"):
-            columns = {"conversations": name}
-        else:
-            continue
-        if system and texts[system] != "system":
-            columns["system"] = texts[system]
-        return columns
-    question, answer = _first(QUESTIONS, texts), _first(ANSWERS, texts)
-    if question and answer:
-        columns_of_chat = {
-            "system": system,
-            "instruction": question,
-            "input": _first([name for name in CONTEXTS if name != question], texts),
-            "reasoning_content": _first(REASONS, texts),
-            "output": answer,
-        }
-        return {ours: texts[name] for ours, name in columns_of_chat.items() if name and texts[name] != ours}
-    text = _first(TEXTS, texts)
-    if text:
-        return {"text": texts[text]}
-    return {}
-
-
-def _first(words: Iterable[str], among: Mapping[str, str]) -> str | None:
-    return next((word for word in words if word in among), None)
-
-
-# Words in the column names of two answers: `response_chosen` and `response_rejected` are a pair.
-PAIR_WORDS = (
-    ("chosen", "rejected"), ("win", "lose"), ("winner", "loser"), ("winning", "losing"), ("preferred", "dispreferred"),
-    ("preferred", "rejected"), ("accepted", "rejected"), ("better", "worse"), ("good", "bad"), ("best", "worst"),
-    ("positive", "negative"), ("wanted", "unwanted"), ("desirable", "undesirable"),
-)  # fmt: skip
-_BETTER_WORDS, _WORSE_WORDS = ({*words} for words in zip(*PAIR_WORDS, strict=True))
-
-
-def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
-    """Find the columns with a better and a worse answer by their names; None without such a pair.
-
-    chosen, rejected            -> these
-    answer_win, answer_lose     -> these
-    chosen, score_chosen, ...   -> chosen and rejected: the shortest names
-    """
-    found = []
-    for name in names:
-        parts = re.split(r"([\W_]+)", name)
-        for place, part in enumerate(parts):
-            for better, worse in PAIR_WORDS:
-                if part.lower() != better:
-                    continue
-                other = "".join([*parts[:place], worse, *parts[place + 1 :]])
-                found += [(name, each) for each in names if each.lower() == other.lower()]
-    return min(found, key=lambda pair: len(pair[0]), default=None)
-
-
-def columns_of_pairs(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | None:
-    """`columns` that read a row as two answers, and texts as chats. Empty: no mapping is needed. None: no such pair.
-
-    Answers are texts or messages. So the numbers in score_chosen and score_rejected do not count.
-    """
-    texts = [name for name in names if isinstance(row.get(name), str | list | dict)]
-    pair = pair_of_answers(texts)
-    if pair is None:
-        return None
-    columns = {ours: theirs for ours, theirs in zip(("chosen", "rejected"), pair, strict=True) if ours != theirs}
-    answer = row[pair[0]]
-    first = answer
-    if isinstance(answer, list) and answer:
-        first = answer[0]
-    if isinstance(first, dict) and (first.get("role") or first.get("from")) not in ("assistant", "gpt"):
-        return columns  # dialogues that hold the question
-    if {"prompt", "conversations"} & {*names} and not isinstance(answer, str):
-        return columns  # turns, and their question is in a column that is read by its name
-    others = {name.lower(): name for name in texts if isinstance(row[name], str) and name not in pair}
-    question, system = _first(QUESTIONS, others), _first(SYSTEMS, others)
-    before = {}
-    if system and others[system] != "system":
-        before["system"] = others[system]
-    if question and others[question] != "instruction" and not isinstance(row.get("prompt"), list):
-        before["instruction"] = others[question]
-    return before | columns
+    if result.obstacle:
+        return f"no known layout: {result.obstacle}"
+    first = result.found[0]
+    if first.format == "preference":
+        line = f"set training.objective: dpo{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
+        alone = in_yaml(_columns_of_chosen(rows[0], first.columns))
+        return f"preference rows ({in_quotes(names)}); {line}; for the better answers alone columns: {alone}"
+    if first.format == "kto":
+        line = f"set training.objective: kto{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
+        return f"judged answers ({in_quotes(names)}); {line}"
+    lines = " or ".join(reading.in_words() for reading in result.found if reading.objective == "supervised")
+    lines += ", or for plain text {text: ...}" * (len(result.found) > 1)
+    return f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {lines}"
 
 
 def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
@@ -343,12 +214,10 @@ def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dic
     question = mapped.get("instruction") or ("instruction" if "instruction" in row else None)
     if question is None:
         return {"text": name}
-    if question == "instruction":
-        return {"output": name}
     return {"instruction": question, "output": name}
 
 
-def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Sequence[str]) -> str:
+def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message if the objective compares or judges answers, and the rows lack the columns for it."""
     needed = ROW_COLUMNS[entry.format]
     if entry.columns:
@@ -356,51 +225,19 @@ def _answer_to_no_preferences(entry: DataSet, row: Mapping[str, Any], names: Seq
         if missing:
             line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")})
             return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
-    if mapped := columns_of_pairs(row, names):
-        return f"the columns are {in_quotes(names)}; add to this data set: columns: {in_yaml(mapped)}"
-    is_judged = "label" in names and {"completion", "messages", "conversations"} & {*names}
+    found = readings(entry.model_copy(update={"format": "auto"}), rows).found
+    for reading in found:
+        if reading.format == entry.format and reading.columns:
+            line = f"columns: {in_yaml(reading.columns)}"
+            if reading.labels or reading.unknown:
+                line += f", and labels: {labels_in_yaml(reading)}"
+            return f"the columns are {in_quotes(names)}; add to this data set: {line}"
     if entry.format == "preference":
-        if is_judged:
+        if any(reading.format == "kto" for reading in found):
             return (
                 f"dpo compares two answers, and these rows ({in_quotes(names)}) judge one; set training.objective: kto"
             )
-        lacks = "dpo needs a chosen and a rejected answer"
-        line = "columns: {chosen: ..., rejected: ...}"
+        lacks, line = "dpo needs a chosen and a rejected answer", "columns: {chosen: ..., rejected: ...}"
     else:
-        lacks = "kto needs an answer and its label"
-        line = "columns: {completion: ..., label: ...}"
-    near = {
-        ours: near
-        for ours in needed
-        if ours not in names and (near := nearest(ours, [name for name in names if name not in ROW_COLUMNS["kto"]]))
-    }
-    if near:
-        line = f"columns: {in_yaml(near)}"
+        lacks, line = "kto needs an answer and its label", "columns: {completion: ..., label: ...}"
     return f"{lacks}, the columns are {in_quotes(names)}; add {line}, or set training.objective: supervised"
-
-
-def in_quotes(names: Sequence[str]) -> str:
-    """Names in quotes, as many as fit into a message, and a count of the others."""
-    text = ""
-    for shown, name in enumerate(names):
-        part = ", " * bool(text) + repr(name)
-        if len(text) + len(part) > SHOWN_CHARACTERS:
-            if text:
-                return f"{text} and {len(names) - shown:,} more"
-            return counted(len(names), "name")
-        text += part
-    return text
-
-
-def in_yaml(mapping: Mapping[str, str]) -> str:
-    """A mapping in one line of YAML. The value "..." stays plain, because the reader fills it in."""
-
-    def quoted(name: str) -> str:
-        is_word = re.fullmatch(r"[A-Za-z_][\w-]*", name, re.ASCII)
-        if name == "...":
-            return name
-        if is_word and name.lower() not in ("y", "n", "yes", "no", "on", "off", "true", "false", "null"):
-            return name
-        return json.dumps(name, ensure_ascii=False)
-
-    return "{" + ", ".join(f"{quoted(key)}: {quoted(value)}" for key, value in mapping.items()) + "}"

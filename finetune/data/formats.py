@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.columns import QUESTIONS, REASONING_COLUMNS, RowLayout, in_yaml
+from finetune.data.columns import REASONING_COLUMNS, RowLayout
 from finetune.data.messages import (
     OTHER_ROLES,
     ROLES,
@@ -29,9 +29,11 @@ from finetune.data.messages import (
     read_message,
     read_tools,
     role_of_tools,
+    turns_in,
     with_our_role,
 )
 from finetune.data.readers import BadRow, is_blank, json_kind
+from finetune.data.readings import QUESTION_WORDS, in_yaml, label_of
 from finetune.output_stream import printable
 from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
 
@@ -136,11 +138,6 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
 
 _ANSWERS = ("chosen", "rejected")
 OTHER_SPEAKERS = tuple(role for role in ROLES if role != "assistant")
-# Words for a wanted answer and for an unwanted one. Numbers on a scale (0.7, 5, -1) are not read: the data's owner
-# decides where the line is.
-_LABELS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen"), True) | dict.fromkeys(
-    ("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), False
-)
 _TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
 
 
@@ -185,20 +182,15 @@ def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
     )
 
 
-def label_of(value: Any) -> bool | None:
-    """Whether a label says that an answer is wanted; None if it says neither."""
-    return _LABELS.get(str(value).strip().lower())
-
-
 def _read_judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     """An answer with its label. In a whole dialogue, the answer is the turns after the last user turn."""
     label = view["label"]
-    wanted = label_of(label)
+    wanted = label_of(label, layout.labels)
     if wanted is None:
         shown = printable(str(label)[:40])
         raise BadRow(
             f"{layout.place('label')} is {shown!r}, neither wanted nor unwanted; write true for a wanted answer, false "
-            "for another"
+            f"for another, or say it in the recipe: labels: {in_yaml({shown: '...'})}"
         )
     prompt = _prompt_before(view, layout, answers_are_texts=isinstance(view["completion"], str))
     if isinstance(prompt, str):
@@ -316,7 +308,7 @@ def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
             '([{"role": "user", "content": ...}, ...]); for HH-RLHF take trl-lib/hh-rlhf-helpful-base'
         )
     texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
-    question = next((column for column in (*QUESTIONS, *texts) if column in texts), "...")
+    question = next((column for column in (*QUESTION_WORDS, *texts) if column in texts), "...")
     line = in_yaml({**layout.columns, "instruction": question})
     return f"'prompt' is missing beside answers that are texts; add it, or columns: {line}"
 
@@ -361,12 +353,14 @@ def _supervised_from(chat: Chat, last: int, problem: str) -> Chat:
 
 def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     prompt, completion = view["prompt"], view["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(prompt, list) or isinstance(completion, list):  # a text beside turns is one turn
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(completion, list):
+            completion = [{"role": "assistant", "content": completion}]
         chat = _make_chat(view, [*prompt, *completion], "prompt and completion", layout)
         # The prompt's own assistant turns are context, and not supervised.
         return _supervised_from(chat, len(completion), "'completion' has no assistant turn to supervise; add one")
-    if isinstance(prompt, list) or isinstance(completion, list):
-        raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
     for column in (*OF_CHATS, "history", *REASONING_COLUMNS):
         if view.get(column):
             columns = {
@@ -384,6 +378,9 @@ def _needed_text(view: Mapping[str, Any], column: str, layout: RowLayout) -> str
     value, place = view[column], layout.place(column)
     if isinstance(value, str) and is_blank(value):
         raise BadRow(f"{place} is empty; give it a text, or leave such rows out: drop: [empty]")
+    if isinstance(turns_in(value, place, always=False), list):
+        line = in_yaml({"messages": layout.columns.get(column, column)})
+        raise BadRow(f"{place} holds turns as text; read them as a chat: columns: {line}")
     return checked_text(value, place)
 
 

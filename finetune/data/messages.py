@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
@@ -21,6 +23,16 @@ MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio"
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
 LONGEST_ROLE = 100  # characters
 COMPARED_KEYS = 20  # a message's unknown keys that are compared with ours, in case they are misspelt
+_SPEAKERS = {*ROLES, *OTHER_ROLES, "chatgpt", "observation", "function", "function_call", "function_response"}
+_TURNS_IN_TEXT = re.compile(r"""\s*(?:array\()?\[?\s*\{\s*['"](?:role|from|content|value)['"]\s*:""")
+_PYTHON_STRING = re.compile(r"""'[^'\\\n]*(?:\\.[^'\\\n]*)*'|"[^"\\\n]*(?:\\.[^"\\\n]*)*\"""", re.DOTALL)
+_PYTHON_WORDS = [
+    (re.compile(pattern), replaced)
+    for pattern, replaced in (
+        (r"\b(?:None|nan)\b", "null"), (r"\bTrue\b", "true"), (r"\bFalse\b", "false"),
+        (r"\barray\(", ""), (r",\s*dtype=object\)", ""), (r"\}\s+\{", "}, {"),
+    )
+]  # fmt: skip
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -226,9 +238,9 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def parsed_cell(value: Any, place: str, *, empty: Any) -> Any:
-    """The value, or `empty` for a blank text. Raises BadRow for a text that is not JSON.
+    """The value, or `empty` for a blank text. Raises BadRow for a text that is neither JSON nor Python.
 
-    Tables hold lists and objects as JSON text, because their shape differs from row to row.
+    Tables hold lists and objects as text, because their shape differs from row to row.
     """
     if not isinstance(value, str):
         return value
@@ -237,12 +249,55 @@ def parsed_cell(value: Any, place: str, *, empty: Any) -> Any:
     return json_text(value, place)
 
 
+def turns_in(value: Any, place: str, *, always: bool = True) -> Any:
+    """The turns that a table holds as JSON or Python text, as a list or one object; any other value is unchanged.
+
+    Args:
+        always: Raise BadRow for a text that only begins like turns: Excel cuts cells at 32,767 characters. False: in a
+            column of texts, only a text whose every turn has a known speaker is not what it seems.
+    """
+    if not isinstance(value, str) or not _TURNS_IN_TEXT.match(value):
+        return value
+    try:
+        parsed = json_text(value, place)
+    except BadRow:
+        if always:
+            raise
+        return value
+    turns = parsed if isinstance(parsed, list) else [parsed]
+    speakers = [turn.get("role", turn.get("from")) if isinstance(turn, dict) else None for turn in turns]
+    if always or all(str(speaker).lower() in _SPEAKERS for speaker in speakers):
+        return parsed
+    return value
+
+
 def json_text(text: str, place: str) -> Any:
-    """Parse a text that holds JSON. Raises BadRow."""
+    """Parse a text that holds JSON, or Python's or numpy's way of writing the same value. Raises BadRow."""
     try:
         return parse_json(text)
     except BadRow as error:
-        raise BadRow(f"{place}: {error}") from None
+        try:
+            return parse_json(_python_as_json(text))
+        except (BadRow, ValueError, SyntaxError, SyntaxWarning, DeprecationWarning):
+            raise BadRow(f"{place}: {error}") from None
+
+
+def _python_as_json(text: str) -> str:
+    """A Python value's text as JSON. Only single strings are evaluated, so nothing nests and nothing runs.
+
+    [{'role': 'user', 'content': "It's"}\n {'role': ...}]   numpy writes no comma between objects
+    """
+    parts, end = [], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an escape that Python does not know
+        for match in _PYTHON_STRING.finditer(text):
+            parts += [text[end : match.start()], json.dumps(ast.literal_eval(match.group()))]
+            end = match.end()
+    parts.append(text[end:])
+    for place in range(0, len(parts), 2):  # between the strings
+        for pattern, replaced in _PYTHON_WORDS:
+            parts[place] = pattern.sub(replaced, parts[place])
+    return "".join(parts)
 
 
 def check_inside(value: Any, place: str) -> None:
@@ -261,7 +316,14 @@ def check_inside(value: Any, place: str) -> None:
 def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
     """The value if it is text that a tokenizer can take. Raises BadRow for any other value."""
     if not isinstance(value, str):
-        raise BadRow(f"{place} must be text, this is {json_kind(value)}; put it in quotes")
+        remedy = "write it as text"
+        if isinstance(value, int | float):
+            remedy += f', or in the recipe template: {{output: "{{{place.strip(chr(39))}}}"}}'
+        elif isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
+            remedy = "write one text, or for training.objective: dpo two columns: chosen and rejected"
+        elif isinstance(value, list | dict):
+            remedy = "write one text, or the turns of a chat as messages: [...]"
+        raise BadRow(f"{place} must be text, this is {json_kind(value)}; {remedy}")
     if not may_be_empty and not value.strip():
         raise BadRow(f"{place} is empty; give it a text, or remove the row")
     if "\x00" in value:

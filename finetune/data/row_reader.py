@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
+from finetune.data.columns import RowLayout, layout_of
 from finetune.data.dialect import csv_dialect
 from finetune.data.formats import (
     Chat,
@@ -27,6 +27,7 @@ from finetune.data.formats import (
 )
 from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
 from finetune.data.readers import BadRow, SourceRow, is_blank
+from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
 from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
@@ -62,6 +63,7 @@ class RowReader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._layout: RowLayout | None = None
+        self._remarks: list[str] = []  # about the first rows' columns
         self._unused: dict[str, None] = {}  # unread columns, in the order of their first rows
         self._message_keys: dict[str, None] = {}  # keys beside READ_KEYS
         self._reported: set[str] = set()  # unknown roles, and columns or keys with images
@@ -86,8 +88,11 @@ class RowReader:
             if not good:
                 yield from (ReadRow(row, None, row.problem) for row in head)
                 continue
+            values = [row.values for row in good if row.values is not None]
             try:
-                self._layout = layout_of(self._source.entry, [row.values for row in good if row.values is not None])
+                self._layout = layout_of(self._source.entry, values)
+                reading = Reading(self._layout.format, self._layout.columns)
+                self._remarks = remarks(reading, profiles(values))
             except BadRow as error:
                 yield ReadRow(good[0], None, str(error))
                 return
@@ -196,6 +201,7 @@ class RowReader:
             facts_of_answers = {"answers": dict(self._answers), "as_chats": as_chats}
         return {
             "read_as": read_as,
+            "remarks": self._remarks,
             "unused_columns": [*self._unused],
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
@@ -263,6 +269,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: left out: {' and '.join(found)}"
     if facts["unused_columns"]:
         yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
+    for remark in facts.get("remarks", ()):  # an older cache has none
+        yield f"{name}: {remark}"
     if facts["unused_message_keys"]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:

@@ -24,6 +24,7 @@ def propose(
     target: str,
     *,
     columns: str | None = None,
+    labels: str | None = None,
     model: str | None = None,
     gpus: str | None = None,
     output: Path | None = None,
@@ -35,6 +36,7 @@ def propose(
 
     Args:
         columns: `instruction=frage,output=antwort`, or the same in YAML. None: found by content.
+        labels: `up=true,down=false`: what the labels of judged answers say. None: by their words.
         model: A Hub name or a folder. None: an ungated model that fits.
         gpus: As in every `--gpus`. None: this machine's.
         output: The recipe's file. None: the data's name, in the working folder.
@@ -47,7 +49,8 @@ def propose(
     """
     from finetune.new_recipe import proposal as module
 
-    options = module.Options(module.read_columns(columns), model, gpus, output, encoding, sheet)
+    told = module.read_columns(columns), module.read_labels(labels)
+    options = module.Options(*told, model, gpus, output, encoding, sheet)
     return module.propose(target, options, choose)
 
 

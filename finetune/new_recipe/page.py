@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.columns import in_yaml
+from finetune.data.readings import in_quotes_of_yaml, in_yaml
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice
 from finetune.recipe.gpus import budget_of
 from finetune.recipe.schema import DataSet
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
-from finetune.wording import counted
+from finetune.wording import as_word, counted
 
 MOST_LINES = 25
 STRATEGY_WORDS = {
@@ -20,7 +20,7 @@ STRATEGY_WORDS = {
     "fsdp2": "one process per GPU, each with a share of the weights",
 }
 TRUNCATION_WORDS: dict[Truncation, str] = {
-    "right": "cut the end of a longer row; the run says how many",
+    "right": "cut a longer row's end; a row whose question alone is longer is left out",
     "split": "a longer text becomes several rows; no token is lost",
 }
 
@@ -41,7 +41,8 @@ class Counts:
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens
-    beyond: float = 0.0  # share of all tokens that stand after max_length in their row
+    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
+    unanswered: int = 0  # rows whose question alone is longer than max_length
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
     lines = [
         f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
-        f"#   finetune preview {file}     shows the rows; green: the model learns to write it",
-        f"#   finetune train {file}       about {counted(settings.steps, 'step')}",
+        f"#   finetune preview {as_word(file)}     shows the rows; green: the model learns to write it",
+        f"#   finetune train {as_word(file)}       about {counted(settings.steps, 'step')}",
     ]
     if choice.gpus is None:
         dtype, rank = "auto", 8
@@ -137,6 +138,10 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:
         lines.append(f"columns: {in_yaml(entry.columns)}  # this kit's name: your column")
+    if entry.template:
+        lines.append(f"template: {in_yaml(entry.template)}  # {{}}: your column, as text")
+    if entry.labels:
+        lines.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
     if entry.drop:
         found = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
         found += [f"{counts.duplicate:,} equal to an earlier row"]
@@ -151,4 +156,4 @@ def _quoted(text: str) -> str:
     is_plain = text and text[0].isalpha() and all(letter.isalnum() or letter in "/._-" for letter in text)
     if is_plain and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off"):
         return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return in_quotes_of_yaml(text)

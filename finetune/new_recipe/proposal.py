@@ -7,31 +7,46 @@ thirty steps or more. A large set gets one epoch.
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from finetune.data.check import Mistakes
-from finetune.data.columns import in_quotes, in_yaml
 from finetune.data.dialect import csv_dialect, found_encoding
-from finetune.data.formats import Chat, Content, documents_in
+from finetune.data.formats import Chat, Content, Passage, documents_in
 from finetune.data.readers import SourceRow
+from finetune.data.readings import (
+    Reading,
+    Readings,
+    in_quotes,
+    in_yaml,
+    judgement_of,
+    label_of,
+    labels_in_yaml,
+    listed,
+    looks_like_data,
+    readings,
+    remarks,
+)
 from finetune.data.row_reader import RowReader, told_lines
 from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
-from finetune.new_recipe.columns import Reading, looks_like_data, readings
+from finetune.files import check_output
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
+from finetune.output_stream import has_controls, one_line
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
-from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.schema import DataSet, KnownFormat, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
 from finetune.tokens.estimate import estimated_rows, text_of
@@ -53,6 +68,7 @@ class Options:
     """The command line's options."""
 
     columns: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, bool] = field(default_factory=dict)
     model: str | None = None
     gpus: str | None = None  # None: this machine's
     output: Path | None = None  # None: the data's name
@@ -95,44 +111,70 @@ class Proposal:
 
 def read_columns(text: str | None) -> dict[str, str]:
     """Read `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
+    columns = _read_mapping("--columns", text, form := "write --columns instruction=frage,output=antwort")
+    known = {column for format in ROW_COLUMNS for column in (*ROW_COLUMNS[format], *OPTIONAL_COLUMNS[format])}
+    for key in columns:
+        if key not in known:
+            raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
+    if columns and _format_of(columns) is None:
+        needs = "needs instruction and output, messages, or text alone"
+        if {"prompt", "chosen", "rejected", "completion", "label"} & {*columns}:
+            needs = "needs chosen and rejected, or completion and label, beside the question's column"
+        raise FinetuneError(f"--columns: {needs}; {form}")
+    return columns
+
+
+def read_labels(text: str | None) -> dict[str, bool]:
+    """Read `--labels`: `up=true,down=false` or YAML. Raises FinetuneError."""
+    labels = _read_mapping("--labels", text, form := "write --labels up=true,down=false")
+    for label, wanted in labels.items():
+        if wanted.lower() not in ("true", "false"):
+            raise FinetuneError(f"--labels: {one_line(label, 60)} is true (wanted) or false (not); {form}")
+    return {label.lower(): wanted.lower() == "true" for label, wanted in labels.items()}
+
+
+def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
     if text is None:
         return {}
-    form = "write --columns instruction=frage,output=antwort"
-    pairs = []
-    if text.lstrip().startswith("{"):
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}") from None
-        if isinstance(value, dict):
-            pairs = [(str(key), str(name)) for key, name in value.items()]
-    else:
+    pairs: list[tuple[str, str]] = []
+    if not text.lstrip().startswith("{"):
         pairs = [(key.strip(), name.strip()) for key, _, name in (part.partition("=") for part in text.split(","))]
-    judged = {"prompt", "chosen", "rejected", "completion", "label"}
-    ours = {"instruction", "input", "output", "system", "reasoning_content", "text"} | judged
+    else:
+        with suppress(yaml.YAMLError, RecursionError, ValueError):
+            value = yaml.safe_load(text)
+            if isinstance(value, dict) and not any(isinstance(name, dict | list) for name in value.values()):
+                pairs = [(str(key), str(name)) for key, name in value.items()]
     if not pairs or not all(name for _, name in pairs):
-        raise FinetuneError(f"--columns: {text!r} is not a mapping; {form}")
-    for key, _ in pairs:
-        if key not in ours:
-            raise FinetuneError(f"--columns: {key!r} is none of our columns; {form}, or text=NAME")
-    columns = dict(pairs)
-    if {"chosen", "rejected"} <= {*columns} or {"completion", "label"} <= {*columns}:
-        return columns
-    if judged & {*columns}:
-        raise FinetuneError(
-            "--columns: needs chosen and rejected, or completion and label, beside the question's column"
-        )
-    is_chat = "text" not in columns and {"instruction", "output"} <= {*columns}
-    if not is_chat and {*columns} != {"text"}:
-        raise FinetuneError(f"--columns: needs instruction and output, or text alone; {form}")
-    return columns
+        raise FinetuneError(f"{option}: {one_line(repr(text), 100)} is not a mapping; {form}")
+    return dict(pairs)
+
+
+def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
+    """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
+    for format in ("preference", "kto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"):
+        ours = {*ROW_COLUMNS[format]}
+        if ours <= {*columns} <= ours | {*OPTIONAL_COLUMNS[format]}:
+            return format
+    return None
 
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
     """See `finetune.new_recipe.propose`."""
+    for option, text in (("--model", options.model), ("--output", str(options.output))):
+        if text is not None and has_controls(text):
+            raise FinetuneError(f"{option}: {one_line(repr(text))} holds a line break or a control; name another")
     entry = entry_of(target, options.encoding)
     given = {"encoding": options.encoding, "sheet": options.sheet}
     entry = entry.model_copy(update={key: value for key, value in given.items() if value is not None})
+    file = options.output
+    if file is None:
+        stem = Path(target).name
+        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
+            stem = Path(stem).stem
+        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
+    check_output(file, "--output")
+    if file.exists():
+        raise FinetuneError(f"{file}: is there already; name another file with -o, or delete it")
     source = resolve(entry)
     if encoding := _asked_encoding(source, choose_one):
         entry = entry.model_copy(update={"encoding": encoding})
@@ -148,8 +190,20 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {line}"
             ]
         )
-    reading = _choose_reading(target, entry, sample, options, choose_one)
+    result = readings(entry, sample.rows)
+    reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
+    if reading.labels:
+        changes["labels"] = dict(reading.labels)
+    numbers = [each.name for each in result.columns if each.kind == "number"]
+    answer = reading.columns.get("output", "output")
+    if reading.format == "alpaca" and answer in numbers:  # a template makes texts of them
+        if not re.fullmatch(r"\w[\w ]*", answer):
+            raise DataError(
+                [f"{one_line(target)}: {answer!r} holds numbers; write them as texts, or rename the column"]
+            )
+        changes["columns"].pop("output", None)
+        changes["template"] = {"output": f"{{{answer}}}"}
     if reading.format in ("messages", "sharegpt", "prompt_completion"):
         changes["drop"] = ["duplicate"]
     if reading.objective != "supervised":
@@ -162,15 +216,9 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
     settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
-    file = options.output
-    if file is None:
-        stem = Path(target).name
-        while Path(stem).suffix.lower() in SUFFIXES_TO_REMOVE:
-            stem = Path(stem).stem
-        file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
-    lines = _findings(source, sample, reading, counts)
+    lines = _findings(source, sample, result, reading, entry, counts, length, examples)
     lines[1:1] = told
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
@@ -196,36 +244,59 @@ def _asked_encoding(source: Source, choose_one: Callable[[Sequence[str]], int] |
 
 
 def _choose_reading(
-    target: str,
-    entry: DataSet,
-    sample: Sample,
-    options: Options,
-    choose_one: Callable[[Sequence[str]], int] | None,
+    target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
     """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
+    target, plausible = one_line(target), result.found
     if options.columns:
-        names = {name for row in sample.rows for name in row}
+        names = {column.name: column for column in result.columns}
         missing = [theirs for theirs in options.columns.values() if theirs not in names]
         if missing:
-            raise DataError([f"--columns: {target} has no column {missing[0]!r}, but {in_quotes(sorted(names))}"])
-        named = {*options.columns}
-        if {"chosen", "rejected"} <= named:
-            return Reading("preference", options.columns)
-        if "label" in named:
-            return Reading("kto", options.columns)
-        if "text" in named:
-            return Reading("text", options.columns)
-        return Reading("alpaca", options.columns)
-    plausible = readings(entry, sample.rows)
-    if len(plausible) == 1:
-        return plausible[0]
-    lines = [each.in_words() for each in plausible]
-    if choose_one is not None:
-        return plausible[choose_one(lines)]
-    alternatives = " or ".join(lines)
-    raise DataError(
-        [f"{target}: the columns may be read in {len(lines)} ways: {alternatives}; say which: --columns '{lines[0]}'"]
-    )
+            listed = in_quotes(sorted(names))
+            raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
+        told = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
+        if "label" in options.columns and not options.labels:
+            judged = judgement_of([names[options.columns["label"]]])
+            if judged is not None:
+                labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
+                told = replace(told, unknown=tuple(labels))
+        plausible = [told]
+    elif result.obstacle:
+        as_it_is = ""
+        if plausible and plausible[0].format != "text":
+            as_it_is = f"; or as it is: --columns {shlex.quote(plausible[0].in_words())}"
+        raise DataError([f"{target}: {result.obstacle}{as_it_is}"])
+    index = 0
+    lines = [_in_words(reading, among=plausible) for reading in plausible]
+    if len(plausible) > 1:
+        if choose_one is None:
+            raise DataError(
+                [
+                    f"{target}: the columns may be read in {len(lines)} ways: {' or '.join(lines)}; say which: "
+                    f"--columns {shlex.quote(plausible[0].in_words())}"
+                ]
+            )
+        index = choose_one(lines)
+    reading = plausible[index]
+    if options.labels:
+        reading = replace(reading, labels=options.labels, unknown=())
+    if reading.unknown:
+        line = f"--columns {shlex.quote(reading.in_words())} --labels {shlex.quote(labels_in_yaml(reading))}"
+        values = in_quotes(reading.unknown)
+        label = reading.columns["label"]
+        raise DataError([f"{target}: {label!r} has {values}; say which are wanted (true) and which not: {line}"])
+    return reading
+
+
+def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
+    """A reading in a question. If others have another objective, with its own."""
+    words = reading.in_words()
+    if reading.labels or reading.unknown:
+        words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
+    if len({each.objective for each in among}) > 1:
+        meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
+        words += f" ({meaning[reading.objective]})"
+    return words
 
 
 class _TimedRows:
@@ -394,11 +465,21 @@ def _count_tokens(
     longest = round(counts.longest_bytes / bytes_a_token)
     if measured.too_long:
         too_long, longest = measured.too_long[0], measured.too_long[2]
-    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long, beyond=measured.beyond)
+    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long)
+    counts = replace(counts, beyond=measured.beyond, unanswered=measured.unanswered if truncation == "right" else 0)
     return counts, measured.rows
 
 
-def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) -> list[str]:
+def _findings(
+    source: Source,
+    sample: Sample,
+    result: Readings,
+    reading: Reading,
+    entry: DataSet,
+    counts: Counts,
+    length: int,
+    examples: Sequence[Content],
+) -> list[str]:
     """Findings, a line each."""
     kind = {"csv": "CSV", "json": "JSON", "parquet": "Parquet", "excel": "Excel", "text": "text", "hub": "on the Hub"}
     name = kind.get(source.kind, source.kind)
@@ -420,19 +501,21 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
         if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
             more = f" and {len(others) - 3} more" * (len(others) > 3)
             lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
-    if reading.columns:
-        by_name = {*ROW_COLUMNS[reading.format], *OPTIONAL_COLUMNS[reading.format]} - {*reading.columns}
-        unused = [name for name in names if name not in {*reading.columns.values(), *by_name}]
-        lines.append(f"read as {in_yaml(reading.columns)}" + f"; not used: {in_quotes(unused)}" * bool(unused))
-    else:
-        lines.append(f"read as {reading.format}")
+    unused = result.unused(reading)
+    line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
+    if reading.labels:
+        line += f", labels {in_yaml(reading.labels)}"
+    lines.append(line + f"; not used: {listed([each.in_words() for each in unused])}" * bool(unused))
+    if "output" in entry.template:
+        lines.append(f"answers that are numbers, or true and false, become texts: template: {in_yaml(entry.template)}")
+    lines += remarks(reading, result.columns)
     if reading.objective != "supervised":
         lines.append(
             f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
             "such questions, name that run's model"
         )
         prompt = reading.columns.get("prompt", "prompt")
-        if "instruction" not in reading.columns and isinstance(sample.rows[0].get(prompt), str):
+        if any(isinstance(document, Passage) and document.prompt for row in examples for document in documents_in(row)):
             lines.append(
                 f"{prompt!r} is a text, which the model sees without its chat template; for questions to a chat model "
                 f"write instruction: {prompt} in place of prompt"
@@ -448,9 +531,14 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
         if reading.format != "text":
             few += "; a hundred are a beginning"
         lines.append(few)
-    if counts.too_long:
+    if counts.unanswered:
+        lines.append(
+            f"a question longer than max_length ({length:,} tokens): {counted(counts.unanswered, 'row')}; no answer is "
+            f"left after the cut, so they are left out; max_length: {counts.longest} keeps them"
+        )
+    if counts.too_long > counts.unanswered:
         fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
         if reading.format == "text":
             fate = "they are split into pieces, and no token is lost"
-        lines.append(f"longer than max_length: {counted(counts.too_long, 'row')}; {fate}")
+        lines.append(f"longer than max_length: {counted(counts.too_long - counts.unanswered, 'row')}; {fate}")
     return lines

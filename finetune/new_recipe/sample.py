@@ -19,6 +19,7 @@ ROWS_OF_HEAD = 2000
 SLICES, ROWS_OF_SLICE = 8, 100  # of a large JSON Lines file, besides its head: a sorted file begins with one kind
 SAMPLE_SECONDS = 4.0
 WHOLE_BELOW = 64 * 2**20  # bytes; smaller files are read whole
+ALWAYS_WHOLE = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def read_sample(source: Source) -> Sample:
     most: int | None = ROWS_OF_HEAD
     if nbytes <= WHOLE_BELOW and source.kind != "hub":
         most = None
+    # A small text is read whole on a slow machine too: a label's last value may be in its last row.
+    is_small = nbytes <= ALWAYS_WHOLE and all(
+        file.suffix in (".csv", ".tsv", ".json", ".jsonl") for file in source.files
+    )
     end = time.monotonic() + SAMPLE_SECONDS
     is_whole, read = True, 0
     for row in islice(source.rows(), most):
@@ -51,7 +56,7 @@ def read_sample(source: Source) -> Sample:
             problems.append(f"{row.place}: {row.problem}")
         else:
             rows.append(row.values)
-        if time.monotonic() > end and read >= 100:
+        if time.monotonic() > end and read >= 100 and not is_small:
             is_whole = False
             break
     is_whole = is_whole and (most is None or read < most)

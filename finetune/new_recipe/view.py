@@ -12,7 +12,7 @@ from finetune.data.formats import Content, Judged, Pair, Passage, documents_in
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
-from finetune.wording import counted
+from finetune.wording import as_word, counted
 
 LONGEST_SHOWN = 300  # of one text
 ROLE_COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
@@ -41,11 +41,11 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
     if choice.gpus is None and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         note = "this model is small and mostly English: a first look. With --gpus 1x24GB, init chooses Qwen3-8B"
         console.print(note, style="dim", highlight=False)
-    run = f"runs/{proposal.file.stem}"
-    console.print(f"\nwrote {proposal.file}; next:", style="bold", highlight=False)
+    run, file = as_word(f"runs/{proposal.file.stem}"), as_word(proposal.file)
+    console.print(f"\nwrote {proposal.file}; next:", style="bold", markup=False, highlight=False)
     commands = {
-        f"finetune preview {proposal.file}": "every supervised token in colour",
-        f"finetune train {proposal.file}": "curves and answers come with it",
+        f"finetune preview {file}": "every supervised token in colour",
+        f"finetune train {file}": "curves and answers come with it",
         f"finetune chat {run}": "base and tuned, side by side",
     }
     width = max(map(len, commands))

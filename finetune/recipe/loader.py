@@ -37,6 +37,7 @@ from finetune.recipe.yaml_text import (
     shown,
 )
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
+from finetune.wording import as_word
 
 COMMAND_LINE = "command line"
 SILENT_SECONDS, ABSENT_SECONDS = 30, 2  # a pipe's writer may write nothing for so long; it may come so late
@@ -229,7 +230,7 @@ def _read(file: pathlib.Path) -> str:
 
 
 def _is_data(file: pathlib.Path) -> str:
-    return f"{file}: is data, not a recipe; run finetune init {file}, which writes a recipe for it"
+    return f"{file}: is data, not a recipe; run finetune init {as_word(file)}, which writes a recipe for it"
 
 
 def _read_pipe(file: pathlib.Path) -> bytes:

@@ -57,6 +57,8 @@ COUNTS = (
     "truncated",
     "tokens_cut",
     "dropped",
+    "unanswered",
+    "longest_unanswered",
     "identical",
     "identical_cut",
     "texts_split",
@@ -120,7 +122,7 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
     # A new key changes the address only if it is used, so that older caches stay valid.
     reading |= source.entry.model_dump(
-        include={"template", "drop", "delimiter", "encoding", "sheet"}, exclude_defaults=True
+        include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
     parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
@@ -312,7 +314,10 @@ def fit(
         counts["truncated"] += 1
         counts["tokens_cut"] += length - limit
         return [truncated]
-    counts["dropped"] += 1  # too long, or truncated before the first supervised token
+    counts["dropped"] += 1
+    if data.truncation == "right":  # cut before the first supervised token
+        counts["unanswered"] += 1
+        counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     return []
 
 

@@ -48,7 +48,13 @@ class Prepared:
             truncated += "; raise it, or for texts without a prompt set data.truncation: split"
         notes = []
         for name, noun, fate in (
-            ("dropped", "document", "dropped: longer than data.max_length, or without a supervised token"),
+            ("too_long", "document", "dropped: longer than data.max_length"),
+            (
+                "unanswered",
+                "document",
+                "dropped: the question alone is longer than data.max_length, so no answer is left; data.max_length: "
+                f"{self.facts.get('longest_unanswered', 0)} keeps all of them",
+            ),
             ("truncated", "document", truncated),
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("identical_cut", "pair", "left out: the answers differ only beyond data.max_length; raise it"),
@@ -60,6 +66,8 @@ class Prepared:
             ),
         ):
             count = int(self.facts.get(name, 0))
+            if name == "too_long":
+                count = int(self.facts["dropped"]) - int(self.facts.get("unanswered", 0))
             if count:
                 notes.append(f"{counted(count, noun)} {fate}")
         unused_tokens = self.facts.get("new_tokens_unused")
@@ -208,10 +216,13 @@ def _facts(
     eval_tokens = 0
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
-    pairs = {}
+    counts: dict[str, int] = {}
+    if unanswered := total("unanswered"):
+        longest = max(int(store.facts.get("longest_unanswered", 0)) for store in pool.stores)
+        counts |= {"unanswered": unanswered, "longest_unanswered": longest}
     for name in ("identical", "identical_cut"):
         if count := total(name):
-            pairs[name] = count
+            counts[name] = count
     tokens = int(train.lengths.sum())
     return {
         "documents": len(split.train),  # in one epoch, with copies by weight
@@ -227,7 +238,7 @@ def _facts(
         "truncated": total("truncated"),
         "tokens_cut": total("tokens_cut"),
         "dropped": total("dropped"),
-        **pairs,
+        **counts,
         "control_token_texts": total("control_token_texts"),
         "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
     }

@@ -44,7 +44,8 @@ class RowCounts:
     estimated_by: str = ""  # empty if they were counted
     # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
     too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that stand after max_length in their document
+    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
+    unanswered: int = 0  # rows with a question that alone is longer than max_length: a cut leaves no answer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class _Texts:
 
     nbytes: list[int]
     messages: list[int]
+    questions: list[int]  # bytes before the first answer; 0 in a document that fits anyway
     sample: list[str]
 
 
@@ -73,7 +75,12 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     if file:
         around, estimated_by = _tokens_around(file), "the model's tokenizer"
     # Shape [rows, documents in a row]. max_length holds for each answer in a pair, together with its prompt.
-    documents = [_token_counts(texts, file, around).reshape(-1, data.answers_a_row) for texts in texts_of_sets]
+    documents: list[np.ndarray] = []
+    asked: list[np.ndarray] = []
+    for texts in texts_of_sets:
+        bytes_a_token = _bytes_a_token(texts, file)
+        for sizes, found in ((texts.nbytes, documents), (texts.questions, asked)):
+            found.append(_token_counts(sizes, texts.messages, bytes_a_token, around).reshape(-1, data.answers_a_row))
     longest_of_rows = np.concatenate([of_rows.max(axis=1) for of_rows in documents])
     longer = int((longest_of_rows > data.max_length).sum())
     lengths = []
@@ -96,14 +103,15 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     too_long: tuple[int, int, int] | None = None
     if longer:
         too_long = (longer, len(longest_of_rows), int(longest_of_rows.max()))
-    tokens = np.concatenate([of_rows.reshape(-1) for of_rows in documents])
-    beyond = float(np.maximum(tokens - data.max_length, 0).sum() / tokens.sum())
-    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond)
+    is_answered = np.concatenate([of_rows.max(axis=1) < data.max_length for of_rows in asked])
+    tokens = np.concatenate(documents)[is_answered]
+    beyond = float(np.maximum(tokens - data.max_length, 0).sum() / max(1, tokens.sum()))
+    return RowCounts(rows, int(trained.sum()), longest, estimated_by, too_long, beyond, int((~is_answered).sum()))
 
 
 def _read_texts(source: Source, data: Data) -> _Texts:
     """Measure a data set's documents; a pair has two. Other commands report rows with a mistake."""
-    texts = _Texts([], [], [])
+    texts = _Texts([], [], [], [])
     for _, read, _ in RowReader(source).rows():
         if read is None:
             continue
@@ -118,9 +126,21 @@ def _read_texts(source: Source, data: Data) -> _Texts:
             text = text_of(document).encode(errors="replace")  # an unsupervised key may contain half a letter
             texts.nbytes.append(len(text))
             texts.messages.append(len(document.messages) if isinstance(document, Chat) else 0)
+            question = ""
+            if len(text) > data.max_length:  # no token is shorter than a byte
+                question = _question_of(document)
+            texts.questions.append(len(question.encode(errors="replace")))
             if len(texts.sample) < SAMPLED:
                 texts.sample.append(text.decode())
     return texts
+
+
+def _question_of(document: Chat | Passage) -> str:
+    """The text before a document's first answer."""
+    if isinstance(document, Passage):
+        return document.prompt
+    answers = [index for index, supervised in enumerate(document.supervised) if supervised]
+    return text_of(replace(document, messages=document.messages[: answers[0]])) if answers else ""
 
 
 def text_of(document: Chat | Passage) -> str:
@@ -147,19 +167,24 @@ def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
     return others | {"content": content}
 
 
-def _token_counts(texts: _Texts, file: Path | None, around: tuple[float, float]) -> np.ndarray:
-    """Each document's tokens, int64."""
-    bytes_a_token = BYTES_A_TOKEN
+def _bytes_a_token(texts: _Texts, file: Path | None) -> float:
     if file is not None and texts.sample:
         from tokenizers import Tokenizer
 
         look_at_tokenizer(file.parent)
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(texts.sample, add_special_tokens=False)
         tokens = sum(len(encoding.ids) for encoding in encoded)
-        bytes_a_token = sum(texts.nbytes[: len(encoded)]) / max(1, tokens)
-    messages = np.asarray(texts.messages, np.float64)
+        return max(sum(texts.nbytes[: len(encoded)]) / max(1, tokens), 0.1)
+    return BYTES_A_TOKEN
+
+
+def _token_counts(
+    nbytes: list[int], of_messages: list[int], bytes_a_token: float, around: tuple[float, float]
+) -> np.ndarray:
+    """The tokens in texts of these sizes with the template's around them, int64."""
+    messages = np.asarray(of_messages, np.float64)
     added = np.where(messages > 0, around[0] + around[1] * messages, 1)  # a passage gets one end-of-text token
-    return np.rint(np.asarray(texts.nbytes, np.float64) / max(bytes_a_token, 0.1) + added).astype(np.int64)
+    return np.rint(np.asarray(nbytes, np.float64) / bytes_a_token + added).astype(np.int64)
 
 
 def _tokens_around(file: Path) -> tuple[float, float]:

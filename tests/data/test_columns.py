@@ -111,6 +111,12 @@ def test_the_columns_of_public_data_sets_are_read(name: str, tmp_path: Path) -> 
     assert checked(tmp_path, row, row, **entry) == told
 
 
+def test_a_text_beside_turns_is_one_turn(tmp_path: Path) -> None:
+    for row in ({"prompt": [ASKED], "completion": "So."}, {"prompt": "Why?", "completion": [ANSWERED]}):
+        (chat,) = read(tmp_path, row)
+        assert chat == Chat(TURNS, None, [False, True])
+
+
 def test_texts_are_read_as_texts(tmp_path: Path) -> None:
     assert read(tmp_path, {"text": "Once upon a time"}) == [Passage("", "Once upon a time")]
     mapped = {"prompt": "question", "completion": "answer"}
@@ -138,7 +144,8 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "turns of another name": ({"conversation": TURNS, "model": "x"}, {}, "columns: {messages: conversation}"),
     "sharegpt of another name": ({"dialog": SHAREGPT}, {}, "columns: {conversations: dialog}"),
-    "a text of another name": ({"title": "x", "content": "Once"}, {}, "columns: {text: content}"),
+    "a text of another name": ({"title": "x", "content": "Once"}, {},
+        "columns: {instruction: title, output: content} or {instruction: content, output: title}, or for plain text"),
     "a name to quote": ({"my question": "x", "no": SHAREGPT}, {}, 'columns: {conversations: "no"}'),
     "preference texts": (
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
@@ -152,10 +159,10 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
     "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
-    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; for a chat model add columns:"),
+    "unknown": ({"x": 1, "y": 2}, {}, "no column holds texts to train on; the columns are 'x', 'y'"),
     "unknown, with short columns before the texts": (
         {"nr": "1", "art": "Technik", "frage": "Wie schwer ist die Säge?", "antwort": "Drei Kilogramm."}, {},
-        "for a chat model add columns: {instruction: frage, output: antwort}; ",
+        "add to this data set: columns: {instruction: frage, output: antwort}",
     ),
     "a column that is not there": (
         {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},

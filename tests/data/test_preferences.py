@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from finetune.data.check import check_rows
-from finetune.data.columns import columns_of_pairs, pair_of_answers
 from finetune.data.formats import Chat, Content, Judged, Pair, Passage
+from finetune.data.readings import pair_of_answers, readings
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.recipe.schema import Data, DataSet
@@ -217,8 +217,10 @@ NAMES = {
 def test_pairs_are_found_by_their_names() -> None:
     assert {names: pair_of_answers(names) for names in NAMES} == NAMES
     scores = {"prompt": "a", "score_chosen": 1.0, "score_rejected": 0.5}
-    assert columns_of_pairs(scores, [*scores]) is None
+    entry = DataSet(path="json", data_files="rows.jsonl")
+    assert not [reading for reading in readings(entry, [scores]).found if reading.objective != "supervised"]
     row = {"system_prompt": "s", "prompt": "a", "win": "b", "lose": "c"}
-    assert columns_of_pairs(row, [*row]) == {
+    (reading,) = readings(entry, [row]).found
+    assert reading.columns == {
         "system": "system_prompt", "instruction": "prompt", "chosen": "win", "rejected": "lose"
     }  # fmt: skip

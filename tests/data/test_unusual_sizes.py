@@ -13,7 +13,7 @@ import pytest
 
 from finetune.data import check, messages, readers
 from finetune.data.check import check_rows
-from finetune.data.columns import in_quotes
+from finetune.data.readings import in_quotes
 from finetune.data.row_reader import RowReader, notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError

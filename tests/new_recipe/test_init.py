@@ -6,6 +6,9 @@ import csv
 import gzip
 import io
 import json
+import shlex
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,18 @@ from typing import Any
 import pytest
 import yaml
 
+import finetune.data.readings as readings_module
 from finetune.cli.main import main
 from finetune.data.check import check_rows
+from finetune.data.formats import Chat, documents_in
+from finetune.data.row_reader import RowReader
+from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
 from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Data, DataSet, Recipe
+from finetune.tokens.dataset import prepare
+from tests.support.models.chat_families import tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 40
@@ -346,7 +356,7 @@ def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pyt
     """The number of rows follows from the size of some, within a twentieth; most rows are equal."""
     monkeypatch.setattr("finetune.new_recipe.sample.WHOLE_BELOW", 100_000)
     monkeypatch.setattr("finetune.new_recipe.proposal.WHOLE_BELOW", 100_000)
-    monkeypatch.setattr("finetune.new_recipe.proposal.COUNTING_SECONDS_IF_LARGE", 0.2)
+    monkeypatch.setattr("finetune.new_recipe.proposal.COUNTING_SECONDS_IF_LARGE", -1.0)  # over after the first row
     rows = [json.dumps(dict(zip(("frage", "antwort"), german(n % 500), strict=True))) + "\n" for n in range(20_000)]
     (file := tmp_path / "large.jsonl").write_text("".join(rows))
     proposal = propose(str(file), gpus="24GB")
@@ -419,3 +429,264 @@ def test_files_of_a_folder_that_are_not_used_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(lines(lambda n: pairs("question", "answer")[n]))
     found = propose(str(tmp_path), gpus="cpu")
     assert any(line.startswith("files that are not used: 'test.jsonl';") for line in found.lines)
+
+
+# -- judged answers: never supervised without a word ----------------------------------------------------------------
+
+# The labels of a wanted and of an unwanted answer, and what init makes of them as prompt, completion and label.
+KNOWN = [("up", "down"), ("👍", "👎"), ("ja", "nein"), ("oui", "non"), ("sí", "no"), ("да", "нет"), ("はい", "いいえ"),
+         ("T", "F"), ("accepted", "rejected"), ("like", "dislike"), ("thumbs_up", "thumbs_down"), ("evet", "hayır"),
+         ("예", "아니요"), ("是", "否"), ("1.0", "0.0"), ("Yes", "No")]  # fmt: skip
+MAPPED = [("1", "-1"), ("5", "1"), ("hilfreich", "nicht hilfreich"), ("safe", "unsafe")]
+
+
+def judged(column: str, wanted: str, unwanted: str) -> bytes:
+    rows = [f"Why {n}?,Because of {n}.,{(unwanted, wanted)[n % 2]}\n" for n in range(COUNT)]
+    return f"prompt,completion,{column}\n{''.join(rows)}".encode()
+
+
+@pytest.mark.parametrize(("wanted", "unwanted"), KNOWN)
+def test_labels_whose_words_are_known(wanted: str, unwanted: str, tmp_path: Path) -> None:
+    (file := tmp_path / "a.csv").write_bytes(judged("label", wanted, unwanted))
+    found = propose(str(file), gpus="cpu")
+    assert (found.reading.objective, found.entry.columns) == ("kto", {"instruction": "prompt"})
+    assert [example.desirable for example in found.examples[:4]] == [False, True, False, True]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("wanted", "unwanted"), [*MAPPED, *KNOWN[:4]])
+@pytest.mark.parametrize("column", ["feedback", "thumb"])
+def test_a_column_that_may_judge_the_answers_is_asked_about(
+    wanted: str, unwanted: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_bytes(judged(column, wanted, unwanted))
+    with pytest.raises(FinetuneError, match=r"\(all answers: supervised\) or .*\(judged answers: kto\)"):
+        propose("a.csv", gpus="cpu")
+    asked = propose("a.csv", gpus="cpu", choose=lambda lines: 1)
+    told = propose("a.csv", gpus="cpu", columns=f"instruction=prompt,completion=completion,label={column}",
+                   labels=f"{{{json.dumps(wanted)}: true, {json.dumps(unwanted)}: false}}")  # fmt: skip
+    for found in (asked, told):
+        assert found.reading.objective == "kto"
+        assert [example.desirable for example in found.examples[:4]] == [False, True, False, True]  # type: ignore[union-attr]
+        Path("mine.yaml").write_text(found.text, "utf-8")
+        recipe = load_recipe("mine.yaml", here=True).recipe
+        assert recipe.data.train[0].labels == dict(found.reading.labels)
+        assert sum(check_rows(recipe.data).values()) == COUNT
+    every = propose("a.csv", gpus="cpu", columns="instruction=prompt,output=completion")
+    notes: list[str] = []  # of a recipe without a word about columns, by `check --data` and `train`
+    check_rows(Data.model_validate({"train": [{"path": "csv", "data_files": "a.csv"}]}), notes.append)
+    for lines in (every.lines, notes):
+        assert any(f"{column!r} (" in line and "unwanted ones too" in line for line in lines)
+
+
+def test_a_scale_and_a_label_against_the_answer(tmp_path: Path) -> None:
+    rows = [{"question": f"Why {n}?", "answer": f"So {n}.", "rating": 1 + n % 5} for n in range(COUNT)]
+    (file := tmp_path / "a.jsonl").write_bytes(lines(lambda n: rows[n]))
+    with pytest.raises(FinetuneError, match=r'say which are wanted .*--labels .{"1": \.\.\., "2": '):
+        propose(str(file), gpus="cpu", choose=lambda lines: 1)
+    with pytest.raises(FinetuneError, match="say which are wanted"):
+        propose(str(file), gpus="cpu", columns="instruction=question,completion=answer,label=rating")
+    file.write_bytes(lines(lambda n: rows[n] | {"rating": None, "toxic": n % 4 == 0}))
+    found = propose(str(file), gpus="cpu", choose=lambda lines: 1)
+    assert found.reading.labels == {"true": False, "false": True}
+    assert [example.desirable for example in found.examples[:4]] == [False, True, True, True]  # type: ignore[union-attr]
+
+
+# -- chats and pairs as text in a cell --------------------------------------------------------------------------------
+
+
+def written(how: str, turns: list[dict[str, str]]) -> str:
+    if how == "json":
+        return json.dumps(turns)
+    return {"python": str(turns), "numpy": str(turns).replace("}, {", "}\n {"),
+            "array": f"array({turns}, dtype=object)"}[how]  # fmt: skip
+
+
+ASK, SAY, DENY = (
+    {"role": "user", "content": 'It\'s "5"?\nTrue or None {n}'}, {"role": "assistant", "content": "Yes, it's {n}."},
+    {"role": "assistant", "content": "No."},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["json", "python", "numpy", "array"])
+@pytest.mark.parametrize("kind", ["messages", "chats", "conversations", "pairs", "answers", "judged"])
+def test_turns_in_a_cell_are_turns(how: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As df.to_csv() writes them. By init's recipe, and by a recipe with no word about columns."""
+
+    def turns(n: int, *parts: dict[str, str]) -> list[dict[str, str]]:
+        return [{key: text.replace("{n}", str(n)) for key, text in turn.items()} for turn in parts]
+
+    def row(n: int) -> dict[str, Any]:
+        cells: dict[str, list[dict[str, str]]] = {
+            "messages": turns(n, ASK, SAY), "prompt": turns(n, ASK), "chosen": turns(n, SAY), "rejected": [DENY]
+        }  # fmt: skip
+        if kind == "chats":
+            return {"my chat": written(how, cells["messages"])}
+        if kind == "conversations":
+            renamed = [{"from": turn["role"], "value": turn["content"]} for turn in cells["messages"]]
+            return {"conversations": written(how, renamed)}
+        if kind == "judged":
+            return {"messages": written(how, cells["messages"]), "label": n % 2 == 0}
+        wanted = {
+            "messages": ["messages"],
+            "pairs": ["prompt", "chosen", "rejected"],
+            "answers": ["chosen", "rejected"],
+        }
+        chosen = {name: written(how, cells[name]) for name in wanted[kind]}
+        return chosen if kind != "answers" else {"prompt": cells["prompt"][0]["content"], **chosen}
+
+    monkeypatch.chdir(tmp_path)
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [*row(0)])
+    writer.writeheader()
+    writer.writerows(row(n) for n in range(COUNT))
+    Path("a.csv").write_text(table.getvalue(), "utf-8")
+    found = propose("a.csv", gpus="cpu")
+    columns = {"messages": "my chat"} if kind == "chats" else {}
+    format = {"pairs": "preference", "answers": "preference", "judged": "kto"}.get(kind, "auto")
+    plain = DataSet.model_validate({"path": "csv", "data_files": "a.csv", "columns": columns, "format": format})
+    for entry in (found.entry, plain):
+        (first, *_) = [each.read for each in RowReader(resolve(entry)).rows()]
+        document = documents_in(first)[0]  # type: ignore[arg-type]
+        assert isinstance(document, Chat)
+        assert document.messages == turns(0, ASK, SAY)
+        assert document.supervised == [False, True]
+
+
+def test_a_chat_that_is_cut_in_its_cell_is_refused_and_an_answer_of_json_is_told(tmp_path: Path) -> None:
+    cells = [
+        json.dumps([{"role": "user", "content": f"Why {n}?"}, {"role": "assistant", "content": "So."}])
+        for n in range(9)
+    ]
+    rows = [{"messages": cell} for cell in [*cells, cells[0][:40]]]
+    (file := tmp_path / "a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    found = propose(str(file), gpus="cpu")
+    assert (found.counts.rows, found.counts.refused) == (9, 1)
+    file.write_bytes(lines(lambda n: {"question": f"Why {n}?", "answer": json.dumps([f"So {n}."])}))
+    found = propose(str(file), gpus="cpu")
+    assert any("'answer' holds lists or objects as text" in line for line in found.lines)
+    notes: list[str] = []
+    check_rows(Data.model_validate({"train": [found.entry.model_dump()]}), notes.append)
+    assert any("'answer' holds lists or objects as text" in note for note in notes)
+
+
+# -- names that are not plain -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ['it\'s "the" \\ file.csv', "-x.csv", "[red]rows.csv", "two words $HOME.csv"])
+def test_a_file_with_an_odd_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(table(["frage", "antwort"], german, ";"))
+    output = name.replace("csv", "yaml")
+    assert main(["init", "--gpus", "cpu", f"--output={output}", "--", name]) == 0
+    recipe = load_recipe(str(tmp_path / output), here=True).recipe
+    assert recipe.data.train[0].data_files == name
+    said = capsys.readouterr().out
+    assert f"wrote {output}; next:" in said
+    (line,) = [line for line in said.splitlines() if "finetune preview" in line]
+    words = shlex.split(line, comments=True)
+    assert words[:2] == ["finetune", "preview"]
+    assert (Path(words[2]) == Path(output), words[2].startswith("-"), len(words)) == (True, False, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "a\nb"], "--model: 'a\\nb' holds a line break"),
+        (["--model", 'a"\nb: {c'], "holds a line break"),
+        (["-o", "r\nmodel: {}\n#.yaml"], "--output: "),
+        (["-o", "\x1b[31mx.yaml"], "--output: "),
+        (["-o", "x" * 300], "File name too long"),
+        (["--columns", "{a: " * 3000], "is not a mapping"),
+        (["--columns", "[a, b]"], "is not a mapping"),
+        (["--columns", "{instruction: {a: b}, output: c}"], "is not a mapping"),
+        (["--labels", "up=maybe"], "--labels: up is true (wanted) or false (not)"),
+    ],
+)
+def test_odd_arguments_are_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", str(ROOT / "data" / "faq_de.csv"), "--gpus", "cpu", *arguments]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, said
+    assert words in said[1]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_a_file_says_does_not_run_in_the_suggested_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is run by a shell, with jq as it is."""
+    monkeypatch.chdir(tmp_path)
+    key = "a'; touch hacked; '"
+    Path("my rows.jsonl").write_bytes(lines(lambda n: {"row": {key: german(n)[0], "$(touch x)": german(n)[1]}}))
+    with pytest.raises(FinetuneError) as caught:
+        propose("my rows.jsonl", gpus="cpu")
+    command = str(caught.value).partition("flatten them: ")[2]
+    assert [*map(Path, shlex.split(command)[-3:])] == [Path("my rows.jsonl"), Path(">"), Path("flat.jsonl")]
+    if shutil.which("jq"):
+        subprocess.run(["sh", "-c", command], check=True)
+        assert json.loads(Path("flat.jsonl").read_text("utf-8").splitlines()[0]) == {
+            key: german(0)[0], "$(touch x)": german(0)[1]
+        }  # fmt: skip
+    assert not Path("hacked").exists()
+    assert not Path("x").exists()
+
+
+def test_a_wide_table_compares_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(readings_module, "_pair_score", lambda *pair: float(not compared.append(pair)))  # type: ignore[func-returns-value]
+    rows = [{f"col {column}": f"some text number {n} in {column}" for column in range(1000)} for n in range(3)]
+    assert len(readings_module.readings(DataSet(path="csv"), rows).found) > 1
+    assert len(compared) <= readings_module.COMPARED**2
+
+
+# -- a question longer than max_length is one story --------------------------------------------------------------------
+
+
+def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows: a long question, a long answer, both short. Against the counts of training's own reading."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    long = "word " * 3000
+    rows = [{"question": f"Why {n}?", "answer": f"So {n}."} for n in range(20)]
+    rows[3]["question"], rows[5]["answer"], rows[7]["question"] = long, long + "5", long + "7"
+    Path("a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    found = propose("a.jsonl", gpus="cpu")
+    assert found.settings.max_length == 1024
+    assert (found.counts.unanswered, found.counts.too_long) == (2, 3)
+    (line,) = [line for line in found.lines if line.startswith("a question longer than max_length (1,024 tokens)")]
+    assert f"2 rows; no answer is left after the cut, so they are left out; max_length: {found.counts.longest}" in line
+    (line,) = [line for line in found.lines if line.startswith("longer than max_length: ")]
+    assert "1 row; they are cut" in line
+    written = yaml.safe_load(found.text) | {"model": {"name_or_path": "none"}}
+    written["data"]["eval"] = None
+    del written["training"]["load_best_model_at_end"]
+    recipe = Recipe.model_validate(written)
+    prepared = prepare(recipe, tokenizer_of("qwen"))
+    assert (prepared.facts["unanswered"], prepared.facts["dropped"], prepared.facts["truncated"]) == (2, 2, 1)
+    longest = prepared.facts["longest_unanswered"]
+    assert prepared.notes[0] == (
+        "2 documents dropped: the question alone is longer than data.max_length, so no answer is left; "
+        f"data.max_length: {longest} keeps all of them"
+    )
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
+    assert prepare(recipe, tokenizer_of("qwen")).facts["dropped"] == 0
+
+
+def test_a_small_file_is_read_whole_however_slow_the_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 300 rows has a third label."""
+    monkeypatch.setattr("finetune.new_recipe.sample.SAMPLE_SECONDS", -1.0)
+    rows = [f"Why {n}?,So {n}.,{5 if n == 299 else n % 2}\n" for n in range(300)]
+    (tmp_path / "a.csv").write_text(f"prompt,completion,label\n{''.join(rows)}", "utf-8")
+    with pytest.raises(FinetuneError, match=r"judged answers: kto"):
+        propose(str(tmp_path / "a.csv"), gpus="cpu")

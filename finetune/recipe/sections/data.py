@@ -6,7 +6,7 @@ import re
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.recipe import cross_checks
 from finetune.recipe.sections.base import Local, Section
@@ -58,10 +58,23 @@ class DataSet(Section):
         description="The data set's role: ours. {Human: user}. Roles of messages and sharegpt are known. "
         "function_call: the assistant's calls, as JSON in its content.",
     )
+    labels: dict[str, bool] = Field(
+        {},
+        description="For objective kto: a label to whether it wants the answer. {5: true, 1: false}. Words like true, "
+        "yes, up and good are known, and their opposites.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="Variables for the chat template: {enable_thinking: false}; a row's own column wins."
     )
     weight: float = Field(1.0, gt=0, le=1000, description="Times each row is seen an epoch. 0.5: half the rows.")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def labels_are_texts(cls, value: Any) -> Any:
+        """YAML reads 1 and true as a number and a truth value. Rows' labels are compared as texts in lower case."""
+        if isinstance(value, dict):
+            return {str(label).strip().lower(): wanted for label, wanted in value.items()}
+        return value
 
     @model_validator(mode="after")
     def known_columns(self) -> DataSet:
