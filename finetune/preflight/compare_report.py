@@ -180,12 +180,13 @@ def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, me
     order = "lowest" if measure == "loss" else "highest"
     title = f"{when} {WORDS[measure]}, the {order} first ({device})"
     table = Table(box=SIMPLE_HEAD)
-    table.add_column(head, overflow="fold")
+    widest = max(len(word) for entry in ranking for word in _first_cell(entry["name"], head).split())
+    table.add_column(head.replace("_", "_\n"), overflow="fold", min_width=min(widest, 24))
     with_seeds = any(len(entry["rows"]) > 1 for entry in ranking)
     beside: list[Measure] = list(dict.fromkeys(name for entry in ranking for name in entry.get("beside", {})))
     if "logp_chosen_by_token" in beside:  # of KTO's answers only the sum is known
         beside = [name for name in beside if name != "logps_chosen"]
-    names = [HEADS[measure], *[HEADS[name] for name in beside], *["seeds"] * with_seeds, "at step", "s a step"]
+    names = [HEADS[measure], *[HEADS[name] for name in beside], *["seeds"] * with_seeds, "at\nstep", "s a\nstep"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in ranking:

@@ -350,7 +350,7 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
 
     An entry whose farthest seed is too far from its reference keeps its place, and `too_far` says why it is not the
     best. Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the first
-    seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first seed's).
+    seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first seed's; the KL is the largest).
     """
     best_of = min if by == "loss" else max
     groups: dict[str, list[Row]] = {}
@@ -371,7 +371,11 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
             beside = {measure: _at(first, measure, step) for measure in ("loss", *first["final_rewards"])}
             beside.pop(by, None)
         # One seed that is too far is enough.
-        far = [too_far({"kl_by_token": _at(row, "kl_by_token", at)}) for row, (at, _) in zip(group, found, strict=True)]
+        kls = [_at(row, "kl_by_token", at) for row, (at, _) in zip(group, found, strict=True)]
+        farthest = max((kl for kl in kls if kl is not None), default=None)
+        if "kl_by_token" in beside:
+            beside["kl_by_token"] = farthest
+        far = too_far({"kl_by_token": farthest})
         ranked.append(
             {
                 "name": without_seed(group[0]["name"]) or group[0]["name"],
@@ -381,7 +385,7 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
                 "step": step,
                 "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
                 **({"beside": beside} if beside else {}),
-                **({"too_far": max(far)} if any(far) else {}),
+                **({"too_far": far} if far else {}),
             }
         )
     return sorted(ranked, key=lambda entry: entry["best"], reverse=by != "loss")
