@@ -42,7 +42,7 @@ def alone(model: nn.Module, tokenizer: Any) -> list[str]:
 
 
 def together(model: nn.Module, tokenizer: Any) -> list[str]:
-    return greedy_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, device=CPU)
+    return [each.text for each in greedy_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, device=CPU)]
 
 
 @pytest.fixture
