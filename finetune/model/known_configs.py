@@ -59,6 +59,8 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
+# Beginnings of names whose files the Hub shows after a request alone, so that doctor can say so without asking it.
+GATED = ("meta-llama/", "google/gemma-3")
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.
 COMMON_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
