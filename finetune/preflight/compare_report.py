@@ -30,7 +30,7 @@ from finetune.preflight.comparison import (
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
-WORDS: dict[Measure, str] = {
+MEASURE_WORDS: dict[Measure, str] = {
     "loss": "loss",
     "reward_accuracy": "reward accuracy",
     "reward_margin": "reward margin",
@@ -39,8 +39,8 @@ WORDS: dict[Measure, str] = {
     "logp_chosen_by_token": "log-p chosen",
     "logps_chosen": "log-p chosen",
 }
-HEADS = WORDS | {"reward_accuracy": "accuracy", "reward_margin": "margin", "kl_by_token": "KL", "kl": "KL base"}
-HEADS |= dict.fromkeys(("logp_chosen_by_token", "logps_chosen"), "log-p\nchosen")
+COLUMN_HEADS = MEASURE_WORDS | {"reward_accuracy": "accuracy", "reward_margin": "margin", "kl_by_token": "KL", "kl": "KL base"}
+COLUMN_HEADS |= dict.fromkeys(("logp_chosen_by_token", "logps_chosen"), "log-p\nchosen")
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
 TICK_CHARACTERS = 21  # below a group of bars
@@ -178,7 +178,7 @@ def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, me
     """The rows by their best held-out figure: the lowest loss, or the highest reward accuracy or margin, first."""
     when = "Final training" if ranking[0]["step"] is None else "Best held-out"
     order = "lowest" if measure == "loss" else "highest"
-    title = f"{when} {WORDS[measure]}, the {order} first ({device})"
+    title = f"{when} {MEASURE_WORDS[measure]}, the {order} first ({device})"
     table = Table(box=SIMPLE_HEAD)
     widest = max(len(word) for entry in ranking for word in _first_cell(entry["name"], head).split())
     table.add_column(head.replace("_", "_\n"), overflow="fold", min_width=min(widest, 24))
@@ -186,7 +186,7 @@ def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, me
     beside: list[Measure] = list(dict.fromkeys(name for entry in ranking for name in entry.get("beside", {})))
     if "logp_chosen_by_token" in beside:  # of KTO's answers only the sum is known
         beside = [name for name in beside if name != "logps_chosen"]
-    names = [HEADS[measure], *[HEADS[name] for name in beside], *["seeds"] * with_seeds, "at\nstep", "s a\nstep"]
+    names = [COLUMN_HEADS[measure], *[COLUMN_HEADS[name] for name in beside], *["seeds"] * with_seeds, "at\nstep", "s a\nstep"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in ranking:
@@ -344,7 +344,7 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
             )
     axes.set_xlabel("optimizer step")
     unit = ", %" if measure == "reward_accuracy" else ""
-    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {WORDS[measure]}{unit}")
+    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURE_WORDS[measure]}{unit}")
     where = where_it_ran(result, rows)
     axes.set_title(f"{Path(result['recipe']).stem}: {where}{'' if best is None else '; thick: the best'}", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)

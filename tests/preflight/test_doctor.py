@@ -349,6 +349,7 @@ def test_doctor_says_what_train_would_refuse(
 ) -> None:
     """Each of train's refusals on this machine, which has no GPU, and not the first one alone."""
     without(monkeypatch, *absent)
+    monkeypatch.setattr("finetune.launch.local_ranks.count_gpus", lambda: 0)  # asks another process
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
