@@ -25,7 +25,7 @@ from finetune.preflight.comparison import (
     best_entry,
     compare,
     points_of,
-    verdict,
+    preference_verdict,
 )
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
@@ -131,7 +131,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             console.print(f"{row['name']}: did not run: {row['reason']}", markup=False, highlight=False)
     for line in _losses_in_words(result["losses"]["groups"]):
         console.print(line, markup=False, highlight=False)
-    warnings = verdict(result.get("ranking") or [])
+    warnings = preference_verdict(result.get("ranking") or [])
     for note in result["notes"]:
         if note not in left_out:
             console.print(note, markup=False, highlight=False, style=None if note in warnings else "dim")

@@ -320,7 +320,7 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "losses": loss_agreement(rows),
         "ranking": ranked,
         "ranked_by": comparison.ranked_by,
-        "notes": [*verdict(ranked), *notes(comparison)],
+        "notes": [*preference_verdict(ranked), *notes(comparison)],
     }
     write_json(comparison.folder / "compare.json", result)
     return result
@@ -402,7 +402,7 @@ def best_entry(ranked: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return next((entry for entry in ranked if not entry.get("too_far")), None)
 
 
-def verdict(ranked: Sequence[dict[str, Any]]) -> list[str]:
+def preference_verdict(ranked: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each entry that ranks above the best one and is too far from its reference, and which one is best."""
     best = best_entry(ranked)
     above = ranked if best is None else ranked[: ranked.index(best)]

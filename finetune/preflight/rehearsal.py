@@ -25,6 +25,7 @@ from finetune.errors import FinetuneError
 from finetune.files import remove_folder
 from finetune.launch.local_ranks import check_rank_count
 from finetune.output_stream import silenced
+from finetune.model.own_template import template_note
 from finetune.preflight.changes import (
     SAVED_AFTER,
     STEPS,
@@ -101,6 +102,7 @@ def rehearse(
             from finetune.probe.probe import probe  # with torch
 
             section = loaded.model
+            look = template_note(loaded)
             probed = probe(loaded, offline=True)
             with silenced():
                 model = shrink_model(
@@ -118,8 +120,10 @@ def rehearse(
             step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
         report["probe"] = probed.as_json()
         report["differs"] = [change.note for change in recipe_changes if change.note]
-        for note in report["differs"]:
-            log({"differs": note})
+        report["look"] = [look] if look else []
+        for mark in ("look", "differs"):
+            for note in report[mark]:
+                log({mark: note})
         job = TrainingJob(recipe, settings, ranks, folder)
         receipt, uninterrupted = train_and_kill(job, checklist)
         with checklist.line("resumed the same") as step:
@@ -237,6 +241,9 @@ def checklist_printer(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], Non
     def log(line: dict[str, Any]) -> None:
         if "differs" in line:
             console.print(Text(f"         differs: {line['differs']}", style="dim"))
+            return
+        if "look" in line:
+            console.print(Text.assemble(("  look ", "yellow"), f"           {line['look']}"))
             return
         mark, style = ("ok", "green") if line["ok"] else ("FAILED", "red")
         text = Text.assemble((f"{mark:>6} ", style), f"{line['seconds']:6.1f} s  {line['name']:<20}  {line['seen']}")

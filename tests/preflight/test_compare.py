@@ -28,8 +28,8 @@ from finetune.preflight.comparison import (
     loss_agreement,
     notes,
     plan_comparison,
+    preference_verdict,
     ranking,
-    verdict,
 )
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
@@ -400,7 +400,7 @@ def test_a_row_too_far_from_its_reference_is_not_the_best(
     ranked = ranking(made)
     found = best_entry(ranked)
     assert (found and found["name"]) == (best and f"learning_rate={best}")
-    lines = verdict(ranked)
+    lines = preference_verdict(ranked)
     assert len(lines) == (above and above + 1)
     assert [line.endswith(f"learning_rate={best}.") for line in lines[above:]] == [best is not None] * bool(above)
     summary = result(*made) | {"ranking": ranked, "varied": ["training.learning_rate"], "notes": [*lines, "a note"]}
