@@ -126,7 +126,7 @@ def check(
 
             # Probe the layers as a run on the recipe's GPUs would recompute them.
             recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
-            from finetune.model.own_template import template_note
+            from finetune.probe.own_template import template_note
 
             notes += [note for note in [template_note(loaded.recipe)] if note]
             probed = probe(recomputation.recipe, offline=True)

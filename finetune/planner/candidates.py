@@ -20,8 +20,8 @@ import yaml
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit
-from finetune.model.own_template import with_template
 from finetune.planner.remedies import plain
+from finetune.probe.own_template import with_template
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import PREFERENCE_RATES

@@ -39,7 +39,12 @@ MEASURE_WORDS: dict[Measure, str] = {
     "logp_chosen_by_token": "log-p chosen",
     "logps_chosen": "log-p chosen",
 }
-COLUMN_HEADS = MEASURE_WORDS | {"reward_accuracy": "accuracy", "reward_margin": "margin", "kl_by_token": "KL", "kl": "KL base"}
+COLUMN_HEADS = MEASURE_WORDS | {
+    "reward_accuracy": "accuracy",
+    "reward_margin": "margin",
+    "kl_by_token": "KL",
+    "kl": "KL base",
+}
 COLUMN_HEADS |= dict.fromkeys(("logp_chosen_by_token", "logps_chosen"), "log-p\nchosen")
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
@@ -186,7 +191,13 @@ def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, me
     beside: list[Measure] = list(dict.fromkeys(name for entry in ranking for name in entry.get("beside", {})))
     if "logp_chosen_by_token" in beside:  # of KTO's answers only the sum is known
         beside = [name for name in beside if name != "logps_chosen"]
-    names = [COLUMN_HEADS[measure], *[COLUMN_HEADS[name] for name in beside], *["seeds"] * with_seeds, "at\nstep", "s a\nstep"]
+    names = [
+        COLUMN_HEADS[measure],
+        *[COLUMN_HEADS[name] for name in beside],
+        *["seeds"] * with_seeds,
+        "at\nstep",
+        "s a\nstep",
+    ]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in ranking:
@@ -270,7 +281,12 @@ def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
         cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
         seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
         table.add_row(
-            _first_cell(row["name"], head), f"{seconds:.2f}", *cells, _short(total), _multiple(row) or "-", f"{loss:.5f}"
+            _first_cell(row["name"], head),
+            f"{seconds:.2f}",
+            *cells,
+            _short(total),
+            _multiple(row) or "-",
+            f"{loss:.5f}",
         )
     return title, table
 
@@ -346,7 +362,9 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
     unit = ", %" if measure == "reward_accuracy" else ""
     axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURE_WORDS[measure]}{unit}")
     where = where_it_ran(result, rows)
-    axes.set_title(f"{Path(result['recipe']).stem}: {where}{'' if best is None else '; thick: the best'}", loc="left", fontsize=11)
+    axes.set_title(
+        f"{Path(result['recipe']).stem}: {where}{'' if best is None else '; thick: the best'}", loc="left", fontsize=11
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

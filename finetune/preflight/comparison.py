@@ -36,7 +36,9 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
-Measure = Literal["loss", "reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen"]
+Measure = Literal[
+    "loss", "reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen"
+]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 COMPARED_REWARDS = MEASURES[1:]
 EVALUATIONS = 6  # of each row, where rows learn differently

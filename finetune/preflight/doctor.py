@@ -83,7 +83,7 @@ def examine_machine(loaded: LoadedRecipe | None = None, *, online: bool = False)
         check_python,
         check_libraries,
         check_extras,
-        check_devices,
+        check_has_gpus,
         check_pair,
         lambda: check_disk(recipe),
         lambda: check_token(recipe, online=online),
@@ -155,7 +155,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.local_ranks import ranks_here
     from finetune.launch.script import plan_launch
     from finetune.recipe.strategy import strategy_of
-    from finetune.strategies.accelerator import check_combination, check_device
+    from finetune.strategies.accelerator import check_combination, check_has_gpu
     from finetune.strategies.packages import check_packages
     from finetune.training.trackers import check_trackers
 
@@ -164,7 +164,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     launch = replace(read_launch(), words=("python", str(TRAIN_SCRIPT), str(loaded.path)))
     checks: dict[str, Callable[[], object]] = {
         "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
-        "devices": lambda: check_device(recipe, launch),
+        "devices": lambda: check_has_gpu(recipe, launch),
         "packages": lambda: check_packages(recipe, strategy, on_cpu=on_cpu),
         "strategy": lambda: check_combination(recipe, strategy, on_cpu=on_cpu),
         "trackers": lambda: check_trackers(recipe),
@@ -191,7 +191,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def check_devices() -> Iterator[Finding]:
+def check_has_gpus() -> Iterator[Finding]:
     import psutil
     import torch
 

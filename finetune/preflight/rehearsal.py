@@ -25,7 +25,6 @@ from finetune.errors import FinetuneError
 from finetune.files import remove_folder
 from finetune.launch.local_ranks import check_rank_count
 from finetune.output_stream import silenced
-from finetune.model.own_template import template_note
 from finetune.preflight.changes import (
     SAVED_AFTER,
     STEPS,
@@ -47,6 +46,7 @@ from finetune.preflight.job import (
 )
 from finetune.preflight.load_back import load_back
 from finetune.preflight.shrink import shrink_model
+from finetune.probe.own_template import template_note
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.wording import counted

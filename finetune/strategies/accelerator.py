@@ -56,7 +56,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         launched = read_strategy(str(config), strict=False)
         _check_same_strategy(recipe, strategy, launched, launch)
         requested = launched.num_processes if requested is None else requested
-    check_device(recipe, launch)
+    check_has_gpu(recipe, launch)
     check_world(recipe, launch, requested)
     _right_number_of_processes(recipe, strategy, launch)
     _right_mesh(strategy, launch)
@@ -151,7 +151,7 @@ def _right_mesh(strategy: Strategy, launch: Launch) -> None:
         )
 
 
-def check_device(recipe: Recipe, launch: Launch) -> None:
+def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
     """Refuse a machine without a GPU for a recipe that is made for GPUs. Raises EnvironmentMismatch."""
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget

@@ -56,7 +56,9 @@ def template_note(recipe: Recipe) -> str:
         return ""
     found = has_template(model.name_or_path, model.revision)
     if found is False:
-        raise DataError([f"data.chat_template: the tokenizer of {model.name_or_path} has no chat template; {NAME_A_TEMPLATE}"])
+        raise DataError(
+            [f"data.chat_template: the tokenizer of {model.name_or_path} has no chat template; {NAME_A_TEMPLATE}"]
+        )
     if found or TUNED.search(model.name_or_path):
         return ""
     return (

@@ -10,8 +10,8 @@ import pytest
 from finetune.data.formats import Chat
 from finetune.errors import DataError
 from finetune.model.known_configs import HUB_NAMES
-from finetune.model.own_template import has_template, is_tuned_for_chats, template_note
 from finetune.planner.candidates import commented, for_model
+from finetune.probe.own_template import has_template, is_tuned_for_chats, template_note
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.encoder import Encoder
