@@ -26,6 +26,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError
 from finetune.new_recipe.columns import Reading, looks_like_data, readings
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
+from finetune.new_recipe.html_note import html_note
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
@@ -163,7 +164,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         file = Path(f"{DataSet(path=stem or 'data').short_name}.yaml")  # letters, digits, dots and dashes
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
-    lines = _findings(source, sample, reading, counts)
+    lines = [*_findings(source, sample, reading, counts), *html_note(sample.rows)]
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -402,7 +403,7 @@ def _findings(source: Source, sample: Sample, reading: Reading, counts: Counts) 
     if reading.objective != "supervised":
         lines.append(
             f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
-            "such questions, name that run's model"
+            "such questions, name that run's adapter or model: model.adapter, or model.name_or_path"
         )
         prompt = reading.columns.get("prompt", "prompt")
         if "instruction" not in reading.columns and isinstance(sample.rows[0].get(prompt), str):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
@@ -150,7 +151,8 @@ def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: 
     chosen = choose_recomputation(recipe, gpus)
     recipe = chosen.recipe
     planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
-    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model")
+    wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
+    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
     with without_gc():
         from finetune.probe.forked import probed_in_child
 

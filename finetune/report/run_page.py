@@ -163,7 +163,8 @@ def _warnings(run: ReportedRun) -> list[str]:
     """What docs/preferences.md calls bad in a run on preferences."""
     if run.facts.recipe.preferences is None:
         return []
-    return [*warnings_of(run.facts.trained(), run.facts.exported_eval())]
+    rows = run.facts.recipe.training.global_batch_size
+    return [*warnings_of(run.facts.trained(), run.facts.exported_eval(), rows)]
 
 
 def _scored(run: ReportedRun) -> Mapping[str, Any]:
@@ -213,6 +214,10 @@ def _told(run: ReportedRun) -> list[str]:
         told += _rewards_told(recipe, exported, data.get("eval_documents"))
     for name, base, tuned, change in score_rows(run.facts):
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
+    if trained and not run.facts.evaluated.get("general"):
+        told.append(
+            "Not measured: what it unlearned. finetune eval RUN --general asks general questions before and after."
+        )
     return told
 
 

@@ -416,7 +416,8 @@ def finish(session: Session) -> None:
         log(only_by_peft(start.recipe, start.run_dir))
         if start.recipe.preferences is not None:
             facts = read_run(start.run_dir, start.recipe)
-            log("\n".join(warnings_of(facts.trained(), facts.exported_eval())))
+            rows = start.recipe.training.global_batch_size
+            log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
         run = str(start.run_dir)
         log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
         log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run, '--general'])}")

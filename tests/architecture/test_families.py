@@ -22,7 +22,17 @@ from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.recipe.schema import Recipe
 from tests.support.models.architecture_columns import COLUMNS, cell, right_way
-from tests.support.models.architectures import ARCHITECTURES, NO_DECODERS, UNTRIED, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.support.models.architectures import (
+    ARCHITECTURES,
+    NO_DECODERS,
+    UNTRIED,
+    WAYS,
+    Way,
+    config_of,
+    outcomes,
+    recipe_of,
+    save_shaken,
+)
 from tests.support.models.families_page import GOLDEN, MASKS, PAGE, entry_of, page_of, recorded, words_of
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.recipes import least_recipe

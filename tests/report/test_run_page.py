@@ -454,6 +454,13 @@ def test_what_the_docs_call_bad_is_said(trained: list[Any], exported: Any, words
     assert [line[: len(text)] for line, text in zip(found, words, strict=True)] == words
 
 
+def test_steps_of_one_pair_are_right_by_chance_for_a_while() -> None:
+    """Of real judgements two thirds are right: five steps of one pair each are all right in every eighth run."""
+    assert [*warnings_of(of_steps([0.0] + [1.0] * 10), None, 1)] == []
+    assert len([*warnings_of(of_steps([0.0] + [1.0] * 20), None, 1)]) == 1
+    assert len([*warnings_of(of_steps([0.0] + [1.0] * 5), None, 4)]) == 1
+
+
 def test_labels_of_narrow_bars_stand_upright(tmp_path: Path) -> None:
     """24 bars of a PNG: their labels, lying, would run into one another."""
     bars = [(float(group), 0.505) for group in range(6)]

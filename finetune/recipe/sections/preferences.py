@@ -13,7 +13,7 @@ PairLoss = Literal["sigmoid", "robust", "ipo", "apo_zero", "simpo"]
 NO_MARGIN = 1e-3  # between the rewards of one model, which other batches may round otherwise
 USUAL_MARGIN = 0.5  # simpo_gamma, as in TRL
 MOST_KL = 0.8  # by token, from the reference; docs/preferences.md says what was seen above it
-AT_ONCE = 5  # training lines after the first: so many without one wrong pair are no chance
+AT_ONCE, NO_CHANCE = 5, 20  # training lines after the first, and pairs in them: none is wrong by chance
 REFERENCE = (
     "Whose log-probabilities rewards are counted from. start: the model that this run starts from. adapter_off: the "
     "base without adapters. Else a model's name or folder."
@@ -92,13 +92,20 @@ def too_far(line: Mapping[str, Any]) -> str:
     return f"KL by token {kl:.2f} is over {MOST_KL}: far from the reference, where other skills are lost"
 
 
-def warnings_of(trained: Sequence[Mapping[str, Any]], exported: Mapping[str, Any] | None) -> Iterator[str]:
-    """What docs/preferences.md calls bad, by a run's training lines and its exported weights' evaluation."""
+def warnings_of(
+    trained: Sequence[Mapping[str, Any]], exported: Mapping[str, Any] | None, rows: int = NO_CHANCE
+) -> Iterator[str]:
+    """What docs/preferences.md calls bad, by a run's training lines and its exported weights' evaluation.
+
+    Args:
+        rows: Of a step; a line stands for one step or more.
+    """
     last = exported or (trained[-1] if trained else {})
     if far := too_far(last):
         yield f"{far}. Divide the learning rate by 4, or raise beta."
-    early = [line["reward_accuracy"] for line in trained[1 : 1 + AT_ONCE] if "reward_accuracy" in line]
-    if len(early) == AT_ONCE and min(early) == 1:
+    lines = max(AT_ONCE, -(-NO_CHANCE // rows))
+    early = [line["reward_accuracy"] for line in trained[1 : 1 + lines] if line.get("reward_accuracy") is not None]
+    if len(early) == lines and min(early) == 1:
         yield (
             f"Reward accuracy was 100 % from step {trained[1]['step']} on: the two sides may differ in something "
             "trivial, such as length or template. Compare them: finetune preview."
