@@ -12,8 +12,8 @@ _TAG = re.compile(
     r"|&(?:nbsp|amp|lt|gt|quot|#\d+);",
     re.IGNORECASE,
 )
-LEAST_SHARE = 0.02  # of the rows; fewer are examples in a text about HTML
-SHOWN = 3
+LEAST_WITH_HTML = 0.02  # of the rows; fewer are examples in a text about HTML
+SHOWN_TAGS = 3
 
 
 def html_note(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -25,11 +25,11 @@ def html_note(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             found = [match[0].lower() for match in _TAG.finditer(value)] if isinstance(value, str) else []
             counts[name] += bool(found)
             tags.update(found)
-    columns = {name: count for name, count in counts.items() if count >= max(2, LEAST_SHARE * len(rows))}
+    columns = {name: count for name, count in counts.items() if count >= max(2, LEAST_WITH_HTML * len(rows))}
     if not columns:
         return []
     told = ", ".join(f"{name} ({count:,} of {len(rows):,} rows)" for name, count in columns.items())
-    shown = ", ".join(tag for tag, _ in tags.most_common(SHOWN))
+    shown = ", ".join(tag for tag, _ in tags.most_common(SHOWN_TAGS))
     return [
         f"HTML in {told}: {shown}; the model learns to write it. If answers are shown as plain text, replace it in the "
         "file first (<br> by a line break, &amp; by &)"

@@ -136,7 +136,7 @@ def _refuse_own(place: str, key: str) -> None:
 def _refuse_many(place: str, count: int) -> None:
     if count > MOST_ROWS:
         raise FinetuneError(
-            f"{place}: {count:,} rows: a comparison has {MOST_ROWS} at most, because each row is a training of its own; "
+            f"{place}: {count:,} rows: a comparison has {MOST_ROWS} at most, because each is a training of its own; "
             "name fewer values"
         )
 

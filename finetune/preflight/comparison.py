@@ -351,8 +351,9 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
     training figure if nothing is held out.
 
     An entry whose farthest seed is too far from its reference keeps its place, and `too_far` says why it is not the
-    best. Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the first
-    seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first seed's; the KL is the largest).
+    best. Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the
+    first seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first
+    seed's; the KL is the largest).
     """
     best_of = min if by == "loss" else max
     groups: dict[str, list[Row]] = {}

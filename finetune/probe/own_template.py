@@ -14,7 +14,7 @@ from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.untrusted.json_files import read_object
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-LOOKED_AT = 20
+ROWS_LOOKED_AT = 20
 # Names of models that were tuned for chats, as their makers write them. A base model's name has none of these words.
 TUNED = re.compile(r"instruct|chat|think|-it\b|gpt-oss|phi-4|smollm3-3b$|/glm-4-|/qwen3(\.5)?-[^/]*b$", re.IGNORECASE)
 # Roles in words, and the tokenizer's own end. It needs no new tokens, so it fits every base model.
@@ -75,7 +75,7 @@ def _may_be_chats(entry: DataSet) -> bool:
         return False
     if source.kind == "hub":
         return True
-    read = [found.read for found in islice(RowReader(source).rows(), LOOKED_AT) if found.read is not None]
+    read = [found.read for found in islice(RowReader(source).rows(), ROWS_LOOKED_AT) if found.read is not None]
     return any(isinstance(document, Chat) for content in read for document in documents_in(content))
 
 

@@ -42,8 +42,8 @@ def interval(scores: Sequence[float]) -> MeanInterval:
 def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInterval:
     """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing.
 
-    Equal differences resample to an interval of no width, which says nothing. Of shares of right answers the interval is
-    then Newcombe's (1998, method 10): 0 and 30 right ones of 30 differ by 0.84 to 1.
+    Equal differences resample to an interval of no width, which says nothing. Of shares of right answers the interval
+    is then Newcombe's (1998, method 10): 0 and 30 right ones of 30 differ by 0.84 to 1.
     """
     if {*before, *after} <= {0.0, 1.0} and len({*np.subtract(after, before).tolist()}) == 1:
         first, second = interval(before), interval(after)

@@ -12,8 +12,8 @@ PLAIN = {"question": "How do I cancel?", "answer": "In your account."}
 @pytest.mark.parametrize(
     ("cell", "shown"),
     [
-        ("Bonjour,<br><br>merci", "<br>"), ("<p>Yes.</p>", "<p>, </p>"), ("a<BR/>b", "<br/>"),
-        ('<a href="https://x.y">here</a>', '<a href="https://x.y">, </a>'), ("R&amp;D", "&amp;"), ("10&nbsp;€", "&nbsp;"),
+        ("Bonjour,<br><br>merci", "<br>"), ("<p>Yes.</p>", "<p>, </p>"), ("a<BR/>b", "<br/>"), ("R&amp;D", "&amp;"),
+        ('<a href="https://x.y">here</a>', '<a href="https://x.y">, </a>'), ("10&nbsp;€", "&nbsp;"),
     ],
 )  # fmt: skip
 def test_html_is_named_with_its_column(cell: str, shown: str) -> None:

@@ -39,8 +39,8 @@ def test_max_steps_are_known_without_the_data() -> None:
         (
             None,
             "4x24GB",
-            "the number of rows is not known here; training.max_steps=N gives steps, and on a named GPU time and cost; a "
-            "GPU's name, --gpus L4, adds",
+            "the number of rows is not known here; training.max_steps=N gives steps, and on a named GPU time and cost; "
+            "a GPU's name, --gpus L4, adds",
         ),
         (None, "cpu", "its time on a CPU is not planned"),
     ],

@@ -337,10 +337,16 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     ("text", "absent", "bad"),
     [
         (MADE_FOR_GPUS, ("wandb",), ["devices", "trackers", "model"]),
-        (MADE_FOR_GPUS, ("wandb", "deepspeed", "bitsandbytes"), ["devices", "packages", "strategy", "trackers", "model"]),
+        (
+            MADE_FOR_GPUS, ("wandb", "deepspeed", "bitsandbytes"),
+            ["devices", "packages", "strategy", "trackers", "model"],
+        ),
         (LLAMA.replace("x.jsonl", "x.xlsx"), ("openpyxl",), ["packages", "model"]),
         (LLAMA + "training: {optim: adamw_8bit}\nlora: null\n", ("bitsandbytes",), ["packages", "model"]),
-        (LLAMA + "budget: {gpus: 8, nodes: 2, gpu_memory_gb: 80}\naccelerate_config: fsdp2\n", (), ["ranks", "devices", "model"]),
+        (
+            LLAMA + "budget: {gpus: 8, nodes: 2, gpu_memory_gb: 80}\naccelerate_config: fsdp2\n", (),
+            ["ranks", "devices", "model"],
+        ),
         (LLAMA, (), ["model"]),
     ],
 )  # fmt: skip
@@ -382,7 +388,8 @@ def test_a_token_for_a_gated_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
     for name, online, state in (
-        ("some/model", False, "look"), ("some/manual", True, "bad"), ("some/open", True, "ok"), ("some/closed", True, "bad"),
+        ("some/model", False, "look"), ("some/manual", True, "bad"), ("some/open", True, "ok"),
+        ("some/closed", True, "bad"),
     ):  # fmt: skip
         recipe = recipe_of(tmp_path, LLAMA.replace("meta-llama/Llama-3.1-8B-Instruct", name))
         assert states(doctor.check_token(recipe, online=online)) == [("token", state)], name

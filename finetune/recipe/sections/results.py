@@ -19,8 +19,8 @@ class Samples(Section):
     prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
     max_new_tokens: Count | None = Field(
         None,
-        description="An answer's length in tokens; null: the longest reference's, up to 256 (64 without references), or "
-        "16 if each forward gathers sharded weights or passes through a pipeline. The report marks answers cut there.",
+        description="An answer's length in tokens; null: the longest reference's, to 256 (64 without references), or "
+        "16 if each forward gathers sharded weights or passes through a pipeline. Answers cut there are marked.",
     )
 
     def length(self, longest: int, *, sharded: bool) -> int:

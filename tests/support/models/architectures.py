@@ -89,10 +89,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 NO_DECODERS = set(
     """
     bart beam bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
-    dots3_note electra emu3 ernie fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant git
-    got_ocr2 llama4 marian mbart megatron-bert mllama moshi moss_transcribe_diarize musicgen musicgen_melody mvp pegasus
-    phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp reformer rembert roberta roberta-prelayernorm
-    roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod
+    dots3_note electra emu3 ernie fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified
+    gemma4_unified_assistant git got_ocr2 llama4 marian mbart megatron-bert mllama moshi moss_transcribe_diarize
+    musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp reformer
+    rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod
 """.split()
 )
 # Decoders that nobody has brought into the table yet. A training tries each one, as it tries any other.
