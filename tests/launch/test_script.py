@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
+from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
 from finetune.launch.script import plan_launch, script
