@@ -154,7 +154,7 @@ def import_recipe(
 def doctor(
     recipe: Annotated[
         Path | None,
-        typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also check the disk for it.", show_default=False),
+        typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also what it needs.", show_default=False),
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings.")] = False,
@@ -165,7 +165,7 @@ def doctor(
     def work() -> dict[str, Any]:
         from finetune.preflight import as_text, examine_machine
 
-        loaded = load_recipe(recipe).recipe if recipe else None
+        loaded = load_recipe(recipe, here=True) if recipe else None
         findings = []
         for finding in examine_machine(loaded, online=online):
             findings.append(finding)

@@ -129,6 +129,9 @@ def check(
                 notes += check_reference(loaded.recipe)
             # Probe the layers as a run on the recipe's GPUs would recompute them.
             recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
+            from finetune.probe.own_template import template_note
+
+            notes += [note for note in [template_note(loaded.recipe)] if note]
             probed = probe(recomputation.recipe, offline=True)
             notes += [line for line in (probed.line(), recomputation.line) if line]
             result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}

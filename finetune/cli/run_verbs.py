@@ -172,7 +172,7 @@ def evaluate(
             limit=limit,
             chat_template=chat_template,
         )
-        if not as_json:
+        if not as_json and figures.get("ok", True):  # a failed gate names no next step
             say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
         return {"ok": True, **figures}
 

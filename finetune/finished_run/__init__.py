@@ -113,7 +113,14 @@ def evaluate(
     """
     from finetune.finished_run.evaluation import Request, measure, task_figures, tasks_in_words
     from finetune.finished_run.load import best_device, finished_run
-    from finetune.finished_run.scores import BELOW_THRESHOLD, below, chosen_metrics, thresholds, write_eval
+    from finetune.finished_run.scores import (
+        BELOW_THRESHOLD,
+        below,
+        chosen_metrics,
+        keeps_earlier,
+        thresholds,
+        write_eval,
+    )
 
     wanted = thresholds(fail_under)
     chosen = chosen_metrics(metrics, scorer)
@@ -130,7 +137,9 @@ def evaluate(
             opened, device, list(tasks), include=include, limit=limit, chat_template=chat_template, say=say
         )
         say(tasks_in_words(result["tasks"]))
-    if (file := write_eval(folder, result, rows)) is not None:
+    if kept := keeps_earlier(folder, result, limit):
+        say(kept)
+    elif (file := write_eval(folder, result, rows)) is not None:
         say(f"every answer: {file}; side by side: {shlex.join(['finetune', 'report', str(folder)])}")
     if missed := below(wanted, result):
         say("\n".join(missed))

@@ -255,7 +255,8 @@ def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
     say(f"{counted(len(prompts), 'answer')} of step {step}, on {device.type}; Ctrl-C leaves the export as it is")
     model = load_whole(run, device, tuned=True) if recipe.lora is None else load_adapted(run, device)
     strategy = strategy_of(recipe)
-    length = recipe.samples.length(sharded=strategy.shards_parameters or strategy.schedule is not None)
+    longest = max(prompt.reference_tokens for prompt in prompts)
+    length = recipe.samples.length(longest, sharded=strategy.shards_parameters or strategy.schedule is not None)
     one_by_one = [range(index, index + 1) for index in range(len(prompts))]
     terminal = Terminal(step, silent=False, stream=sys.stderr)
     asked = Questions(prompts, one_by_one, length)

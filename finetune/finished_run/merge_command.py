@@ -161,7 +161,7 @@ def _table(facts: Mapping[str, Any]) -> Iterator[str]:
     agreement = facts["agreement"]
     if agreement is None:
         run = str(Path(facts["folder"]).parent)
-        yield f"not compared with the adapter; this merges and compares: {shlex.join(['finetune', 'merge', run])}"
+        yield f"not compared with the adapter; to compare both, run: {shlex.join(['finetune', 'merge', run])}"
         return
     kind = "held-out" if agreement["held_out"] else "training (none are held out)"
     documents = f"{agreement['documents']:,} {kind} document{'s' * (agreement['documents'] != 1)}"

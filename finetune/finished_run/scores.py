@@ -13,6 +13,7 @@ from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.function import load_function
 from finetune.scoring.intervals import interval, paired_interval
 from finetune.scoring.metrics import Metric
+from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
@@ -105,7 +106,7 @@ def score_verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
         return f"{counted(rows, 'row')} cannot show whether {name} changed; answer {LEAST_SCORED_ROWS} or more."
     difference = figures["difference"]
     if difference["low"] <= 0 <= difference["high"]:
-        return f"No difference in {name} that {rows:,} rows can show."
+        return f"{rows:,} rows show no clear difference in {name}."
     means = (figures["base"]["mean"], figures["tuned"]["mean"], difference["low"], difference["high"])
     if figures["all_or_nothing"]:
         base, tuned, low, high = (f"{mean * rows:.0f}" for mean in means)
@@ -138,6 +139,26 @@ def below(wanted: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
         for name, least in wanted.items()
         if means[name] < least
     ]
+
+
+def keeps_earlier(folder: Path, result: Mapping[str, Any], limit: int | None) -> str:
+    """Why eval.json is not replaced: it has more rows of the same data than this `--limit`; empty if it is replaced.
+
+    A record from before the run's last end is of other weights.
+    """
+    file, state = folder / EVAL_RECORD, folder / "run_state.json"
+    if limit is None or not file.is_file() or not state.is_file() or file.stat().st_mtime < state.stat().st_mtime:
+        return ""
+    try:
+        earlier, now = read_object(file).get("scores") or {}, result.get("scores") or {}
+        more = earlier["rows"] > now["rows"] and earlier["data"] == now["data"]
+    except (FinetuneError, KeyError, TypeError, AttributeError):
+        return ""
+    return (
+        f"{file}: keeps the scores of {earlier['rows']:,} rows; those of --limit {limit} are above alone"
+        if more
+        else ""
+    )
 
 
 def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path | None:

@@ -24,6 +24,7 @@ from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
+CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "job", "helm", "kubeflow")
 
 TRAINER = ("-m", "finetune.train")  # by its name: machines may have this package in different folders
 _PORT = 29500  # torch's own default
@@ -64,7 +65,12 @@ def plan_launch(
     and FinetuneError if the strategy does not fit the machines.
     """
     if launcher not in LAUNCHERS:
-        raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
+        hint = ""
+        if launcher.lower() in CONTAINERS:
+            hint = (
+                "; docs/launching.md has a Dockerfile and a Job for containers and Kubernetes, which run finetune train"
+            )
+        raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}{hint}")
     loaded = load_recipe(recipe, overrides)
     budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
     machines = {"nodes": budget.nodes, "gpus": budget.gpus}

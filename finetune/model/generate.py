@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,14 @@ from finetune.model.build import decoder_parts
 BATCH_TOKENS = 2048
 # None overrides what the model's own generation settings say of sampling.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated answer, and whether its last token ends it; else it was cut at the most new tokens."""
+
+    text: str
+    ended: bool
 
 
 @contextmanager
@@ -54,7 +63,7 @@ def answer(
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else dict(GREEDY)
     batch = left_padded([prompt_ids], computing_device(model))
     options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "use_cache": True}
-    return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)[0]
+    return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)[0].text
 
 
 def greedy_answers(
@@ -67,7 +76,7 @@ def greedy_answers(
     together: bool = False,
     cached: bool = True,
     show: Callable[[int], None] | None = None,
-) -> list[str]:
+) -> list[Answer]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
     Use it for models whose rows may be padded, as `probe/padding.py` finds out. Each answer then equals `answer`'s, up
@@ -88,7 +97,7 @@ def greedy_answers(
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
         options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
-    return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
+    return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
 
 
 def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
@@ -143,14 +152,17 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
         )
 
 
-def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _answers(
+    output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> list[Answer]:
     """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
     ends = set(end_tokens(model, tokenizer))
-    texts = []
+    answers = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
         length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-        texts.append(str(tokenizer.decode(row[:length], skip_special_tokens=True)).strip())
-    return texts
+        text = str(tokenizer.decode(row[:length], skip_special_tokens=True)).strip()
+        answers.append(Answer(text, row[length - 1] in ends))
+    return answers
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

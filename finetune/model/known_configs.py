@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ CONFIGS = PACKAGE / "model" / "configs"
 # Hub names by the file of their configuration; the -Instruct variant has the same one. Of multimodal models it is the
 # text part. docs/planner.md says where the figures of each are from.
 HUB_NAMES: dict[str, tuple[str, ...]] = {
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
+    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B", "NousResearch/Llama-3.2-1B"),
     "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "unsloth/Llama-3.1-8B"),
+    "llama-3.1-8b": (
+        *("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "unsloth/Llama-3.1-8B"),
+        "NousResearch/Meta-Llama-3.1-8B",
+    ),
     "llama-3.3-70b": ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.1-70B", "unsloth/Llama-3.3-70B"),
     "llama-3.1-405b": ("meta-llama/Llama-3.1-405B",),
     "llama-4-scout-17b-16e": ("meta-llama/Llama-4-Scout-17B-16E", "unsloth/Llama-4-Scout-17B-16E"),
@@ -60,6 +64,8 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
 MIRRORS = ("nousresearch", "unsloth")  # owners of ungated copies under the model's own last name
+# Beginnings of names whose files the Hub shows after a request alone, so that doctor can say so without asking it.
+GATED = ("meta-llama/", "google/gemma-3")
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.
 COMMON_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -144,6 +150,11 @@ def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
             pass
         except Exception as error:  # of the connection, by the client's own library; a proxy's answer
             why = f", and the Hub could not be reached ({type(error).__name__})"
+    own = name.rpartition("/")[2].lower().replace("-instruct", "").replace("meta-", "")
+    for known_name in chain.from_iterable(HUB_NAMES.values()):
+        if known_name.rpartition("/")[2].lower() == own:  # a mirror
+            remedy += f"{known_name} has this name and is known here: model.name_or_path={known_name}; "
+            break
     known = ", ".join(HUB_NAMES[stem][0] for stem in FAMILIES_NAMED)
     raise EnvironmentMismatch(
         f"model.name_or_path: {name_or_path}: its configuration is not on this machine{why}; {remedy}a local folder "

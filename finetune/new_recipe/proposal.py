@@ -40,6 +40,7 @@ from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
+from finetune.new_recipe.html_note import html_note
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
@@ -220,6 +221,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, result, reading, entry, counts, length, examples)
     lines[1:1] = told
+    lines += html_note(sample.rows)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -512,7 +514,7 @@ def _findings(
     if reading.objective != "supervised":
         lines.append(
             f"training.objective: {reading.objective} moves a model that answers already; after supervised training on "
-            "such questions, name that run's model"
+            "such questions, name that run's adapter or model: model.adapter, or model.name_or_path"
         )
         prompt = reading.columns.get("prompt", "prompt")
         if any(isinstance(document, Passage) and document.prompt for row in examples for document in documents_in(row)):

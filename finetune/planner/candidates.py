@@ -10,6 +10,7 @@ Best means, in this order:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -20,6 +21,7 @@ import yaml
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit
 from finetune.planner.remedies import plain
+from finetune.probe.own_template import with_template
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import PREFERENCE_RATES
@@ -55,7 +57,7 @@ class Wanted:
 
 def for_model(model: str) -> Wanted:
     """Any method and row length for a model, on public chats."""
-    data = schema.Data(train=[CHATS], eval=[HELD_OUT], truncation="right")
+    data = with_template(schema.Data(train=[CHATS], eval=[HELD_OUT], truncation="right"), model)
     training = Training(num_train_epochs=EPOCHS)
     recipe = Recipe(model=schema.ModelSection(name_or_path=model), data=data, training=training)
     return Wanted(recipe, ROW_LENGTHS, METHODS, is_users=False)
@@ -237,7 +239,7 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         "finetune plan THIS_FILE shows where.",
         f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}, nodes: {budget.nodes}}}",
         f"accelerate_config: {recipe.accelerate_config}  # {_WHY[recipe.accelerate_config]}",
-        *_yaml_lines({"model": recipe.model.model_dump(mode="json", exclude_unset=True)}),
+        *_yaml_lines({"model": recipe.model.model_dump(mode="json", exclude_defaults=True)}),
     ]
     if recipe.accelerate_config == "fsdp2_offload":
         lines.insert(3, f"# In host memory: up to {host / 2**30:.0f} GiB of the first process, planned too.")
@@ -266,6 +268,7 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         f'    - {{path: {HELD_OUT.path}, split: "{HELD_OUT.split}"}}',
         f"  max_length: {recipe.data.max_length}",
         f"  truncation: {recipe.data.truncation}  # of longer documents, which are counted",
+        *_template_lines(recipe),
         "training:",
         f"  global_batch_size: {training.global_batch_size}  # rows per optimizer step over all GPUs",
         f"  per_device_batch_size: {training.per_device_batch_size}",
@@ -274,6 +277,13 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         f"  activation_checkpointing: {plain(training.activation_checkpointing)}  # {recomputes}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _template_lines(recipe: Recipe) -> list[str]:
+    if recipe.data.chat_template is None:
+        return []
+    why = "a base model, by its name; leave it out if the tokenizer has a chat template"
+    return [f"  # {why}", f"  chat_template: {json.dumps(recipe.data.chat_template)}"]
 
 
 def _yaml_lines(content: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 TRIES = 3  # variants that are planned if they certainly fit by the closed form
 TRACED, TRACES = 1, 3  # changes that make a recipe fit: so many shown ones are traced, with so many traces at most
+ALMOST_FULL = 0.95  # rows that hold this share of their tokens count as full: estimates have three figures
 Output = tuple[dict[str, Any], str]
 Note = Callable[[str], None]  # receives progress lines of steps that take seconds
 
@@ -128,6 +130,8 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
         return _plan_loaded(recipe, gpus, options, note)
     if not recipes:
         raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
+    if options.price is not None and (len(recipes) > 1 or options.largest):
+        note("--price: a cost is shown for one recipe alone, without --largest")
     if len(recipes) > 1:
         return _compare([Path(word) for word in recipes], overrides, options, note)
     loaded = load_recipe(Path(recipes[0]), overrides)
@@ -147,7 +151,8 @@ def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: 
     chosen = choose_recomputation(recipe, gpus)
     recipe = chosen.recipe
     planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
-    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model")
+    wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
+    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
     with without_gc():
         from finetune.probe.forked import probed_in_child
 
@@ -215,14 +220,24 @@ def whole_run(recipe: Recipe, plan: dict[str, Any], price: float | None) -> dict
         price: Of one GPU for one hour.
 
     Seconds are a lower bound, as the speed is an upper one: 600 steps of 12 s are 2 hours; on 4 GPUs at 1.50 an hour
-    they cost 12.
+    they cost 12. The speed is that of full rows. Of rows that hold a tenth of their tokens, a step takes a tenth of
+    forward and backward, and less of attention, which is left out of the bound.
     """
     batches, speed = plan["batches"], plan.get("speed") or {}
     steps = batches.get("steps") or recipe.training.max_steps
-    seconds = None if steps is None or not speed.get("step_seconds") else steps * speed["step_seconds"]
     tokens = None
     if steps is not None and batches.get("tokens_per_step"):
         tokens = round(steps * batches["tokens_per_step"])
+    seconds = None
+    if steps is not None and speed.get("step_seconds"):
+        update = speed.get("update_seconds", 0.0)
+        computing = speed["step_seconds"] - update
+        if tokens is not None:
+            full_step = speed["step_seconds"] * speed["tokens_per_second"]
+            share = min(1.0, batches["tokens_per_step"] / full_step)
+            if share < ALMOST_FULL:
+                computing *= share * (1 - (plan.get("arithmetic") or {}).get("attention_share", 0.0))
+        seconds = steps * (computing + update)
     gpus = recipe.budget.gpus * recipe.budget.nodes or speed.get("ranks", 1)
     cost = None if price is None or seconds is None else round(seconds / 3600 * price * speed.get("ranks", gpus), 2)
     return {"steps": steps, "tokens": tokens, "seconds": seconds, "cost": cost}
@@ -236,19 +251,27 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
         tokens = f" ({run['tokens'] / 1e6:.3g} M tokens)" if run["tokens"] else ""
         parts.append(f"{counted(run['steps'], 'step')}{tokens}")
     if run["seconds"] is not None:
-        hours, minutes = divmod(math.ceil(run["seconds"] / 60), 60)
-        parts.append(f"at least {hours} h {minutes} min" if hours else f"at least {minutes} min")
+        hours, minutes = divmod(math.floor(run["seconds"] / 60), 60)
+        least = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+        if not hours and not minutes:
+            least = f"{math.floor(run['seconds'])} s"
+        parts.append(f"at least {least}{'' if run['tokens'] else ' if rows are full'}")
     if speed.get("step_seconds"):
-        parts.append(f"{speed['step_seconds']:.3g} s a step, at most {speed['tokens_per_second']:,.0f} tokens/s")
+        parts.append(
+            f"{speed['step_seconds']:.3g} s a step of full rows, at most {speed['tokens_per_second']:,.0f} tokens/s"
+        )
     if run["cost"] is not None:
-        parts.append(f"from {run['cost']:,.2f} at that price")
+        on_all = f"all {speed['ranks']} GPUs" if speed.get("ranks", 1) > 1 else "the GPU"
+        parts.append(f"from {run['cost']:,.2f} for {on_all}, in the price's currency")
     missing = []
     if run["steps"] is None:
-        missing.append("the number of rows is not known here, so neither steps nor time")
+        missing.append(
+            "the number of rows is not known here; training.max_steps=N gives steps, and on a named GPU time and cost"
+        )
     if gpus is not None and not speed.get("step_seconds"):
         missing.append("a GPU's name, --gpus L4, adds time and cost")
     if gpus is None:
-        missing.append("its time on a CPU is not planned")
+        missing.append("its time on a CPU is not planned, nor its cost")
     return "the run: " + "; ".join([*parts, *missing])
 
 
@@ -365,6 +388,8 @@ def pick_in_words(
         wanted = candidates.for_recipe(load_recipe(Path(words[0]), overrides).recipe)
     else:
         wanted = candidates.for_model(str(model))
+    if options.price is not None:
+        note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
     recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:

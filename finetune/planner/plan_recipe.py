@@ -28,6 +28,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.recipe.strategy_fit import stages_problem
 from finetune.strategies.accelerator import check_combination
+from finetune.strategies.packages import check_packages
 from finetune.tokens.batches import MicroBatch
 
 STAGES_AT_ONCE = 4  # pipeline stages that are traced at once, with half a GiB of host memory each
@@ -101,6 +102,7 @@ def plan_recipe(
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
     """
     strategy = strategy_of(recipe)
+    check_packages(recipe, strategy, on_cpu=gpus is None, plan=True)
     check_combination(recipe, strategy, on_cpu=gpus is None)
     if gpus is not None:
         ranks = gpus.count * gpus.nodes

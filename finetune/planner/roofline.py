@@ -118,6 +118,7 @@ class StepTime:
             "micro_steps": self.layout.micro_steps,
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.seconds,
+            "update_seconds": self.update,
             "communication_seconds": self.communication,
             "exposed_seconds": self.exposed,
             "exposed_share": self.exposed / self.seconds,

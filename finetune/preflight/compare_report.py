@@ -15,16 +15,37 @@ from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
-from finetune.preflight.compare_rows import STRATEGY_KEY
-from finetune.preflight.comparison import MEMORY_NOTES, TRAFFIC_NOTES, Comparison, Measure, Row, compare, points_of
+from finetune.preflight.compare_rows import SEED_KEY, STRATEGY_KEY
+from finetune.preflight.comparison import (
+    MEMORY_NOTES,
+    TRAFFIC_NOTES,
+    Comparison,
+    Measure,
+    Row,
+    best_entry,
+    compare,
+    points_of,
+    preference_verdict,
+)
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
-MEASURES: dict[Measure, str] = {
+MEASURE_WORDS: dict[Measure, str] = {
     "loss": "loss",
     "reward_accuracy": "reward accuracy",
     "reward_margin": "reward margin",
+    "kl_by_token": "KL by token",
+    "kl": "KL baseline",
+    "logp_chosen_by_token": "log-p chosen",
+    "logps_chosen": "log-p chosen",
 }
+COLUMN_HEADS = MEASURE_WORDS | {
+    "reward_accuracy": "accuracy",
+    "reward_margin": "margin",
+    "kl_by_token": "KL",
+    "kl": "KL base",
+}
+COLUMN_HEADS |= dict.fromkeys(("logp_chosen_by_token", "logps_chosen"), "log-p\nchosen")
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
 TICK_CHARACTERS = 21  # below a group of bars
@@ -91,7 +112,7 @@ def unit_of(largest: int) -> tuple[str, int]:
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
     rows = [row for row in result["rows"] if row["ok"]]
-    head = "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
+    head = _first_heading(result)
     left_out: set[str] = set()  # notes on tables that are not shown
     if rows:
         device = where_it_ran(result, rows)
@@ -115,10 +136,25 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             console.print(f"{row['name']}: did not run: {row['reason']}", markup=False, highlight=False)
     for line in _losses_in_words(result["losses"]["groups"]):
         console.print(line, markup=False, highlight=False)
+    warnings = preference_verdict(result.get("ranking") or [])
     for note in result["notes"]:
-        if note in left_out:
-            continue
-        console.print(note, markup=False, highlight=False, style="dim")
+        if note not in left_out:
+            console.print(note, markup=False, highlight=False, style=None if note in warnings else "dim")
+
+
+def _first_heading(result: dict[str, Any]) -> str:
+    """`strategy`, or the one key that rows differ in: its name is above the rows then, and not in each of them."""
+    keys = [key for key in result["varied"] if key != SEED_KEY]
+    if keys == [STRATEGY_KEY]:
+        return "strategy"
+    name = keys[0].rpartition(".")[2] if len(keys) == 1 else ""
+    if name and all(row["name"].startswith(f"{name}=") for row in result["rows"]):
+        return name
+    return "row"
+
+
+def _first_cell(name: str, head: str) -> str:
+    return escape(name.removeprefix(f"{head}="))
 
 
 def memory_differs(rows: Sequence[Row], ranking: Sequence[dict[str, Any]]) -> bool:
@@ -147,18 +183,27 @@ def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, me
     """The rows by their best held-out figure: the lowest loss, or the highest reward accuracy or margin, first."""
     when = "Final training" if ranking[0]["step"] is None else "Best held-out"
     order = "lowest" if measure == "loss" else "highest"
-    title = f"{when} {MEASURES[measure]}, the {order} first ({device})"
+    title = f"{when} {MEASURE_WORDS[measure]}, the {order} first ({device})"
     table = Table(box=SIMPLE_HEAD)
-    table.add_column(head, overflow="fold")
+    widest = max(len(word) for entry in ranking for word in _first_cell(entry["name"], head).split())
+    table.add_column(head.replace("_", "_\n"), overflow="fold", min_width=min(widest, 24))
     with_seeds = any(len(entry["rows"]) > 1 for entry in ranking)
-    beside: list[Measure] = list(ranking[0].get("beside", {}))
-    names = [MEASURES[measure], *[MEASURES[name] for name in beside], *["seeds"] * with_seeds, "at step", "s a step"]
+    beside: list[Measure] = list(dict.fromkeys(name for entry in ranking for name in entry.get("beside", {})))
+    if "logp_chosen_by_token" in beside:  # of KTO's answers only the sum is known
+        beside = [name for name in beside if name != "logps_chosen"]
+    names = [
+        COLUMN_HEADS[measure],
+        *[COLUMN_HEADS[name] for name in beside],
+        *["seeds"] * with_seeds,
+        "at\nstep",
+        "s a\nstep",
+    ]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in ranking:
-        cells = [_best_cell(entry, measure), *[_figure(name, entry["beside"][name]) for name in beside]]
+        cells = [_best_cell(entry, measure), *[_figure(name, entry.get("beside", {}).get(name)) for name in beside]]
         cells += [str(len(entry["rows"]))] * with_seeds
-        table.add_row(escape(entry["name"]), *cells, str(entry["step"] or "-"), f"{entry['seconds']:.2f}")
+        table.add_row(_first_cell(entry["name"], head), *cells, str(entry["step"] or "-"), f"{entry['seconds']:.2f}")
     return title, table
 
 
@@ -169,13 +214,17 @@ def _best_cell(entry: dict[str, Any], measure: Measure) -> str:
     return _figure(measure, entry["best"])
 
 
-def _figure(measure: Measure, value: float) -> str:
+def _figure(measure: Measure, value: float | None) -> str:
+    if value is None:
+        return "-"
     match measure:
         case "loss":
             return f"{value:.4f}"
         case "reward_accuracy":
             return f"{value:.1%}"
-        case "reward_margin":
+        case "kl_by_token" | "logp_chosen_by_token":
+            return f"{value:.2f}"
+        case _:
             return f"{value:.3g}"
 
 
@@ -201,7 +250,7 @@ def _memory_table(rows: Sequence[Row], head: str, device: str, *, host: bool) ->
         cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN_PHASES]
         if host:
             cells.append(_short(max(entry["host_peak_bytes"] for entry in row["phases"].values()) / size))
-        table.add_row(escape(row["name"]), *cells)
+        table.add_row(_first_cell(row["name"], head), *cells)
     return title, table
 
 
@@ -232,7 +281,12 @@ def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
         cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
         seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
         table.add_row(
-            escape(row["name"]), f"{seconds:.2f}", *cells, _short(total), _multiple(row) or "-", f"{loss:.5f}"
+            _first_cell(row["name"], head),
+            f"{seconds:.2f}",
+            *cells,
+            _short(total),
+            _multiple(row) or "-",
+            f"{loss:.5f}",
         )
     return title, table
 
@@ -290,6 +344,7 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
     measure = measure if held_out else "loss"  # of training lines the loss alone is kept
     factor = 100 if measure == "reward_accuracy" else 1
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    best = best_entry(result["ranking"])
     for place, entry in enumerate(result["ranking"]):
         for number, name in enumerate(entry["rows"]):
             row = by_name[name]
@@ -298,16 +353,18 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
                 [step for step, _ in points],
                 [factor * value for _, value in points],
                 color=colours[place % len(colours)],
-                linewidth=2.6 if place == 0 else 1.4,
+                linewidth=2.6 if entry is best else 1.4,
                 marker="o" if held_out else None,
                 markersize=3.5,
-                label=f"{entry['name']}: {_best_cell(entry, result['ranked_by'])}" if number == 0 else None,
+                label=_legend(entry, result["ranked_by"]) if number == 0 else None,
             )
     axes.set_xlabel("optimizer step")
     unit = ", %" if measure == "reward_accuracy" else ""
-    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURES[measure]}{unit}")
+    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURE_WORDS[measure]}{unit}")
     where = where_it_ran(result, rows)
-    axes.set_title(f"{Path(result['recipe']).stem}: {where}; the best first", loc="left", fontsize=11)
+    axes.set_title(
+        f"{Path(result['recipe']).stem}: {where}{'' if best is None else '; thick: the best'}", loc="left", fontsize=11
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -315,6 +372,13 @@ def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> Non
     if absent:
         figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
     figure.savefig(file)
+
+
+def _legend(entry: dict[str, Any], measure: Measure) -> str:
+    words = f"{entry['name']}: {_best_cell(entry, measure)}"
+    if entry.get("too_far"):
+        words += f", {entry['too_far'].partition(':')[0]}"
+    return words
 
 
 def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:

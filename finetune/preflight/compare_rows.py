@@ -6,6 +6,7 @@ Every row's recipe is read before the first job runs, so a wrong key or value of
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ OWN_KEYS = {
 }
 FORM_OF_ROWS = "write a list of `name: [key=value, ...]`, for example `- halves: [strategy=zero3, model.dtype=float16]`"
 NAME_CHARACTERS = 60  # of a row's folder
+MOST_ROWS = 200  # each is a training of its own
 _OPENS, _CLOSES = "[{", "]}"
 
 
@@ -97,6 +99,7 @@ def rows_of_options(vary: Sequence[str], strategies: str | None, seeds: int = 1)
         if key in axes:
             raise FinetuneError(f"{option}: {key}: is varied twice; name all its values once: {key}=A,B")
         axes[key] = values
+    _refuse_many(options[-1][0], math.prod(map(len, axes.values())))
     names = _short_names(axes)
     rows = []
     for chosen in product(*axes.values()):
@@ -128,6 +131,14 @@ def _real_key(key: str) -> str:
 def _refuse_own(place: str, key: str) -> None:
     if key in OWN_KEYS:
         raise FinetuneError(f"{place}: {key}: is the same in every row of a comparison; {OWN_KEYS[key]}")
+
+
+def _refuse_many(place: str, count: int) -> None:
+    if count > MOST_ROWS:
+        raise FinetuneError(
+            f"{place}: {count:,} rows: a comparison has {MOST_ROWS} at most, because each is a training of its own; "
+            "name fewer values"
+        )
 
 
 def split_values(text: str) -> list[str]:
@@ -172,6 +183,7 @@ def rows_of_file(file: Path) -> list[AskedRow]:
         raise FinetuneError(f"--rows: {file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}")
     if not isinstance(parsed.value, list) or not parsed.value:
         raise FinetuneError(f"--rows: {file}: is not a list of rows; {FORM_OF_ROWS}")
+    _refuse_many(f"--rows: {file}", len(parsed.value))
     rows = []
     for index, entry in enumerate(parsed.value):
         place = f"--rows: {file}:{parsed.values[index,].line}"

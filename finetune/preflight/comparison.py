@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
@@ -28,6 +28,7 @@ from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare_rows import SEED_KEY, AskedRow, ComparedRow, check_compared
 from finetune.preflight.job import failure_reason
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.sections.preferences import too_far
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.untrusted.json_files import read_object
 
@@ -36,8 +37,11 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
-Measure = Literal["loss", "reward_accuracy", "reward_margin"]
-COMPARED_REWARDS: tuple[Measure, ...] = ("reward_accuracy", "reward_margin")
+Measure = Literal[
+    "loss", "reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen"
+]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+COMPARED_REWARDS = MEASURES[1:]
 EVALUATIONS = 6  # of each row, where rows learn differently
 LARGEST_RESULT = 64 * 2**20  # of compare.json
 
@@ -143,7 +147,8 @@ def _key(comparison: Comparison, row: ComparedRow) -> str:
         for name in [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []:
             with suppress(OSError):
                 files.append([name, os.stat(name).st_size, os.stat(name).st_mtime_ns])
-    parts = [row.recipe.model_dump(mode="json"), job_command(comparison, row)[1:], comparison.device, files]
+    # An earlier release's row may lack a figure: with other names it is run again.
+    parts = [row.recipe.model_dump(mode="json"), job_command(comparison, row)[1:], comparison.device, files, MEASURES]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -307,6 +312,7 @@ def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
+    ranked = ranking(rows, comparison.ranked_by) if comparison.learns_differently else []
     result = {
         "recipe": str(comparison.recipe),
         "overrides": list(comparison.overrides),
@@ -317,9 +323,9 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
         "losses": loss_agreement(rows),
-        "ranking": ranking(rows, comparison.ranked_by) if comparison.learns_differently else [],
+        "ranking": ranked,
         "ranked_by": comparison.ranked_by,
-        "notes": notes(comparison),
+        "notes": [*preference_verdict(ranked), *notes(comparison)],
     }
     write_json(comparison.folder / "compare.json", result)
     return result
@@ -347,8 +353,10 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
     """Rows that differ only in their seed, together, ranked by their best held-out loss or reward; by the final
     training figure if nothing is held out.
 
-    Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the first
-    seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first seed's).
+    An entry whose farthest seed is too far from its reference keeps its place, and `too_far` says why it is not the
+    best. Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the
+    first seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first
+    seed's; the KL is the largest).
     """
     best_of = min if by == "loss" else max
     groups: dict[str, list[Row]] = {}
@@ -365,10 +373,15 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
         figures = [figure for _, figure in found]
         first, step = group[0], found[0][0]
         beside = {}
-        for measure in ("loss", *first.get("final_rewards", {})):
-            if measure != by and first.get("final_rewards"):
-                final = first["final_loss"] if measure == "loss" else first["final_rewards"][measure]
-                beside[measure] = dict(points_of(first, measure)).get(step, final)
+        if first.get("final_rewards"):
+            beside = {measure: _at(first, measure, step) for measure in ("loss", *first["final_rewards"])}
+            beside.pop(by, None)
+        # One seed that is too far is enough.
+        kls = [_at(row, "kl_by_token", at) for row, (at, _) in zip(group, found, strict=True)]
+        farthest = max((kl for kl in kls if kl is not None), default=None)
+        if "kl_by_token" in beside:
+            beside["kl_by_token"] = farthest
+        far = too_far({"kl_by_token": farthest})
         ranked.append(
             {
                 "name": without_seed(group[0]["name"]) or group[0]["name"],
@@ -378,9 +391,33 @@ def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
                 "step": step,
                 "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
                 **({"beside": beside} if beside else {}),
+                **({"too_far": far} if far else {}),
             }
         )
     return sorted(ranked, key=lambda entry: entry["best"], reverse=by != "loss")
+
+
+def _at(row: Row, measure: Measure, step: int | None) -> float | None:
+    """A row's figure at a step: held out, else of its last training line; None if it has none."""
+    final = row["final_loss"] if measure == "loss" else row.get("final_rewards", {}).get(measure)
+    return dict(points_of(row, measure)).get(step, final)
+
+
+def best_entry(ranked: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first entry that is not too far from its reference; None if all are."""
+    return next((entry for entry in ranked if not entry.get("too_far")), None)
+
+
+def preference_verdict(ranked: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each entry that ranks above the best one and is too far from its reference, and which one is best."""
+    best = best_entry(ranked)
+    above = ranked if best is None else ranked[: ranked.index(best)]
+    lines = [f"{entry['name']}: {entry['too_far']} (docs/preferences.md)." for entry in above]
+    if lines and best is not None:
+        lines.append(f"Best below it: {best['name']}.")
+    elif lines:
+        lines.append("No row is below it: divide the learning rates by 4, or raise beta.")
+    return lines
 
 
 def without_seed(name: str) -> str:
@@ -406,7 +443,7 @@ def notes(comparison: Comparison) -> list[str]:
     """Notes that a reader of the figures needs."""
     lines = [
         MEMORY_NOTES[0],
-        "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
+        "Seconds: the first step is left out. The gauges were on; they add about 20 us to each operation.",
         *TRAFFIC_NOTES[:3],
     ]
     if len({row.curve for row in comparison.rows}) > 1:

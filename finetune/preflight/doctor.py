@@ -11,18 +11,23 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from huggingface_hub import constants
 
 from finetune import __version__
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.hub.client import check_permission, classify_error
 from finetune.measure.host_memory import usable_cores
 from finetune.measure.units import GIB
-from finetune.paths import PACKAGE
+from finetune.model.known_configs import GATED
+from finetune.model.packaged import weights_are_here
+from finetune.paths import PACKAGE, TRAIN_SCRIPT
 from finetune.preflight.disk import folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
+from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import yaml_value
 from finetune.redaction import redact, variables
@@ -35,6 +40,9 @@ EXTRAS = {
     "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
     "torchao": ("torchao", "products in float8: pip install 'finetune[lowbit]'"),
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
+    "openpyxl": ("openpyxl", "workbooks as data: pip install 'finetune[excel]'"),
+    "lm-eval": ("lm_eval", "benchmarks by `finetune eval --tasks`: pip install 'finetune[eval]'"),
+    "sacrebleu": ("sacrebleu", "the score chrf: pip install 'finetune[eval]'"),
 }
 _MATTER = (
     r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"
@@ -65,18 +73,23 @@ class Finding:
     remedy: str = ""
 
 
-def examine_machine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
-    """All findings in turn, without private data; `online` asks the Hub about the token's rights."""
+def examine_machine(loaded: LoadedRecipe | None = None, *, online: bool = False) -> Iterator[Finding]:
+    """All findings in turn, without private data; `online` asks the Hub about the token's rights, and about the model.
+
+    With a recipe also what `finetune train` would refuse on this machine.
+    """
+    recipe = loaded.recipe if loaded else None
     parts: Sequence[Callable[[], Iterator[Finding]]] = (
         check_python,
         check_libraries,
         check_extras,
-        check_devices,
+        check_has_gpus,
         check_pair,
         lambda: check_disk(recipe),
         lambda: check_token(recipe, online=online),
         check_accelerate,
         check_variables,
+        lambda: check_start(loaded) if loaded else iter(()),
     )
     for part in parts:
         for finding in part():
@@ -136,7 +149,49 @@ def check_extras() -> Iterator[Finding]:
         yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
 
 
-def check_devices() -> Iterator[Finding]:
+def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
+    """Each refusal of `finetune train` before it reads data, by the trainer's own checks; then the model's weights."""
+    from finetune.launch.launcher import read_launch
+    from finetune.launch.local_ranks import ranks_here
+    from finetune.launch.script import plan_launch
+    from finetune.recipe.strategy import strategy_of
+    from finetune.strategies.accelerator import check_combination, check_has_gpu
+    from finetune.strategies.packages import check_packages
+    from finetune.training.trackers import check_trackers
+
+    recipe, strategy = loaded.recipe, strategy_of(loaded.recipe)
+    on_cpu = not recipe.budget.gpus
+    launch = replace(read_launch(), words=("python", str(TRAIN_SCRIPT), str(loaded.path)))
+    checks: dict[str, Callable[[], object]] = {
+        "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
+        "devices": lambda: check_has_gpu(recipe, launch),
+        "packages": lambda: check_packages(recipe, strategy, on_cpu=on_cpu),
+        "strategy": lambda: check_combination(recipe, strategy, on_cpu=on_cpu),
+        "trackers": lambda: check_trackers(recipe),
+    }
+    said: list[str] = []
+    for name, check in checks.items():
+        try:
+            check()
+        except FinetuneError as error:
+            seen, _, remedy = str(error).rpartition("; ")
+            seen, remedy = (seen, remedy) if seen else (remedy, "")
+            if not any(seen in earlier for earlier in said):  # a missing package is a misfit of the strategy too
+                yield Finding(name, "bad", seen, remedy)
+            said.append(str(error))
+    model = recipe.model
+    if weights_are_here(model.name_or_path, model.revision):
+        yield Finding("model", "ok", f"the weights of {model.name_or_path} are on this machine")
+        return
+    offline = " and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    state: FindingState = "bad" if offline else "look"
+    yield Finding(
+        "model", state, f"the weights of {model.name_or_path} are not on this machine{offline}",
+        f"hf download {model.name_or_path}",
+    )  # fmt: skip
+
+
+def check_has_gpus() -> Iterator[Finding]:
     import psutil
     import torch
 
@@ -215,8 +270,15 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
     """Whether there is a token, and with `online` its rights; the token itself is never shown."""
     from huggingface_hub import get_token
 
+    login = "hf auth login"
     if get_token() is None:
-        yield Finding("token", "ok", "none; gated models and `finetune push` need one: hf auth login")
+        model = recipe.model if recipe else None
+        if model is None or weights_are_here(model.name_or_path, model.revision):
+            yield Finding("token", "ok", f"none; gated models and `finetune push` need one: {login}")
+        else:
+            yield _token_for(model.name_or_path, online=online)
+        if recipe and (recipe.hub.push or recipe.hub.checkpoints):
+            yield Finding("token", "bad", "none, and the recipe pushes to the Hub", login)
         return
     named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
     text = f"found, from {named or 'the stored login'}"
@@ -262,6 +324,39 @@ def as_text(item: Finding) -> str:
     if item.remedy:
         return f"{line}\n{'':<16}{item.remedy}"
     return line
+
+
+def _token_for(name: str, *, online: bool) -> Finding:
+    """Whether this model can be downloaded without a token."""
+    try:
+        gated = is_gated(name, online=online)
+    except EnvironmentMismatch as error:
+        seen, _, remedy = str(error).rpartition("; ")
+        return Finding("token", "bad", f"none; {seen}", remedy)
+    if gated is None:
+        return Finding("token", "look", f"none; {name} may be gated", "--online asks the Hub")
+    if gated:
+        remedy = f"ask on https://huggingface.co/{name}, then: hf auth login"
+        return Finding("token", "bad", f"none, and {name} is gated", remedy)
+    return Finding("token", "ok", f"none; {name} needs none")
+
+
+def is_gated(name: str, *, online: bool) -> bool | None:
+    """Whether the Hub shows a model's files only to those who asked for access; None if that is not known.
+
+    With `online` the Hub is asked, without a token. Raises EnvironmentMismatch if it does not answer.
+    """
+    if not online:
+        return True if name.startswith(GATED) else None
+    from huggingface_hub import HfApi
+
+    try:
+        return bool(HfApi().model_info(name, token=False).gated)
+    except Exception as error:
+        hub_error = classify_error(error)
+        if hub_error is None:
+            raise
+        raise EnvironmentMismatch(f"{name}: {hub_error.reason}; try again later, or correct the name") from error
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:

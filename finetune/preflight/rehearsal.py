@@ -46,6 +46,7 @@ from finetune.preflight.job import (
 )
 from finetune.preflight.load_back import load_back
 from finetune.preflight.shrink import shrink_model
+from finetune.probe.own_template import template_note
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.wording import counted
@@ -101,6 +102,7 @@ def rehearse(
             from finetune.probe.probe import probe  # with torch
 
             section = loaded.model
+            look = template_note(loaded)
             probed = probe(loaded, offline=True)
             with silenced():
                 model = shrink_model(
@@ -118,8 +120,10 @@ def rehearse(
             step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
         report["probe"] = probed.as_json()
         report["differs"] = [change.note for change in recipe_changes if change.note]
-        for note in report["differs"]:
-            log({"differs": note})
+        report["look"] = [look] if look else []
+        for mark in ("look", "differs"):
+            for note in report[mark]:
+                log({mark: note})
         job = TrainingJob(recipe, settings, ranks, folder)
         receipt, uninterrupted = train_and_kill(job, checklist)
         with checklist.line("resumed the same") as step:
@@ -237,6 +241,9 @@ def checklist_printer(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], Non
     def log(line: dict[str, Any]) -> None:
         if "differs" in line:
             console.print(Text(f"         differs: {line['differs']}", style="dim"))
+            return
+        if "look" in line:
+            console.print(Text.assemble(("  look ", "yellow"), f"           {line['look']}"))
             return
         mark, style = ("ok", "green") if line["ok"] else ("FAILED", "red")
         text = Text.assemble((f"{mark:>6} ", style), f"{line['seconds']:6.1f} s  {line['name']:<20}  {line['seen']}")

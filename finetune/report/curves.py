@@ -298,7 +298,8 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "strategy": f"{strategy} on {ranks} x {device}",
         "trained": "",
         "steps": "0",
-        **dict.fromkeys(("loss", "held out", "reward accuracy", "reward margin", "exported"), ""),
+        **dict.fromkeys(("loss", "held out", "reward accuracy", "reward margin"), ""),
+        **dict.fromkeys(("KL by token", "log-p chosen", "exported"), ""),
         **dict.fromkeys(("s per 20 steps", "tokens/s", "peak GiB"), ""),
     }
     parameters, export = receipt.get("parameters", {}), receipt.get("export", {})
@@ -313,6 +314,12 @@ def summary(run: ReportedRun) -> dict[str, str]:
             row["reward accuracy"] = f"{evals[-1]['reward_accuracy']:.1%}"
         if evals[-1].get("reward_margin") is not None:
             row["reward margin"] = f"{evals[-1]['reward_margin']:.3g}"
+    if run.facts.recipe.preferences is not None:
+        last = (evals or trained or [{}])[-1]
+        if last.get("kl_by_token") is not None:
+            row["KL by token"] = f"{last['kl_by_token']:.2f}"
+        if last.get("logp_chosen_by_token") is not None:
+            row["log-p chosen"] = f"{last['logp_chosen_by_token']:.2f}"
     if export.get("best"):
         best = metric_in_words(str(export.get("metric", "eval_loss")), export["loss"]).removeprefix("held-out ")
         row["exported"] = f"step {export['step']}, the best: {best.removeprefix('loss ')}"

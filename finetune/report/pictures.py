@@ -174,7 +174,10 @@ def save_png(chart: Chart, file: Path) -> None:
         axes.set_title(chart.title, loc="left", fontsize=14, pad=10)
         if not chart.groups:
             axes.set_xlabel("optimizer step", fontsize=12)
-        if chart.legend:
+        if chart.legend and chart.groups:  # bars leave no room between the axes
+            names = [name for name, _ in chart.legend]
+            figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=11)
+        elif chart.legend:
             axes.legend(handles, [name for name, _ in chart.legend], frameon=False, fontsize=11)
         figure.savefig(file)
 
@@ -222,12 +225,16 @@ def _draw_bars(axes: Any, chart: Chart, letters: int) -> list[Any]:
     axes.set_xticks(range(len(chart.groups)), chart.groups)
     width = BAR_GROUP / max(1, len(chart.shown))
     handles = []
+    # Digits are 0.6 of the letters' size: five of them in a narrower bar would run into the next bar's.
+    bar_points = 72 * axes.figure.get_figwidth() * width / len(chart.groups)
+    if upright := bar_points < 3 * letters:
+        axes.margins(y=0.3)
     for index, (series, colour) in enumerate(chart.shown):
         # The bars of a group are centred on its tick: with two series they stand at -0.2 and +0.2.
         offset = (index - (len(chart.shown) - 1) / 2) * width
         heights = [value for _, value in series.points]
         bars = axes.bar([group + offset for group, _ in series.points], heights, width * BAR_FILL, color=colour)
         labels = [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in heights]
-        axes.bar_label(bars, labels, padding=2, fontsize=letters)
+        axes.bar_label(bars, labels, padding=2, fontsize=letters, rotation=90 if upright else 0)
         handles.append(bars)
     return handles

@@ -13,7 +13,7 @@ from finetune.files import write_text
 from finetune.measure.units import GIB
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
-from finetune.recipe.sections.preferences import objective_in_words
+from finetune.recipe.sections.preferences import objective_in_words, warnings_of
 from finetune.recipe.yaml_text import dotted
 from finetune.report.curves import (
     ReportedRun,
@@ -36,6 +36,8 @@ PAGE_WINS = 4  # answers shown that got better, and as many that got worse
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<bos>")
 _ROLE = re.compile(r"^(?:user|human|system|model|assistant)\n+")
 PAGE_NAME = "report.html"
+# Metrics that a reader may take for correctness.
+OVERLAP = {"chrf": "chrf counts letters in common, not right answers: read the answers."}
 PICTURES = {"loss.png": loss_chart, "rewards.png": rewards_chart, "memory.png": memory_chart}
 
 
@@ -77,6 +79,7 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "missing": [
             *(f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())),
             *_objectives_that_differ(runs),
+            *(f"{run.name}: {warning}" for run in runs for warning in _warnings(run)),
         ],
         "process": "",
         "curves": curves(runs),
@@ -86,7 +89,8 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "question_of": question_of,
         "told": [],
         "first_chart": None,
-        "scores": [],
+        "scores": [(run.name, *row) for run in runs for row in score_rows(run.facts)],
+        "overlap": [words for metric, words in OVERLAP.items() if any(metric in _scored(run) for run in runs)],
         "wins": [],
         "receipt": {},
         "documents": [],
@@ -134,23 +138,39 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
     elif measured.get("process_peak_bytes"):
         gib = measured["process_peak_bytes"] / GIB
         process = f"The process took {gib:.3f} GiB at its peak, with the libraries that no plan covers."
-    missing, prompts = facts.missing(), _first_prompts(run)
+    missing, wins = facts.missing(), _wins_and_losses(run)
+    shown = {row["prompt"] for _, rows in wins for row in rows}
+    prompts = [(prompt, lines) for prompt, lines in _first_prompts(run) if prompt not in shown]
     return {
         "title": f"Run {run.name}",
         "lead": lead,
         "error": facts.state.get("error"),
-        "missing": [missing] if missing else [],
+        "missing": [*([missing] if missing else []), *_warnings(run)],
         "process": process,
         "answers": [("", prompts)] if prompts else [],
         "receipt": _receipt(run),
         "told": _told(run),
         "scores": score_rows(facts),
-        "wins": _wins_and_losses(run),
+        "wins": wins,
         "documents": [
             ("The recipe, every value resolved", (run.folder / "recipe.yaml").read_text("utf-8")),
             ("The environment", json.dumps(facts.environment, indent=2)),
         ],
     }
+
+
+def _warnings(run: ReportedRun) -> list[str]:
+    """What docs/preferences.md calls bad in a run on preferences."""
+    if run.facts.recipe.preferences is None:
+        return []
+    rows = run.facts.recipe.training.global_batch_size
+    return [*warnings_of(run.facts.trained(), run.facts.exported_eval(), rows)]
+
+
+def _scored(run: ReportedRun) -> Mapping[str, Any]:
+    """What `finetune eval` scored, by metric."""
+    metrics: Mapping[str, Any] = run.facts.evaluated.get("scores", {}).get("metrics", {})
+    return metrics
 
 
 def question_of(prompt: str) -> str:
@@ -194,12 +214,18 @@ def _told(run: ReportedRun) -> list[str]:
         told += _rewards_told(recipe, exported, data.get("eval_documents"))
     for name, base, tuned, change in score_rows(run.facts):
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
+    if trained and not run.facts.evaluated.get("general"):
+        told.append(
+            "Not measured: what it unlearned. `finetune eval RUN --general` asks both models general questions."
+        )
     return told
 
 
 def _rewards_told(recipe: Recipe, exported: Mapping[str, Any], rows: int | None) -> Iterator[str]:
     """A sentence about the exported weights' rewards on held-out rows, if the run has them."""
     accuracy, margin = exported.get("reward_accuracy"), exported.get("reward_margin")
+    if kl := exported.get("kl_by_token"):
+        yield f"Distance from the reference: KL {kl:.2f} by token; 0.01 to 0.3 is usual."
     if accuracy is None:
         return
     of_rows = f"held-out {recipe.data.row_noun}s" if rows is None else counted(rows, f"held-out {recipe.data.row_noun}")
@@ -211,7 +237,8 @@ def _rewards_told(recipe: Recipe, exported: Mapping[str, Any], rows: int | None)
 
 
 def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
-    """The first answers that got better by the first metric, and the first that got worse."""
+    """The first answers with a higher score by the first metric, and the first with a lower one."""
+    metric = next(iter(_scored(run)), "score")
     better: list[Any] = []
     worse: list[Any] = []
     for row in run.facts.scored_answers:
@@ -222,7 +249,7 @@ def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
         base, tuned = pairs[0]
         if isinstance(base, int | float) and isinstance(tuned, int | float) and base != tuned:
             (better if tuned > base else worse).append(row)
-    found = [("Better than before", better), ("Worse than before", worse)]
+    found = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
     return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in found if rows]
 
 

@@ -34,6 +34,7 @@ from finetune.recipe.strategy_fit import stages_problem, unfit
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
+from finetune.strategies.packages import check_packages
 from finetune.strategies.zero import zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
@@ -55,7 +56,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         launched = read_strategy(str(config), strict=False)
         _check_same_strategy(recipe, strategy, launched, launch)
         requested = launched.num_processes if requested is None else requested
-    _right_device(recipe, launch)
+    check_has_gpu(recipe, launch)
     check_world(recipe, launch, requested)
     _right_number_of_processes(recipe, strategy, launch)
     _right_mesh(strategy, launch)
@@ -150,7 +151,8 @@ def _right_mesh(strategy: Strategy, launch: Launch) -> None:
         )
 
 
-def _right_device(recipe: Recipe, launch: Launch) -> None:
+def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
+    """Refuse a machine without a GPU for a recipe that is made for GPUs. Raises EnvironmentMismatch."""
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget
         raise EnvironmentMismatch(
@@ -182,6 +184,7 @@ def _computes_on_cpu(launch: Launch) -> bool:
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = _computes_on_cpu(launch)
+    check_packages(recipe, strategy, on_cpu=on_cpu)
     check_combination(recipe, strategy, on_cpu=on_cpu)
     if problem := stages_problem(recipe, strategy, launch.world_size):
         raise EnvironmentMismatch(problem)

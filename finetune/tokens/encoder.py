@@ -59,6 +59,7 @@ class SamplePrompt:
     prompt_ids: list[int]
     prompt: str
     reference: str | None
+    reference_tokens: int = 0  # with the token that ends the answer
 
 
 class Encoder:
@@ -177,7 +178,7 @@ class Encoder:
             start = max(1, min(TEXT_PROMPT_TOKENS, len(ids) // 2))
         prompt = ids[:start].tolist()
         reference = self.texts.decode(ids[start:end].tolist(), skip_special_tokens=True)
-        return SamplePrompt(prompt, self.texts.decode(prompt), reference)
+        return SamplePrompt(prompt, self.texts.decode(prompt), reference, end - start)
 
     def token_ids(self, tokens: Iterable[str]) -> list[int]:
         """Control tokens' ids, ascending."""

@@ -92,7 +92,8 @@ def questions(start: Start, *, shared: bool) -> Questions:
     The same on every rank.
     """
     recipe, prompts = start.recipe, start.prepared.prompts
-    length = recipe.samples.length(sharded=start.strategy.shards_parameters or start.strategy.schedule is not None)
+    sharded = start.strategy.shards_parameters or start.strategy.schedule is not None
+    length = recipe.samples.length(max(prompt.reference_tokens for prompt in prompts), sharded=sharded)
     most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
@@ -140,7 +141,7 @@ def samples(
             def show_token(token: int, answers: str = answers) -> None:
                 show(f"{answers}, token {token} of at most {asked.max_new_tokens}")
 
-            texts = greedy_answers(
+            found = greedy_answers(
                 model,
                 tokenizer,
                 [prompt.prompt_ids for prompt in prompts],
@@ -150,8 +151,9 @@ def samples(
                 cached=cached,
                 show=show_token,
             )
-            for prompt, text in zip(prompts, texts, strict=True):
-                yield {"prompt": prompt.prompt, "answer": text, "reference": prompt.reference}
+            for prompt, each in zip(prompts, found, strict=True):
+                cut = {} if each.ended else {"cut": asked.max_new_tokens}
+                yield {"prompt": prompt.prompt, "answer": each.text, "reference": prompt.reference, **cut}
 
 
 def shared_by_all(accelerator: Accelerator, shared: bool) -> bool:

@@ -222,7 +222,7 @@ def generated_answers(
         for number, batch in enumerate(mine, 1):
             show(f"answers to {asked.name}: batch {number} of {len(mine)}")
             indices = [order[position] for position in batch]
-            texts = greedy_answers(
+            found = greedy_answers(
                 model,
                 tokenizer,
                 [prompts[index].prompt_ids for index in indices],
@@ -231,7 +231,7 @@ def generated_answers(
                 together=how.sharded and how.ranks.world > 1,
                 cached=not how.staged,
             )
-            answers |= zip(indices, texts, strict=True)
+            answers |= zip(indices, (each.text for each in found), strict=True)
     for others in how.ranks.gather(answers):
         answers |= others
     return [answers[index] for index in range(len(prompts))]

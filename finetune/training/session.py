@@ -41,8 +41,10 @@ from finetune.model.optimizer import call_after_first_step, learning_rate_schedu
 from finetune.model.optimizers.fused_update import choose_update
 from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.plain_lora import only_by_peft
+from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
+from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
 from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
@@ -417,6 +419,11 @@ def finish(session: Session) -> None:
         mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
         log(describe_exported(exported, state))
         log(only_by_peft(start.recipe, start.run_dir))
+        if start.recipe.preferences is not None:
+            facts = read_run(start.run_dir, start.recipe)
+            rows = start.recipe.training.global_batch_size
+            log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
         run = str(start.run_dir)
         log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
+        log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run, '--general'])}")
         log(f"serve it: {shlex.join(['finetune', 'export', run, '--for', 'ollama'])}")

@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from finetune.architecture import families, operations, trial
@@ -21,7 +22,17 @@ from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.recipe.schema import Recipe
 from tests.support.models.architecture_columns import COLUMNS, cell, right_way
-from tests.support.models.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.support.models.architectures import (
+    ARCHITECTURES,
+    NO_DECODERS,
+    UNTRIED,
+    WAYS,
+    Way,
+    config_of,
+    outcomes,
+    recipe_of,
+    save_shaken,
+)
 from tests.support.models.families_page import GOLDEN, MASKS, PAGE, entry_of, page_of, recorded, words_of
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.recipes import least_recipe
@@ -52,6 +63,15 @@ def test_the_page_is_that_of_the_record_and_lists_all_that_are_tried() -> None:
         # Its sizes of states are tied to each other in a way that no divisor keeps.
         assert refused == ({"rehearsal"} if name == "granitemoehybrid" else set()), name
         assert columns["plan"] == "planned", name
+
+
+def test_every_decoder_of_transformers_is_in_the_table_or_named_as_missing() -> None:
+    """A release of transformers with a new decoder turns this red by its name: bring it into ARCHITECTURES."""
+    new = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - ARCHITECTURES.keys() - NO_DECODERS - UNTRIED
+    assert not new, f"transformers {transformers.__version__} has decoders that docs/families.md lacks: {sorted(new)}"
+    assert not (NO_DECODERS | UNTRIED) & ARCHITECTURES.keys()
+    assert not NO_DECODERS & UNTRIED
+    assert all(f"`{name}`" in PAGE.read_text("utf-8") for name in UNTRIED)
 
 
 def test_golden_masks_are_those_that_there_are() -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import app, main
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
+from finetune.finished_run.scores import BELOW_THRESHOLD
 from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
@@ -195,7 +196,12 @@ def test_the_job_for_kubernetes() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     codes = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in policy if "onExitCodes" in rule}
     mistakes = (FinetuneError, DoesNotFit, EnvironmentMismatch)
-    assert codes == {tuple(mistake.exit_code for mistake in mistakes): "FailJob", (130,): "Ignore"}
+    assert codes == {(*(mistake.exit_code for mistake in mistakes), BELOW_THRESHOLD): "FailJob", (130,): "Ignore"}
+    assert pod["securityContext"]["runAsNonRoot"]
+    held = container["securityContext"]
+    assert (held["allowPrivilegeEscalation"], held["capabilities"]) == (False, {"drop": ["ALL"]})
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert "HF_TOKEN" not in variables  # each child would inherit it
     assert {rule["onExitCodes"]["containerName"] for rule in policy if "onExitCodes" in rule} == {container["name"]}
     assert pod["restartPolicy"] == "Never"
     verb, name = container["args"]
@@ -211,6 +217,26 @@ def test_the_job_for_kubernetes() -> None:
         assert place is not None
         assert any(Path(place[1]).is_relative_to(mount) for mount in mounted)
     check_pip([line for line in dockerfile.splitlines() if "pip install" in line])
+    user = re.search(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    assert user is not None
+    assert int(user[1]) == pod["securityContext"]["runAsUser"]
+    # With a root that is read alone, each folder that is written is a mount.
+    written = [variables["HOME"], *re.findall(r"(?:HF_HOME|FINETUNE_CACHE|MPLCONFIGDIR)=(\S+)", dockerfile)]
+    assert held["readOnlyRootFilesystem"]
+    assert len(written) == 4
+    assert all(any(Path(folder).is_relative_to(mount) for mount in mounted) for folder in written)
+    assert all(Path(variables["HF_TOKEN_PATH"]).is_relative_to("/secrets") for _ in mounted if "/secrets" in mounted)
+    assert re.search(r"^FROM python:\d+\.\d+\.\d+-slim$", dockerfile, re.MULTILINE)  # a version that does not move
+
+
+def test_an_image_takes_what_it_installs_and_nothing_private() -> None:
+    """.dockerignore leaves everything out but a list, which has all that setup.py reads."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert rules[0] == "*"
+    taken = {line[1:] for line in rules if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in taken)
+    assert {"finetune", "recipes", "accelerate_configs", "data", "pyproject.toml", "setup.py"} <= taken
+    assert not taken & {".git", "runs", "tests", ".venv"}
 
 
 def longer() -> list[str]:

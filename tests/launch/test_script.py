@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
+from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
 from finetune.launch.script import plan_launch, script
@@ -365,3 +366,10 @@ def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path)
     assert len(requeued.read_text().splitlines()) == 1, "a finished run is not queued again"
     receipt = json.loads((run_dir / "receipt.json").read_text())
     assert (receipt["world_size"], receipt["nodes"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("on", "named"), [("kubernetes", True), ("K8s", True), ("docker", True), ("pbs", False)])
+def test_containers_have_a_page(on: str, named: bool, tmp_path: Path) -> None:
+    with pytest.raises(FinetuneError, match=r"is not one of slurm, torchrun, accelerate") as caught:
+        plan_launch(tmp_path / "unread.yaml", [], launcher=on)
+    assert ("docs/launching.md" in str(caught.value)) == named

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from finetune.model import generate
 from finetune.model.generate import answer, answering, computing_device, greedy_answers, left_padded
 from tests.support.models.tiny import tiny_model, tiny_tokenizer
 
@@ -42,7 +43,7 @@ def alone(model: nn.Module, tokenizer: Any) -> list[str]:
 
 
 def together(model: nn.Module, tokenizer: Any) -> list[str]:
-    return greedy_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, device=CPU)
+    return [each.text for each in greedy_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, device=CPU)]
 
 
 @pytest.fixture
@@ -123,3 +124,15 @@ def test_a_model_with_buffers_computes_where_they_are() -> None:
     for part in (model.model.embed_tokens, model.model.layers, model.model.norm, model.lm_head):
         part.to("meta")  # offloaded weights are elsewhere too
     assert computing_device(model) == CPU
+
+
+def test_an_answer_that_was_cut_is_known_from_one_that_ended(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers, once with their third token as one that ends them."""
+    tokenizer = tiny_tokenizer()
+    cut = greedy_answers(llama, tokenizer, PROMPTS[:1], max_new_tokens=NEW, device=CPU)
+    assert [each.ended for each in cut] == [False]
+    ids = tokenizer(cut[0].text, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(generate, "end_tokens", lambda model, tokenizer: [ids[2]])
+    (ended,) = greedy_answers(llama, tokenizer, PROMPTS[:1], max_new_tokens=NEW, device=CPU)
+    assert ended.ended
+    assert len(ended.text) < len(cut[0].text)

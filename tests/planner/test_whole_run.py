@@ -23,8 +23,8 @@ def test_cost_is_hours_by_gpus_by_price() -> None:
     assert run == {"steps": 600, "tokens": 39_321_600, "seconds": 7200.0, "cost": 12.0}
     gpus = parse_gpus("4xL4")
     assert run_in_words(run, plan(SPEED), gpus) == (
-        "the run: 600 steps (39.3 M tokens); at least 2 h 0 min; 12 s a step, at most 5,461 tokens/s; "
-        "from 12.00 at that price"
+        "the run: 600 steps (39.3 M tokens); at least 2 h 0 min; 12 s a step of full rows, at most 5,461 tokens/s; "
+        "from 12.00 for all 4 GPUs, in the price's currency"
     )
 
 
@@ -39,7 +39,8 @@ def test_max_steps_are_known_without_the_data() -> None:
         (
             None,
             "4x24GB",
-            "the number of rows is not known here, so neither steps nor time; a GPU's name, --gpus L4, adds",
+            "the number of rows is not known here; training.max_steps=N gives steps, and on a named GPU time and cost; "
+            "a GPU's name, --gpus L4, adds",
         ),
         (None, "cpu", "its time on a CPU is not planned"),
     ],
@@ -47,3 +48,26 @@ def test_max_steps_are_known_without_the_data() -> None:
 def test_what_is_missing_is_said(speed: dict[str, Any] | None, gpus: str, says: str) -> None:
     found = plan(speed)
     assert says in run_in_words(whole_run(half_recipe(), found, 2.0), found, parse_gpus(gpus))
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(6_554.0, 0.1), (32_768.0, 0.5), (65_536.0, 1.0), (64_000.0, 1.0)])
+def test_the_tokens_that_are_printed_are_priced(tokens: float, share: float) -> None:
+    """Of 12 s, 2 are the update's. A tenth of the tokens takes a tenth of the other 10, and of attention less."""
+    speed = SPEED | {"update_seconds": 2.0}
+    found = plan(speed, steps=10, tokens_per_step=tokens) | {"arithmetic": {"attention_share": 0.2}}
+    run = whole_run(half_recipe(), found, 3600.0)
+    computing = 10.0 * share * 0.8 if share < 1 else 10.0
+    assert run["seconds"] == pytest.approx(10 * (2 + computing), rel=1e-3)
+    assert run["cost"] == pytest.approx(4 * run["seconds"], rel=1e-3)  # an hour's price is 3,600: one a second
+    assert run["seconds"] <= 10 * 12  # a bound from below, whatever the rows hold
+
+
+def test_a_bound_from_below_is_not_rounded_up() -> None:
+    gpus = parse_gpus("4xL4")
+    for steps, says in ((1, "at least 12 s;"), (9, "at least 1 min;"), (299, "at least 59 min;")):
+        found = plan(SPEED, steps=steps, tokens_per_step=65_536.0)
+        assert says in run_in_words(whole_run(half_recipe(), found, None), found, gpus)
+    found = plan(SPEED)
+    assert "at least 6 min if rows are full;" in run_in_words(
+        whole_run(half_recipe(training={"max_steps": 30}), found, None), found, gpus
+    )

@@ -19,14 +19,16 @@ from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import compare_report
 from finetune.preflight import comparison as comparison_module
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
-from finetune.preflight.compare_rows import rows_of_options
+from finetune.preflight.compare_rows import rows_of_file, rows_of_options
 from finetune.preflight.comparison import (
     Comparison,
+    best_entry,
     figures,
     job_command,
     loss_agreement,
     notes,
     plan_comparison,
+    preference_verdict,
     ranking,
 )
 from finetune.preflight.job import failure_reason
@@ -362,10 +364,72 @@ def test_rows_on_preferences_are_ranked_by_the_highest_reward() -> None:
     print_tables(summary, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Best held-out reward accuracy, the highest first" in shown
-    assert re.search(r"beta=0.5 +80.0% +0.6900 +0.1 +6 ", shown)
+    assert re.search(r"\n +beta +accuracy.*\n.*\n +0.5 +80.0% +0.6900 +0.1 +6 ", shown)
     nothing_held_out = [row | {"held_out": [], "held_out_rewards": {}} for row in rows]
     best, second = ranking(nothing_held_out, "reward_accuracy")
     assert (best["name"], best["best"], best["step"]) == ("beta=0.1", 0.7, None)
+
+
+def far_row(rate: str, loss: float, kl: float | None, chosen: float = -0.5, seed: int = 1) -> dict[str, Any]:
+    """A row on pairs with two evaluations: its KL by token at the second one is `kl`; None: SimPO has none."""
+    points: dict[str, Any] = {"reward_accuracy": [[0, 0.0], [6, 1.0]], "logp_chosen_by_token": [[0, -0.4], [6, chosen]]}
+    if kl is not None:
+        points["kl_by_token"] = [[0, 0.0], [6, kl]]
+    final = {name: values[-1][1] for name, values in points.items()}
+    return swept(rate, seed, [[0, 0.69], [6, loss]]) | {"held_out_rewards": points, "final_rewards": final}
+
+
+@pytest.mark.parametrize(
+    ("rows", "best", "above"),
+    [
+        ([("5e-4", 0.001, 0.819), ("1e-4", 0.5, 0.1), ("1e-5", 0.6, 0.0)], "1e-4", 1),
+        ([("5e-4", 0.001, 0.8), ("1e-4", 0.5, 0.1)], "5e-4", 0),  # the limit itself is allowed
+        ([("5e-4", 0.9, 3.0), ("1e-4", 0.5, 0.1)], "1e-4", 0),  # ranks below the best anyway
+        ([("5e-4", 0.1, 3.0), ("1e-4", 0.5, 0.9)], None, 2),
+        ([("5e-4", 0.1, None), ("1e-4", 0.5, None)], "5e-4", 0),  # without a reference
+        ([("5e-4", 0.1, -3.1), ("1e-4", 0.5, 0.1)], "5e-4", 0),
+        ([("5e-4", 0.1, 0.2, -0.4, 1), ("5e-4", 0.1, 1.2, -0.4, 2), ("1e-4", 0.5, 0.1)], "1e-4", 1),  # one seed
+        ([("5e-4", 0.001, 0.819), ("1e-4", 0.5, None)], "1e-4", 1),  # one figure is missing
+    ],
+)
+def test_a_row_too_far_from_its_reference_is_not_the_best(
+    rows: list[tuple[Any, ...]], best: str | None, above: int, tmp_path: Path
+) -> None:
+    """docs/preferences.md calls a KL by token over 0.8 bad, however low the loss is."""
+    made = [far_row(*row) for row in rows]
+    ranked = ranking(made)
+    found = best_entry(ranked)
+    assert (found and found["name"]) == (best and f"learning_rate={best}")
+    lines = preference_verdict(ranked)
+    assert len(lines) == (above and above + 1)
+    assert [line.endswith(f"learning_rate={best}.") for line in lines[above:]] == [best is not None] * bool(above)
+    summary = result(*made) | {"ranking": ranked, "varied": ["training.learning_rate"], "notes": [*lines, "a note"]}
+    console = Console(file=io.StringIO(), width=80)
+    print_tables(summary, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(line in " ".join(shown.split()) for line in lines)
+    heading = next(line for line in shown.splitlines() if "loss  " in line)
+    assert "chosen" in heading
+    assert ("KL" in heading) == any(row[2] is not None for row in rows)
+    assert re.search(r"^ +[15]e-[45] ", shown, re.MULTILINE)  # the key's name is above the column alone
+    if best is None:
+        draw(summary, tmp_path / "curves.png")  # without a thick line
+
+
+def test_a_comparison_has_a_bounded_number_of_rows(tmp_path: Path) -> None:
+    """10,000 values, or a product of 10^6, are one line at once, and not minutes of reading."""
+    rates = ",".join(f"{number}e-6" for number in range(1, 1001))
+    file = tmp_path / "rows.yaml"
+    file.write_text("".join(f"- r{number}: [training.seed={number}]\n" for number in range(201)), "utf-8")
+    for ask in (
+        lambda: rows_of_options([f"training.learning_rate={rates}"], None),
+        lambda: rows_of_options([f"training.learning_rate={rates}", f"training.weight_decay={rates}"], None),
+        lambda: rows_of_options(["training.weight_decay=0,1,2,3,4,5,6,7,8,9,10"], None, seeds=20),
+        lambda: rows_of_file(file),
+    ):
+        with pytest.raises(FinetuneError, match=r"[\d,]+ rows: a comparison has 200 at most"):
+            ask()
+    assert len(rows_of_options(["training.weight_decay=0,1,2,3,4,5,6,7,8,9"], None, seeds=20)) == 200
 
 
 def test_rewards_of_a_job(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
+from finetune.launch.launcher import read_launch
 from finetune.measure.units import GIB
 from finetune.preflight import disk, doctor
 from finetune.preflight.disk import count_weights, free_bytes, need_of
@@ -26,6 +30,7 @@ from finetune.preflight.doctor import Finding, as_text, examine_machine, scope
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
+from finetune.strategies.accelerator import check_launch
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
@@ -314,3 +319,81 @@ def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pyt
     lines = [as_text(finding) for finding in examine_machine()]
     assert len(lines) >= 8
     assert not [line for line in lines if "jane" in line or PLANTED in line]
+
+
+MADE_FOR_GPUS = LLAMA + (
+    "budget: {gpus: 4, gpu_memory_gb: 24}\naccelerate_config: zero3\n"
+    "quantization: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}\nreport_to: [wandb]\n"
+)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """As if these packages were not installed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in modules else real(name, *rest))
+
+
+@pytest.mark.parametrize(
+    ("text", "absent", "bad"),
+    [
+        (MADE_FOR_GPUS, ("wandb",), ["devices", "trackers", "model"]),
+        (
+            MADE_FOR_GPUS, ("wandb", "deepspeed", "bitsandbytes"),
+            ["devices", "packages", "strategy", "trackers", "model"],
+        ),
+        (LLAMA.replace("x.jsonl", "x.xlsx"), ("openpyxl",), ["packages", "model"]),
+        (LLAMA + "training: {optim: adamw_8bit}\nlora: null\n", ("bitsandbytes",), ["packages", "model"]),
+        (
+            LLAMA + "budget: {gpus: 8, nodes: 2, gpu_memory_gb: 80}\naccelerate_config: fsdp2\n", (),
+            ["ranks", "devices", "model"],
+        ),
+        (LLAMA, (), ["model"]),
+    ],
+)  # fmt: skip
+def test_doctor_says_what_train_would_refuse(
+    text: str, absent: tuple[str, ...], bad: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of train's refusals on this machine, which has no GPU, and not the first one alone."""
+    without(monkeypatch, *absent)
+    monkeypatch.setattr("finetune.launch.local_ranks.count_gpus", lambda: 0)  # asks another process
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    found = {each.name: each for each in doctor.check_start(load_recipe(file)) if each.state == "bad"}
+    assert [*found] == bad
+    assert ("made for 4 GPUs of 24 GB, this machine has none" in str(found.get("devices"))) == (text == MADE_FOR_GPUS)
+    if "deepspeed" in absent:
+        assert "DeepSpeed (accelerate_config: zero3) and bitsandbytes (quantization) are not installed" in str(found)
+        assert "DS_BUILD_OPS=0 pip install 'finetune[deepspeed,qlora]'" in found["packages"].remedy
+    assert all(each.remedy for each in found.values())
+    if bad[0] == "devices":
+        with pytest.raises(EnvironmentMismatch) as caught:  # the trainer's own first refusal
+            check_launch(load_recipe(file).recipe, replace(read_launch(), words=("python", "train.py", str(file))))
+        assert str(caught.value) == "; ".join((found["devices"].seen, found["devices"].remedy))
+
+
+def test_a_token_for_a_gated_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    gated = recipe_of(tmp_path)
+    assert states(doctor.check_token(gated, online=False)) == [("token", "bad")]
+    assert "is gated" in next(doctor.check_token(gated, online=False)).seen
+    asked: list[str] = []
+
+    def answer(api: Any, name: str, token: Any = None) -> Any:
+        asked.append(name)
+        if name == "some/closed":
+            raise ConnectionError("no route")
+        return argparse.Namespace(gated={"some/manual": "manual", "some/open": False}[name])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
+    for name, online, state in (
+        ("some/model", False, "look"), ("some/manual", True, "bad"), ("some/open", True, "ok"),
+        ("some/closed", True, "bad"),
+    ):  # fmt: skip
+        recipe = recipe_of(tmp_path, LLAMA.replace("meta-llama/Llama-3.1-8B-Instruct", name))
+        assert states(doctor.check_token(recipe, online=online)) == [("token", state)], name
+    assert asked == ["some/manual", "some/open", "some/closed"]
+    pushes = recipe_of(tmp_path, LLAMA, "hub.push=true", "hub.repo_id=a/b")
+    assert [each.state for each in doctor.check_token(pushes, online=False)] == ["bad", "bad"]
+    assert states(doctor.check_token(None, online=True)) == [("token", "ok")]

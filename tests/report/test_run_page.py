@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from finetune.cli.main import main as cli
+from finetune.recipe.sections.preferences import warnings_of
 from finetune.report.curves import curve, curves, loss_chart, read_runs, summary
-from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
+from finetune.report.pictures import Chart, Series, _draw, inline_svg, new_figure, number_label, save_png, thinned
 from finetune.report.run_page import question_of, report, write_page, write_pages
 from finetune.train import main
 from tests.support.models.tiny import write_chats
@@ -406,7 +407,7 @@ def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
         "loss 4.500 before, 2.500 after (44% lower)",
     ):
         assert sentence in text
-    places = [text.index(words) for words in ("What was learned", "before!", "For the trainer", "Learning rate")]
+    places = [text.index(words) for words in ("What was measured", "before!", "For the trainer", "Learning rate")]
     assert places == sorted(places)
     assert "pipeline" not in text
     assert "float8" not in text
@@ -425,3 +426,52 @@ def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_question_is_found_in_a_rendered_prompt(prompt: str, question: str) -> None:
     assert question_of(prompt) == question
+
+
+def of_steps(accuracies: list[float], **figures: float) -> list[dict[str, float]]:
+    return [{"step": step, "reward_accuracy": value, **figures} for step, value in enumerate(accuracies, 1)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "exported", "words"),
+    [
+        (of_steps([0, 1, 1, 1, 1, 1]), None, ["Reward accuracy was 100 % from step 2 on"]),
+        (of_steps([0, 1, 1, 1, 1, 0.75, 1]), None, []),
+        (of_steps([0, 1, 1, 1, 1]), None, []),  # four lines are too few
+        (of_steps([0, 0.5, 0.7, 1, 1, 1, 1, 1]), None, []),  # it was learned
+        (of_steps([0, 0.5], kl_by_token=0.9), None, ["KL by token 0.90 is over 0.8"]),
+        (of_steps([0, 0.5], kl_by_token=0.9), {"kl_by_token": 0.2}, []),  # the exported step is an earlier one
+        (of_steps([0, 0.5], kl_by_token=-3.1), None, []),
+        (of_steps([0, *[0.5] * 5], kl=0.0), None, ["The KL baseline was 0"]),  # KTO
+        (of_steps([0, *[0.5] * 5], kl=0.1), None, []),
+        (of_steps([0, 0.5], kl=0.0), None, []),
+        ([], None, []),
+        ([{"step": 1, "loss": 2.0}], None, []),  # supervised
+    ],
+)
+def test_what_the_docs_call_bad_is_said(trained: list[Any], exported: Any, words: list[str]) -> None:
+    found = [*warnings_of(trained, exported)]
+    assert [line[: len(text)] for line, text in zip(found, words, strict=True)] == words
+
+
+def test_steps_of_one_pair_are_right_by_chance_for_a_while() -> None:
+    """Of real judgements two thirds are right: five steps of one pair each are all right in every eighth run."""
+    assert [*warnings_of(of_steps([0.0] + [1.0] * 10), None, 1)] == []
+    assert len([*warnings_of(of_steps([0.0] + [1.0] * 20), None, 1)]) == 1
+    assert len([*warnings_of(of_steps([0.0] + [1.0] * 5), None, 4)]) == 1
+
+
+def test_labels_of_narrow_bars_stand_upright(tmp_path: Path) -> None:
+    """24 bars of a PNG: their labels, lying, would run into one another."""
+    bars = [(float(group), 0.505) for group in range(6)]
+    for series, upright in ((1, False), (4, True)):
+        chart = Chart("memory", [Series(f"run {number}", bars) for number in range(series)], [str(n) for n in range(6)])
+        save_png(chart, tmp_path / "memory.png")
+        figure = new_figure(figsize=(8.0, 4.5))
+        axes = figure.subplots()
+        _draw(axes, chart, letters=12)
+        figure.canvas.draw()
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 6 * series
+        assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+        assert {text.get_rotation() for text in axes.texts} == {90.0 if upright else 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from tests.support.runs.finished import finished_run
 ANSWERS = [("Bonn", 0.0, 1.0), ("Berlin", 1.0, 0.0), ("Paris", 0.0, 1.0), ("Rome", 1.0, 1.0)]
 
 
-def evaluated(run: Path, **changes: Any) -> Path:
+def evaluated(run: Path, metric: str = "exact", **changes: Any) -> Path:
     figures = compared([base for _, base, _ in ANSWERS], [tuned for _, _, tuned in ANSWERS])
-    scores = {"data": "held-out rows", "rows": 4, "max_new_tokens": 8, "notes": [], "metrics": {"exact": figures}}
+    scores = {"data": "held-out rows", "rows": 4, "max_new_tokens": 8, "notes": [], "metrics": {metric: figures}}
     (run / "eval.json").write_text(json.dumps({"scores": scores | changes}), "utf-8")
     rows = [
         {"prompt": f"where is {name}", "reference": name, "base": f"base {name}", "tuned": f"tuned {name}",
-         "scores": {"exact": [base, tuned]}}
+         "scores": {metric: [base, tuned]}}
         for name, base, tuned in ANSWERS
     ]  # fmt: skip
     (run / "eval_answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -34,8 +35,8 @@ def test_wins_and_losses_side_by_side(tmp_path: Path, tiny_llama: Path) -> None:
     page = report(read_runs([run]))
     for text in (
         "Score, exact, 4 answers: 50.0% before, 75.0% after, difference +25.0 points",
-        "Better than before: 2 answers",
-        "Worse than before: 1 answer",
+        "Higher exact than before: 2 answers",
+        "Lower exact than before: 1 answer",
         "tuned Bonn",
         "base Berlin",
     ):
@@ -43,12 +44,40 @@ def test_wins_and_losses_side_by_side(tmp_path: Path, tiny_llama: Path) -> None:
     assert "tuned Rome" not in page  # right before and after
 
 
+def test_overlap_is_not_called_correctness_and_no_question_is_shown_twice(tmp_path: Path, tiny_llama: Path) -> None:
+    run = evaluated(finished_run(tmp_path, tiny_llama), metric="chrf")
+    samples = [
+        {"when": when, "step": step, "prompt": prompt, "answer": f"{when} {prompt[-4:]}", "reference": "so"}
+        for when, step in (("before", 0), ("after", 4))
+        for prompt in ("where is Bonn", "where is Lima")
+    ]
+    samples[-1]["cut"] = 9
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples), "utf-8")
+    page = report(read_runs([run]))
+    assert "Higher chrf than before: 2 answers" in page
+    assert page.count("chrf counts letters in common, not right answers") == 1
+    assert page.count("where is Bonn") == 1  # among the scored ones, with the same two models' answers
+    assert page.count("where is Lima") == 1
+    assert page.count("… cut at 9 tokens") == 1
+    assert page.index("after Lima") < page.index("… cut at 9 tokens")
+    assert "counts letters" not in report(read_runs([evaluated(run)]))  # exact is what it says
+
+
+def test_several_runs_show_their_scores_in_one_table(tmp_path: Path, tiny_llama: Path) -> None:
+    runs = [finished_run(tmp_path / name, tiny_llama) for name in ("a", "b")]
+    page = report(read_runs([evaluated(runs[0]), evaluated(runs[1], metric="chrf")]))
+    found = re.findall(r"<tr><td>([^<]*)</td><td>((?:exact|chrf), 4 answers)</td>", page)
+    assert [metric for _, metric in found] == ["exact, 4 answers", "chrf, 4 answers"]
+    assert [name.split("/")[0] for name, _ in found] == ["a", "b"]
+    assert "not right answers" in page
+
+
 def test_files_that_no_eval_writes_show_nothing(tmp_path: Path, tiny_llama: Path) -> None:
     run = finished_run(tmp_path, tiny_llama)
     recipe = recipe_from_resolved(run / "recipe.yaml")
     for changes in ({"rows": "four"}, {"metrics": {"exact": {"base": 1}}}, {"metrics": [1]}):
         assert score_rows(read_run(evaluated(run, **changes), recipe)) == []
-        assert "Better than before" not in report(read_runs([run]))
+        assert "than before:" not in report(read_runs([run]))
     assert len(score_rows(read_run(evaluated(run), recipe))) == 1
 
 

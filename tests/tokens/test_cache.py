@@ -118,7 +118,7 @@ def test_what_is_told_of_the_rows_is_told_from_the_cache_too(rows: Path, builds:
     expected = {
         "read_as": None, "unused_columns": ["source"], "unused_message_keys": ["id"], "unanswered": 9,
         "run_together": 0, "written_tokens": [0, ""], "begins_of_text": [0, ""], "dropped": {}, "dialect": "",
-        "remarks": [],
+        "remarks": [], "told": {},
     }  # fmt: skip
     assert [store(rows)[1].facts["rows"] for _ in range(2)] == [expected] * 2
     assert len(builds) == 1

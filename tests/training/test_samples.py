@@ -91,8 +91,8 @@ def test_what_is_gathered_again_in_every_forward_and_what_stays(
         weights = dict(rank.parts.unwrapped_model.named_parameters())
         sizes = {name: 2 * weight.numel() for name, weight in weights.items()}  # gathered in bfloat16
         with answering(rank.parts.unwrapped_model) as model:
-            texts = greedy_answers(model, tokenizer, prompts, max_new_tokens=NEW, device=CPU)
-        assert [bool(text) for text in texts] == [True] * len(PROMPTS)
+            found = greedy_answers(model, tokenizer, prompts, max_new_tokens=NEW, device=CPU)
+        assert [bool(each.text) for each in found] == [True] * len(PROMPTS)
         told = rank.parts.bytes_gathered(read_strategy(strategy), NEW)
         whole = {
             name
@@ -168,10 +168,11 @@ def test_batches_have_no_more_tokens_than_a_micro_batch(lengths: list[int], most
     assert prompt_batches(lengths, 5, most) == batches
 
 
-def test_fewer_tokens_where_weights_are_sharded_unless_the_recipe_says_how_many() -> None:
-    assert (Samples().length(sharded=False), Samples().length(sharded=True)) == (64, 16)
-    chosen = Samples(max_new_tokens=40)
-    assert (chosen.length(sharded=False), chosen.length(sharded=True)) == (40, 40)
+def test_answers_are_as_long_as_the_references_unless_weights_are_sharded_or_the_recipe_says_how_many() -> None:
+    usual, chosen = Samples(), Samples(max_new_tokens=40)
+    assert [usual.length(longest, sharded=False) for longest in (0, 9, 100, 256, 5000)] == [64, 9, 100, 256, 256]
+    assert usual.length(100, sharded=True) == 16
+    assert (chosen.length(100, sharded=False), chosen.length(100, sharded=True)) == (40, 40)
     recipe: Recipe = least_recipe()
     assert recipe.samples.max_new_tokens is None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,6 +12,8 @@ from finetune.recipe.sections.base import Local, Section
 PairLoss = Literal["sigmoid", "robust", "ipo", "apo_zero", "simpo"]
 NO_MARGIN = 1e-3  # between the rewards of one model, which other batches may round otherwise
 USUAL_MARGIN = 0.5  # simpo_gamma, as in TRL
+MOST_KL = 0.8  # by token, from the reference; docs/preferences.md says what was seen above it
+AT_ONCE, NO_CHANCE = 5, 20  # training lines after the first, and pairs in them: none is wrong by chance
 REFERENCE = (
     "Whose log-probabilities rewards are counted from. start: the model that this run starts from. adapter_off: the "
     "base without adapters. Else a model's name or folder."
@@ -85,3 +87,34 @@ def objective_in_words(section: Dpo | Kto) -> str:
 def is_own_reference(line: Mapping[str, Any]) -> bool:
     """Whether an evaluation before the first step found no reward, because the model is still its own reference."""
     return bool(line["step"] == 0) and abs(line.get("reward_margin") or 0.0) < NO_MARGIN
+
+
+def too_far(line: Mapping[str, Any]) -> str:
+    """What is wrong if these figures are farther from the reference than docs/preferences.md allows; else empty."""
+    kl = line.get("kl_by_token")
+    if kl is None or not kl > MOST_KL:
+        return ""
+    return f"KL by token {kl:.2f} is over {MOST_KL}: far from the reference, where other skills are lost"
+
+
+def warnings_of(
+    trained: Sequence[Mapping[str, Any]], exported: Mapping[str, Any] | None, rows: int = NO_CHANCE
+) -> Iterator[str]:
+    """What docs/preferences.md calls bad, by a run's training lines and its exported weights' evaluation.
+
+    Args:
+        rows: Of a step; a line stands for one step or more.
+    """
+    last = exported or (trained[-1] if trained else {})
+    if far := too_far(last):
+        yield f"{far}. Divide the learning rate by 4, or raise beta."
+    lines = max(AT_ONCE, -(-NO_CHANCE // rows))
+    early = [line["reward_accuracy"] for line in trained[1 : 1 + lines] if line.get("reward_accuracy") is not None]
+    if len(early) == lines and min(early) == 1:
+        yield (
+            f"Reward accuracy was 100 % from step {trained[1]['step']} on: the two sides may differ in something "
+            "trivial, such as length or template. Compare them: finetune preview."
+        )
+    baselines = [line["kl"] for line in trained[1:] if "kl" in line]
+    if len(baselines) >= AT_ONCE and not any(baselines):
+        yield "The KL baseline was 0 in every step: every answer became less probable. Divide the learning rate by 4."

@@ -8,7 +8,7 @@ from finetune.recipe import cross_checks
 from finetune.recipe.metric_names import MetricChoice, read_metric
 from finetune.recipe.sections.base import Count, Interval, Local, Section, WholeNumber
 
-USUAL = 64  # new tokens in an answer
+USUAL, LONGEST = 64, 256  # new tokens in an answer: without references, and with long ones
 FEWER = 16  # new tokens if every forward gathers the model: 131 GiB for each new token of Llama-3.1-70B in bf16
 
 
@@ -19,15 +19,22 @@ class Samples(Section):
     prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
     max_new_tokens: Count | None = Field(
         None,
-        description="An answer's length in tokens; null: 64, or 16 if each forward gathers sharded weights or passes "
-        "through a pipeline.",
+        description="An answer's length in tokens; null: the longest reference's, to 256 (64 without references), or "
+        "16 if each forward gathers sharded weights or passes through a pipeline. Answers cut there are marked.",
     )
 
-    def length(self, *, sharded: bool) -> int:
-        """An answer's most new tokens. `sharded`: weights are sharded, or in a pipeline's stages."""
+    def length(self, longest: int, *, sharded: bool) -> int:
+        """An answer's most new tokens.
+
+        Args:
+            longest: The longest reference's tokens; 0: there is none.
+            sharded: Weights are sharded, or in a pipeline's stages.
+        """
         if self.max_new_tokens is not None:
             return self.max_new_tokens
-        return FEWER if sharded else USUAL
+        if sharded:
+            return FEWER
+        return min(longest, LONGEST) if longest else USUAL
 
 
 class Generate(Section):

@@ -84,6 +84,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {**WINDOWS, "use_sliding_window": True},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
+# In transformers' mapping of causal language models, and not a decoder of texts that a recipe could name: encoders,
+# decoders of an encoder's output, models of sounds and pictures, and whole multimodal models, whose text part counts.
+NO_DECODERS = set(
+    """
+    bart beam bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
+    dots3_note electra emu3 ernie fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified
+    gemma4_unified_assistant git got_ocr2 llama4 marian mbart megatron-bert mllama moshi moss_transcribe_diarize
+    musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp reformer
+    rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod
+""".split()
+)
+# Decoders that nobody has brought into the table yet. A training tries each one, as it tries any other.
+UNTRIED = set(
+    """
+    apertus1p5_text aria_text blt cohere2_moe cohere_compass_text dbrx dory dots3_note_text exaone gemma3n_text
+    gemma4_unified_text gpt-sw3 gpt_neo granitemoe_swa hrm_text inkling2_loop_text inkling2_text lara_mini longcat_flash
+    minicpm3 qwen4_exp_text sarvam_mla sarvam_moe zamba zaya
+""".split()
+)
 LENGTHS = (5, 20, 2, 13)  # tokens of the documents: below and above the window
 BOUND = 1e-5
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.models.architecture_columns import COLUMNS, Cell
-from tests.support.models.architectures import WAYS, Outcome, Way
+from tests.support.models.architectures import UNTRIED, WAYS, Outcome, Way
 from tests.support.models.chat_families import FAMILIES
 from tests.support.models.thinking_families import THINKING
 from tests.support.runs.cells import ROOT
@@ -79,6 +79,9 @@ def words_of(entry: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
     return {title: (way["word"], way["refusal"]) for title, way in entry["ways"].items()}
 
 
+OF_UNTRIED = "A training tries its architecture whatever its name, so these are trained rightly or refused too."
+
+
 def page_of(record: Mapping[str, Any]) -> str:
     """docs/families.md."""
     entries = record["architectures"]
@@ -86,7 +89,9 @@ def page_of(record: Mapping[str, Any]) -> str:
     either = [name for name, entry in entries.items() if _words(entry, packing=True) or _words(entry, packing=False)]
     figures = {"right": len(packed), "unpacked": len(either) - len(packed), "refused": len(entries) - len(either)}
     head = HEAD.format(version=record["transformers"], count=len(entries), **figures)
-    return head + "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
+    untried = ", ".join(f"`{name}`" for name in sorted(UNTRIED))
+    table = "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
+    return f"{head}{table}\nDecoders in transformers' own list that are not in the table yet: {untried}. {OF_UNTRIED}\n"
 
 
 def line_of(name: str, entry: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> 
     assert objective_in_words(runs[0].facts.recipe.preferences or Dpo()) in html
     key = receipt_of(runs[0].folder)["reference"]["key"]
     assert f"<td>key</td><td>{key}</td>" in html
-    assert html.index("What was learned") < html.index("For the trainer") < html.index("Reward accuracy, %")
+    assert html.index("What was measured") < html.index("For the trainer") < html.index("Reward accuracy, %")
     assert (runs[0].folder / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
