@@ -31,7 +31,6 @@ from finetune.architecture.head import AfterDecoder, transform_of
 from finetune.architecture.loss import LogitTransform, decoder_of
 from finetune.architecture.operations import LENGTHS, TOKENS, Unsuitable, Watching
 from finetune.architecture.positions import COUNTED, Positions
-from finetune.architecture.varlen_kernel import AttentionShape
 
 TRIED = "finetune_trial"  # an attention without masks, as the kit's own is
 MASKED = "finetune_trial_masked"  # one with masks, as the library's are
@@ -251,24 +250,6 @@ def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
     if shapes != {(TOKENS, experts)} or not isinstance(chosen, int):
         raise Unsuitable("has an auxiliary loss of its router that is not of one choice among all experts")
     return chosen
-
-
-def attention_shapes(kind: Architecture, config: PreTrainedConfig) -> set[AttentionShape]:
-    """The layers' requests to their attention, without those with capped scores, which no kernel computes."""
-    found = set()
-
-    def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **asked: Any) -> tuple[Tensor, None]:
-        if not asked.get("softcap"):
-            sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-            sinks, dropout = asked.get("s_aux") is not None, asked.get("dropout", 0.0)
-            found.add(AttentionShape(*sizes, asked.get("sliding_window"), sinks, dropout))
-        return _answer(query, value), None
-
-    AttentionInterface.register(TRIED, attend)
-    model = _structure(kind, config, TRIED)
-    with torch.no_grad(), Watching():
-        decoder_of(model)(**_batch(), use_cache=False)
-    return found
 
 
 def _not_causal(module: nn.Module, _: Any) -> None:

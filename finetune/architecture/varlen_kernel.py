@@ -10,7 +10,6 @@ sinks. The sink's gradient is minus its share of the softmax times that product.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -29,19 +28,6 @@ UNFIT_ABOVE, FIT_AGAIN = 192, 224
 # for it (2.11). flash_kernels.py tries it on a GPU. Until then each query head gets its own copy of the keys. The
 # planner's device runs no kernel; it counts the memory that a GPU is expected to use.
 SHARED_KEYS: dict[str, bool] = {"cuda": False}
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The request of one kind of layer to its attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int  # of queries and keys
-    value_dim: int
-    window: int | None
-    sinks: bool
-    dropout: float
 
 
 def fits_flash(head_dim: int, value_dim: int) -> bool:

@@ -269,8 +269,7 @@ def build(
     decoder = decoder_parts(assembled.unwrapped_model)
     compiled = compile_as_asked(recipe, start.strategy, decoder, device, log)
     computes = receipt.content["dtypes"]["compute"].partition(",")[0]
-    kernel = choose_flash_kernel(recipe, decoder, device, getattr(torch, computes))
-    kernel.agree(partial(accelerator.reduce, reduction="sum"), device)
+    kernel = choose_flash_kernel(recipe, device, getattr(torch, computes))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
     with deterministic_algorithms(recipe.training.deterministic, device):

@@ -23,8 +23,8 @@ from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from tests.support.models.tiny import flat_batch, tiny_model
 from tests.support.stand_ins.compiling import Counting, nothing_compiled
-from tests.support.stand_ins.flash_stand_in import FACTORS
 from tests.support.stand_ins.planted import FAULTS, Faulty, plant_in_own
+from tests.support.stand_ins.varlen_stand_in import FACTORS
 
 assert nothing_compiled
 pytestmark = pytest.mark.usefixtures("nothing_compiled")

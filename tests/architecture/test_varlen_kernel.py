@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from finetune.architecture import varlen_kernel
 from finetune.architecture.attention import register, varlen_attention
@@ -296,7 +296,7 @@ def test_keys_are_copied_where_the_kernel_does_not_share_them(wrong: str, torch_
     torch_211.setattr(varlen, "varlen_attn", fewer)
     varlen_kernel._varlen_parameters.cache_clear()
     with pretended_cuda(torch_211, capability=(9, 0)):
-        kernel = choose_flash_kernel(least_recipe("x"), AnyModel(LlamaConfig()), GPU, torch.bfloat16)
+        kernel = choose_flash_kernel(least_recipe("x"), GPU, torch.bfloat16)
         KEY_HEADS.clear()
         heads_of_a_run()
     assert KEY_HEADS == [4]
@@ -304,11 +304,6 @@ def test_keys_are_copied_where_the_kernel_does_not_share_them(wrong: str, torch_
     assert (kernel.expands_keys or "").startswith(said)
     assert str(kernel).startswith("attention: keys and values are copied for each head that shares them")
     assert kernel.facts()["expands_keys"] == kernel.expands_keys
-
-
-class AnyModel(PreTrainedModel):
-    """Not PreTrainedModel itself: transformers would remember of that class, and so of all models, that they have
-    experts whose implementation can be chosen."""
 
 
 class Broken(torch.autograd.Function):
@@ -330,8 +325,7 @@ def test_the_planner_counts_keys_as_they_are(torch_211: pytest.MonkeyPatch) -> N
 
 def test_no_trial_where_torch_has_the_parameter_or_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     KEY_HEADS.clear()
-    model = AnyModel(LlamaConfig())
-    assert choose_flash_kernel(least_recipe("x"), model, torch.device("cpu"), torch.bfloat16).expands_keys is None
+    assert choose_flash_kernel(least_recipe("x"), torch.device("cpu"), torch.bfloat16).expands_keys is None
     if SAYS_SHARED:
         with pretended_cuda(monkeypatch, capability=(9, 0)):
             assert try_shared_keys(GPU, torch.bfloat16) is None

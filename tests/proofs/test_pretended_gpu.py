@@ -18,16 +18,15 @@ import pytest
 from finetune import train
 from finetune.files import read_lines
 from finetune.finished_run.load import best_device, finished_run
-from finetune.training import samples, session
+from finetune.training import session
 from tests.support.runs.cells import free_ports
 from tests.support.runs.finished import held_out_figures
 from tests.support.runs.launching import REPOSITORY, TORCHRUN
 from tests.support.runs.one_rank import as_before
 from tests.support.runs.recipes import write_recipe
 from tests.support.runs.soak_resume import fingerprint, write_resume_recipe
-from tests.support.stand_ins.flash_stand_in import install
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
-from tests.support.stand_ins.varlen_stand_in import COMPUTED_BY, FACTORS
+from tests.support.stand_ins.varlen_stand_in import FACTORS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RANKS = "ddp", "fsdp2", "fsdp2_offload"
@@ -83,33 +82,6 @@ def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: p
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "whole")
     assert receipt(tmp_path / "whole")["probe"]["precision"] == "bfloat16"
     assert receipt(tmp_path / "whole")["attention"] == "varlen"
-
-
-@pytest.mark.slow
-def test_an_installed_kernel_computes_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention 3, by a stand-in, which is off while answers are generated; model.attention: varlen keeps torch's
-    own."""
-    recipe, while_answering = recipe_of(tmp_path, dropout=0.0, mixed_precision="bf16"), []
-    with monkeypatch.context() as patches, pretended_cuda(patches):
-        install("FA3", tmp_path, patches)
-        real = samples.greedy_answers
-
-        def answers(*given: Any, **options: Any) -> Any:
-            while_answering.append(FACTORS["output"])
-            return real(*given, **options)
-
-        patches.setattr(samples, "greedy_answers", answers)
-        assert run(recipe, tmp_path / "other") == 0
-        computed_by, answered_by = [each["output"] for each in COMPUTED_BY], list(while_answering)
-        content = json.loads(recipe.read_text())
-        content["model"]["attention"] = "varlen"
-        assert run(write_recipe(tmp_path, content), tmp_path / "own") == 0
-    facts, own = (receipt(tmp_path / name)["flash_kernel"] for name in ("other", "own"))
-    assert (facts["taken"], own["taken"]) == ("FlashAttention 3", None)
-    assert computed_by == sorted(computed_by)  # the probe and the trial by torch's own, then all steps
-    assert (computed_by[0], computed_by[-1], answered_by) == (1.0, 1.005, [1.0] * 2)
-    assert losses(tmp_path / "other") != losses(tmp_path / "own")
-    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "own"), rel=1e-2)
 
 
 @pytest.mark.slow

@@ -12,17 +12,6 @@ native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bits
     foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
     embedding, backward           token ids sorted, twice, and partial sums of up to 1.1 rows a token
     matrix products               cuBLAS keeps a workspace for each thread that calls it: forward's and backward's
-
-Flash attention is planned as torch's own. FlashAttention 3 may take its place (architecture/flash_kernels.py). Its
-hopper/flash_api.cpp (mha_bwd, at 000090d) keeps:
-
-    dq    as torch's, summed in float32, in blocks of at most 128 rows
-    rows  two float32 a row and head, where torch's kernel keeps one
-    keys  where heads share keys, dk and dv of the shared heads in float32: with two queries a key or more, that is no
-          more than each head's own in 16 bits
-
-So its backward may take 4 bytes a row and head more than planned: 0.5 MiB for 4,096 tokens and 32 heads. FlashAttention
-4 is assumed to take no more than that.
 """
 
 from __future__ import annotations

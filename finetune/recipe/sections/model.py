@@ -40,8 +40,7 @@ class ModelSection(Section):
     )
     attention: Attention = Field(
         "auto",
-        description="auto: document-isolated variable-length attention, by FlashAttention 3 or 4 if installed. "
-        "varlen: the same by torch's own kernel.",
+        description="auto and varlen: document-isolated variable-length attention, by torch's own kernel on a GPU.",
     )
     router_aux_loss_coef: float | None = Field(
         None,
