@@ -39,6 +39,7 @@ from finetune.files import (
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole, recipe_of_run
 from finetune.measure.metrics import Terminal
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.model.from_base import untrained_in_words
 from finetune.model.packaged import resolve_model_path
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
@@ -97,13 +98,13 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
         temporary.mkdir(parents=True)
         try:
             _copy_record(run_dir, temporary, step)
-            product = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
+            product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
             record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
             write_json(temporary / EXPORT_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)
-    return {"folder": str(folder), "product": str(folder / product.name), **record}
+    return {"folder": str(folder), "product": str(folder / product.name), "notes": notes, **record}
 
 
 def _default_folder(run_dir: Path, step: int) -> Path:
@@ -152,8 +153,8 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
     return found
 
 
-def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """Write adapter/ or model/ in the recipe's run folder, by the code that ends a training."""
+def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[str]]:
+    """Write adapter/ or model/ in the recipe's run folder, by the code that ends a training; with notes about it."""
     model: Any = build_model(recipe, torch.device("meta"))
     if recipe.lora is None:
         # The base's own generation config, as `from_pretrained` reads it. Without one, the model derives it from
@@ -167,7 +168,8 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
     weights = _trained_weights(recipe, model, checkpoint)
     refuse_unexportable(recipe, not_finite(weights, 0))
-    return export_weights(recipe, model, weights, load_tokenizer(recipe))
+    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
+    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
 
 
 def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -266,4 +268,4 @@ def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
 
 def describe_export(facts: dict[str, Any]) -> str:
     """The verb's output."""
-    return f"exported step {facts['step']}: {facts['product']}"
+    return "\n".join([f"exported step {facts['step']}: {facts['product']}", *facts["notes"]])

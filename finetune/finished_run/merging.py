@@ -28,7 +28,7 @@ from finetune.finished_run.weight_files import (
     read_settings,
 )
 from finetune.model.build import structure_alone
-from finetune.model.dtypes import dtype_name
+from finetune.model.from_base import GENERATION, PROCESSORS, copy_code, own_config, untrained_in_words, write_settings
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
@@ -37,7 +37,6 @@ from finetune.run_folder.facts import not_finished_yet
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
@@ -193,6 +192,8 @@ def write_merged(
                 target = folder / path.relative_to(adapter)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
+    for line in untrained_in_words(merge.recipe.model):
+        log(line)
 
 
 def _write_weights(
@@ -232,20 +233,10 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     section = merge.recipe.model
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(keys, dtype_name(dtype))
-    config.pop("_name_or_path", None)  # it is another model now
-    if merge.unties:
-        config["tie_word_embeddings"] = False
-        if "text_config" in config:
-            config["text_config"]["tie_word_embeddings"] = False
-    if merge.adapter.new_rows:
-        config.get("text_config", config)["vocab_size"] = merge.vocabulary
-    write_json(folder / "config.json", config)
-    names = ["generation_config.json"]
-    if "text_config" in config:  # a multimodal model
-        names += PROCESSORS
-    for name in names:
+    vocabulary = merge.vocabulary if merge.adapter.new_rows else None
+    write_settings(folder / "config.json", own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary))
+    for name in (GENERATION, *PROCESSORS):
         settings = read_settings(section, name)
         if settings is not None:
-            write_json(folder / name, settings)
+            write_settings(folder / name, settings)
+    copy_code(folder, section)

@@ -15,11 +15,12 @@ from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
+from finetune.model.from_base import add_untrained, save_tokenizer, write_model_settings
 from finetune.model.on_top import is_on_top, stack, start_file
 from finetune.model.packaged import published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
 from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.saving.manifest import sha256_of
@@ -178,8 +179,8 @@ def export_weights(
         if is_on_top(recipe):
             _refuse_another_below(recipe)
             below = recipe
-        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below)
-    return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
+        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below, section=recipe.model)
+    return export_model(any_model, weights, tokenizer, folder, dtype=dtype, section=recipe.model)
 
 
 def _refuse_another_below(recipe: Recipe) -> None:
@@ -202,6 +203,7 @@ def export_adapter(
     *,
     base: str,
     below: Recipe | None = None,
+    section: ModelSection | None = None,
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -212,6 +214,7 @@ def export_adapter(
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
         below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
+        section: The base, whose spelling of the tokenizer's settings stays; None: the library's.
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
@@ -232,7 +235,7 @@ def export_adapter(
             if isinstance(saved.get(key), list):
                 saved[key] = sorted(saved[key])
         write_json(config_file, saved)
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(tokenizer, folder, section)
 
     return _publish(run_dir / "adapter", write)
 
@@ -244,6 +247,7 @@ def export_model(
     run_dir: Path,
     *,
     dtype: torch.dtype,
+    section: ModelSection | None = None,
 ) -> Path:
     """Write run_dir/model as safetensors, complete or not at all.
 
@@ -251,6 +255,8 @@ def export_model(
         model: Unwrapped, maybe sharded.
         weights: All its weights by its own names, unsharded and in `dtype`. Tied ones are one tensor.
         dtype: The weights' format.
+        section: The base, whose spelling of all settings stays, and whose untrained tensors are copied; None: the
+            library's spelling.
     """
 
     def write(folder: Path) -> None:
@@ -258,7 +264,10 @@ def export_model(
         # save_pretrained states the dtype of the model in memory. Others would load the weights in that dtype.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
-        tokenizer.save_pretrained(str(folder))
+        if section is not None:
+            write_model_settings(folder, model, section, dtype)
+            add_untrained(folder, section, model)
+        save_tokenizer(tokenizer, folder, section)
 
     return _publish(run_dir / "model", write)
 

@@ -35,6 +35,7 @@ from finetune.launch.signals import stop_on_signals
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.build import build_model, decoder_parts
+from finetune.model.from_base import untrained_in_words
 from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
 from finetune.model.optimizers.fused_update import choose_update
@@ -411,6 +412,9 @@ def finish(session: Session) -> None:
         session.receipt.add("export", exported.as_json())
         mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
         log(describe_exported(exported, state))
+        if start.recipe.lora is None:
+            for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
+                log(line)
         log(only_by_peft(start.recipe, start.run_dir))
         run = str(start.run_dir)
         log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
