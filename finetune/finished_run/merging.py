@@ -7,7 +7,7 @@ shard is full. Nothing else is kept in memory, so a model larger than this machi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,6 +55,7 @@ class Merge:
     device: torch.device
     deltas: ParameterDeltas  # for parameters that are not a layer's weight
     names: WholeNames  # the trained model's names in the whole model
+    untrained: Collection[str] = ()  # tensors that transformers does not load, and that keep their bits
 
     @property
     def changed(self) -> set[str]:
@@ -96,7 +97,7 @@ class Merge:
         if name in self.adapter.replaced:
             return self.adapter.read(self.adapter.replaced[name]).to(dtype, copy=True)
         stored = self.base.read(self.embedding if self.tied and name == self.head else name)
-        if not stored.is_floating_point():
+        if not stored.is_floating_point() or name in self.untrained:
             return stored.clone()
         # Training saw the weight in the recipe's number format, and computed initialisations from it.
         weight = stored.to(self.device, getattr(torch, self.recipe.model.dtype), copy=True)
@@ -167,7 +168,8 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole)
+    untrained = {} if found is None else found.unread
+    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole, untrained)
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(

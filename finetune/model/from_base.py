@@ -105,8 +105,12 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
     if is_part and _structure(AutoConfig.from_pretrained(folder).to_dict()) != _structure(config.to_dict()):
         # The base has no section that is this part alone.
         write_settings(file, saved | {"dtype": dtype_name(dtype)})
+    generation = folder / GENERATION
     if (base / GENERATION).is_file():
-        write_settings(folder / GENERATION, read_object(base / GENERATION))
+        own = read_object(base / GENERATION)
+        if generation.is_file() and (ends := json.loads(generation.read_text("utf-8")).get("eos_token_id")) is not None:
+            own["eos_token_id"] = ends  # the training may have added its stop tokens
+        write_settings(generation, own)
     copy_code(folder, section)
 
 
