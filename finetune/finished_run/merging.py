@@ -169,7 +169,9 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
     untrained = {} if found is None else found.unread
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole, untrained)
+    merge = Merge(
+        recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole, untrained
+    )
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(

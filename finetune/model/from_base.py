@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from finetune.files import TEMPORARY_PREFIX, write_json, write_text
@@ -31,15 +37,24 @@ from finetune.recipe.schema import ModelSection
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.model_folder import INDEX
+from finetune.untrusted.programs import MOST_TOKENIZER
 from finetune.untrusted.safetensors_header import BITS, read_header
 from finetune.wording import counted
 
-GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+GENERATION, TOKENIZER, TOKENIZER_CONFIG = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
-# Slower readers and converters take the vocabulary from these.
-VOCABULARIES = ("*.model", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+# Some readers and converters take the vocabulary from others than tokenizer.json.
+VOCABULARIES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 # Arguments of a load, which transformers 5 saves among a tokenizer's settings.
-LOADING = ("is_local", "local_files_only", "name_or_path", "backend", "trust_remote_code", "token", "revision")
+LOADING = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "token", "revision")
 DTYPES = ("dtype", "torch_dtype")
 READ_FROM_BOTH = "PreTrainedTokenizerFast"  # transformers 4 and 5 take tokenizer.json as it is for this class
 # Settings of a configuration that say nothing of what the model computes.
@@ -119,37 +134,35 @@ def _structure(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: ModelSection | None) -> None:
-    """Save a run's tokenizer with the keys and the class of its base's own files.
+    """Save a run's tokenizer: the base's own files, with the run's new tokens and template in them.
 
-    tokenizer.json is the training's. The settings are the base's, with the run's new tokens and template. If
-    transformers would read another tokenizer from that, because this folder has no config.json or another class was
-    meant, the class is the one that reads tokenizer.json as it is.
+    If transformers would read another tokenizer from them, because this folder has no config.json that corrects the
+    class, tokenizer.json is the training's, and the class is the one that reads it as it is.
 
     Args:
         section: The recipe's model; None: a tokenizer that was read from nowhere keeps the library's spelling.
     """
     tokenizer.save_pretrained(str(folder))
-    saved = json.loads((folder / TOKENIZER_CONFIG).read_text("utf-8"))
     base = None if section is None else folder_of(section.name_or_path, section.revision)
     if section is None or base is None:
         return
+    saved = json.loads((folder / TOKENIZER_CONFIG).read_text("utf-8"))
+    saved_tokens = (folder / TOKENIZER).read_bytes()
     if (base / TOKENIZER_CONFIG).is_file():
         own = read_object(base / TOKENIZER_CONFIG)
-        for name in LOADING:
-            if name != "backend":
-                own.pop(name, None)
-        kept = [path for name in VOCABULARIES for path in base.glob(name)]
     else:  # the names that both releases read
-        own = {key: value for key, value in saved.items() if key not in LOADING}
+        own = {key: value for key, value in saved.items() if key != "backend"}
         if own.get("tokenizer_class") == "TokenizersBackend":
             own["tokenizer_class"] = READ_FROM_BOTH
         if isinstance(extra := own.pop("extra_special_tokens", None), list):
             own["additional_special_tokens"] = extra
-        kept = []
-    for path in kept:
+    own = {key: value for key, value in own.items() if key not in LOADING}
+    for path in (path for name in VOCABULARIES for path in base.glob(name)):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-    _add_new_tokens(tokenizer, folder, own, section)
+    added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if str(token) in section.new_tokens}
+    if added:
+        _state_tokens(folder, own, {id_: token.__getstate__() for id_, token in added.items()})
     if "chat_template" in own:  # releases before 4.51 read it here alone
         templates: Any = tokenizer.chat_template
         if isinstance(templates, dict):
@@ -159,22 +172,23 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: Mo
     copy_code(folder, section)
     if "auto_map" in own or _is_read_back(tokenizer, folder):
         return
-    write_settings(folder / TOKENIZER_CONFIG, own | {"tokenizer_class": READ_FROM_BOTH})
-    if not _is_read_back(tokenizer, folder):
-        write_settings(folder / TOKENIZER_CONFIG, {key: saved[key] for key in saved if key not in LOADING[:3]})
+    (folder / TOKENIZER).write_bytes(saved_tokens)
+    for settings in (own | {"tokenizer_class": READ_FROM_BOTH}, saved):
+        write_settings(folder / TOKENIZER_CONFIG, settings)
+        if _is_read_back(tokenizer, folder):
+            return
 
 
-def _add_new_tokens(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, own: dict[str, Any], section: ModelSection
-) -> None:
-    """State the recipe's new tokens where the base's files state theirs."""
-    added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if str(token) in section.new_tokens}
-    if not added:
-        return
+def _state_tokens(folder: Path, own: dict[str, Any], added: Mapping[int, dict[str, Any]]) -> None:
+    """State new tokens, id -> its facts, wherever the base's files state theirs: `own` is tokenizer_config.json."""
     if "added_tokens_decoder" in own:
-        own["added_tokens_decoder"] |= {str(id_): token.__getstate__() for id_, token in added.items()}
+        own["added_tokens_decoder"] |= {str(id_): token for id_, token in added.items()}
     if (file := folder / "added_tokens.json").is_file():
-        write_json(file, read_object(file) | {str(token): id_ for id_, token in added.items()})
+        write_settings(file, read_object(file) | {token["content"]: id_ for id_, token in added.items()})
+    tokens = read_object(folder / TOKENIZER, MOST_TOKENIZER)
+    known = {token["id"] for token in tokens["added_tokens"]}
+    tokens["added_tokens"] += [{"id": id_} | token for id_, token in added.items() if id_ not in known]
+    write_settings(folder / TOKENIZER, tokens)
 
 
 def _is_read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:

@@ -28,7 +28,12 @@ PYTHON = os.environ.get("FINETUNE_TRANSFORMERS4_PYTHON", "")
 needs_transformers_4 = pytest.mark.skipif(
     not PYTHON, reason="FINETUNE_TRANSFORMERS4_PYTHON names no interpreter that has transformers 4.57"
 )
-TEXTS = ["a river carries 1234 boats", "<|im_start|>user\nit's (what)?<|im_end|>\n", "Über  zwei\n\n\tZeilen!", "<date> x"]
+TEXTS = [
+    "a river carries 1234 boats",
+    "<|im_start|>user\nit's (what)?<|im_end|>\n",
+    "Über  zwei\n\n\tZeilen!",
+    "<date> x",
+]
 READ = """
 import json, sys, torch
 from safetensors.torch import save_file

@@ -49,7 +49,12 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"rope_theta": 1e6},
         "PreTrainedTokenizerFast",
     ),
-    "no rope": ("gpt2", {"n_inner": 128}, {"task_specific_params": {"x": {"y": 1}}}, "GPT2Tokenizer"),
+    "no rope": (
+        "opt",
+        {"ffn_dim": 128, "word_embed_proj_dim": 64},
+        {"task_specific_params": {"x": {"y": 1}}},
+        "GPT2Tokenizer",
+    ),
 }
 WRITTEN_BY_5 = ("rope_parameters", "dtype", "transformers_version", "standardize_rope_params")
 
