@@ -268,6 +268,27 @@ def untrained_tensors(section: ModelSection, model: PreTrainedModel | None = Non
     return {name: place for name, place in names.items() if name in kept}
 
 
+def buffers_of_base(section: ModelSection, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The base's stored tensors that are no parameters, by the exported model's names: a router's correction of scores.
+
+    Training leaves them as they are, and the trained weights lack them.
+    """
+    found = stored_structure(section)
+    places = {} if found is None else found.buffers
+    whole = names_in_whole(model) if places else None
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (file, stored) in places.items():
+        own = name
+        if whole is not None:  # the other parts are not exported
+            inside = [there for there in whole.places.values() if name.startswith(f"{there}.")]
+            if not inside:
+                continue
+            own = next(part for part, there in whole.places.items() if there == inside[0]) + name[len(inside[0]) :]
+        with safe_open(file, framework="pt") as opened:
+            tensors[own] = opened.get_tensor(stored)
+    return tensors
+
+
 def add_untrained(folder: Path, section: ModelSection, model: PreTrainedModel) -> None:
     """Put the base's untrained tensors, bit for bit, as a last shard beside the weights in `folder`."""
     tensors: dict[str, torch.Tensor] = {}

@@ -44,6 +44,8 @@ class StoredStructure:
     config_tied: bool  # the value in config.json, else the architecture's default
     problem: str  # missing, unexpected or mis-shaped tensors, by transformers' names; empty if the files fit
     unread: Mapping[str, str] = field(default_factory=dict)  # tensors that transformers passes over -> their file
+    # Stored tensors that are no parameters: the model's name -> their file, and name there.
+    buffers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     quantised: bool = False
 
     @property
@@ -165,6 +167,8 @@ def _without_engine() -> Iterator[None]:
 def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStructure:
     from transformers import AutoConfig
 
+    from finetune.model.text_part import WholeNames
+
     tensors: dict[str, tuple[str, TensorFacts]] = {}
     for file in files:
         tensors |= {name: (file, facts) for name, facts in read_header(Path(file)).items()}
@@ -183,6 +187,10 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
     if quantised:  # scales and packed numbers are beside the layer's other tensors
         modules = {name.rpartition(".")[0] for name in info["taken"]}
         unread = {name: file for name, file in unread.items() if name.rpartition(".")[0] not in modules}
+    numbers = structure.state_dict().keys() - dict(structure.named_parameters(remove_duplicate=False)).keys()
+    names = WholeNames({}, structure)
+    stored = {name: names.in_file(name, tensors) for name in sorted(numbers)}
+    buffers = {name: (tensors[there][0], there) for name, there in stored.items() if there in info["taken"]}
     tied = True if ties else None
     for target, source in ties.items():
         there = {target, source} - missing
@@ -193,7 +201,7 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
     problem = "" if quantised else _problem(structure, missing, info, ties=bool(ties))
     content = [f"{name} {facts.dtype} {facts.shape}" for name, (_, facts) in sorted(tensors.items())]
     digest = hashlib.sha256("\n".join([*content, str(tied)]).encode()).hexdigest()
-    return StoredStructure(digest, tied, bool(ties), problem, unread, quantised)
+    return StoredStructure(digest, tied, bool(ties), problem, unread, buffers, quantised)
 
 
 def passed_over(kind: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str]) -> set[str]:

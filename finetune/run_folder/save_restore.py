@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
-from finetune.model.from_base import add_untrained, save_tokenizer, write_model_settings
+from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.model.on_top import is_on_top, stack, start_file
 from finetune.model.packaged import published_name
 from finetune.model.text_part import name_for_both, names_in_whole
@@ -260,7 +260,8 @@ def export_model(
     """
 
     def write(folder: Path) -> None:
-        model.save_pretrained(str(folder), state_dict=weights)
+        buffers = {} if section is None else buffers_of_base(section, model)
+        model.save_pretrained(str(folder), state_dict=buffers | weights)
         # save_pretrained states the dtype of the model in memory. Others would load the weights in that dtype.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
