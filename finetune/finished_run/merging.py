@@ -28,7 +28,14 @@ from finetune.finished_run.weight_files import (
     read_settings,
 )
 from finetune.model.build import structure_alone
-from finetune.model.from_base import GENERATION, PROCESSORS, copy_code, own_config, untrained_in_words, write_settings
+from finetune.model.from_base import (
+    GENERATION_SETTINGS,
+    PROCESSORS,
+    copy_code,
+    own_config,
+    untrained_in_words,
+    write_settings,
+)
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
@@ -239,7 +246,7 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     assert config is not None, "open_base has seen it"
     vocabulary = merge.vocabulary if merge.adapter.new_rows else None
     write_settings(folder / "config.json", own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary))
-    for name in (GENERATION, *PROCESSORS):
+    for name in (GENERATION_SETTINGS, *PROCESSORS):
         settings = read_settings(section, name)
         if settings is not None:
             write_settings(folder / name, settings)

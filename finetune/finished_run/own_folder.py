@@ -13,7 +13,7 @@ from finetune.output_stream import one_line
 from finetune.untrusted.json_files import read_object
 
 HASHED_BYTES = 2**20  # of a file that a user may edit; larger ones are known by their size
-REMEDY = "name another folder: --to FOLDER"
+OTHER_FOLDER = "name another folder: --to FOLDER"
 
 
 def write_record(folder: Path, name: str, record: dict[str, Any]) -> None:
@@ -31,15 +31,17 @@ def refuse_foreign(folder: Path, name: str, *, below: Path, later: Collection[st
     """
     inside = [each for each in (folder, *folder.parents) if each != below and below in each.parents]
     if link := next((each for each in (folder, *inside) if each.is_symlink()), None):
-        raise FinetuneError(f"{link}: is a link, through which nothing is written; remove it, or {REMEDY}")
+        raise FinetuneError(f"{link}: is a link, through which nothing is written; remove it, or {OTHER_FOLDER}")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     record = read_object(folder / name) if (folder / name).is_file() else {}
     listed = record.get("files")
     if "run" not in record:
-        raise FinetuneError(f"{folder}: is there and is not an earlier export; {REMEDY}")
+        raise FinetuneError(f"{folder}: is there and is not an earlier export; {OTHER_FOLDER}")
     if not isinstance(listed, dict) and not later:
-        raise FinetuneError(f"{folder}: its {name} does not list what was exported; delete the folder, or {REMEDY}")
+        raise FinetuneError(
+            f"{folder}: its {name} does not list what was exported; delete the folder, or {OTHER_FOLDER}"
+        )
     written: dict[str, Any] = listed if isinstance(listed, dict) else {}
     folders = {str(parent) for path in written for parent in Path(path).parents}
     for path in sorted(folder.rglob("*")):
@@ -47,10 +49,12 @@ def refuse_foreign(folder: Path, name: str, *, below: Path, later: Collection[st
         if place == name or place.split("/")[0] in later or (place in folders and not path.is_symlink()):
             continue
         if place not in written:
-            raise FinetuneError(f"{folder}: holds {one_line(place, 100)}, which no export wrote; move it, or {REMEDY}")
+            raise FinetuneError(
+                f"{folder}: holds {one_line(place, 100)}, which no export wrote; move it, or {OTHER_FOLDER}"
+            )
         if not path.is_file() or _known_by(path) != written[place]:
             raise FinetuneError(
-                f"{folder / place}: was changed after the export, which would be lost; move it, or {REMEDY}"
+                f"{folder / place}: was changed after the export, which would be lost; move it, or {OTHER_FOLDER}"
             )
 
 

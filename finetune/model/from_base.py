@@ -1,4 +1,4 @@
-"""What an export takes from its base's own files, unchanged: the spelling of settings, code, and tensors nobody trained.
+"""What an export takes from its base's own files, unchanged: spelling of settings, code, and untrained tensors.
 
 transformers 5 reads the settings of every earlier release, and writes its own spelling: `rope_parameters` in place of
 `rope_theta` and `rope_scaling`, `dtype`, the class `TokenizersBackend`. Earlier releases and servers read another
@@ -41,7 +41,11 @@ from finetune.untrusted.programs import MOST_TOKENIZER
 from finetune.untrusted.safetensors_header import BITS, read_header
 from finetune.wording import counted
 
-GENERATION, TOKENIZER, TOKENIZER_CONFIG = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION_SETTINGS, TOKENIZER_FILE, TOKENIZER_SETTINGS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 # Some readers and converters take the vocabulary from others than tokenizer.json.
 VOCABULARIES = (
@@ -120,9 +124,9 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
     if is_part and _structure(AutoConfig.from_pretrained(folder).to_dict()) != _structure(config.to_dict()):
         # The base has no section that is this part alone.
         write_settings(file, saved | {"dtype": dtype_name(dtype)})
-    generation = folder / GENERATION
-    if (base / GENERATION).is_file():
-        own = read_object(base / GENERATION)
+    generation = folder / GENERATION_SETTINGS
+    if (base / GENERATION_SETTINGS).is_file():
+        own = read_object(base / GENERATION_SETTINGS)
         if generation.is_file() and (ends := json.loads(generation.read_text("utf-8")).get("eos_token_id")) is not None:
             own["eos_token_id"] = ends  # the training may have added its stop tokens
         write_settings(generation, own)
@@ -146,10 +150,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: Mo
     base = None if section is None else folder_of(section.name_or_path, section.revision)
     if section is None or base is None:
         return
-    saved = json.loads((folder / TOKENIZER_CONFIG).read_text("utf-8"))
-    saved_tokens = (folder / TOKENIZER).read_bytes()
-    if (base / TOKENIZER_CONFIG).is_file():
-        own = read_object(base / TOKENIZER_CONFIG)
+    saved = json.loads((folder / TOKENIZER_SETTINGS).read_text("utf-8"))
+    saved_tokens = (folder / TOKENIZER_FILE).read_bytes()
+    if (base / TOKENIZER_SETTINGS).is_file():
+        own = read_object(base / TOKENIZER_SETTINGS)
     else:  # the names that both releases read
         own = {key: value for key, value in saved.items() if key != "backend"}
         if own.get("tokenizer_class") == "TokenizersBackend":
@@ -168,13 +172,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: Mo
         if isinstance(templates, dict):
             templates = [{"name": name, "template": text} for name, text in templates.items()]
         own["chat_template"] = templates
-    write_settings(folder / TOKENIZER_CONFIG, own)
+    write_settings(folder / TOKENIZER_SETTINGS, own)
     copy_code(folder, section)
     if "auto_map" in own or _is_read_back(tokenizer, folder):
         return
-    (folder / TOKENIZER).write_bytes(saved_tokens)
+    (folder / TOKENIZER_FILE).write_bytes(saved_tokens)
     for settings in (own | {"tokenizer_class": READ_FROM_BOTH}, saved):
-        write_settings(folder / TOKENIZER_CONFIG, settings)
+        write_settings(folder / TOKENIZER_SETTINGS, settings)
         if _is_read_back(tokenizer, folder):
             return
 
@@ -185,10 +189,10 @@ def _state_tokens(folder: Path, own: dict[str, Any], added: Mapping[int, dict[st
         own["added_tokens_decoder"] |= {str(id_): token for id_, token in added.items()}
     if (file := folder / "added_tokens.json").is_file():
         write_settings(file, read_object(file) | {token["content"]: id_ for id_, token in added.items()})
-    tokens = read_object(folder / TOKENIZER, MOST_TOKENIZER)
+    tokens = read_object(folder / TOKENIZER_FILE, MOST_TOKENIZER)
     known = {token["id"] for token in tokens["added_tokens"]}
     tokens["added_tokens"] += [{"id": id_} | token for id_, token in added.items() if id_ not in known]
-    write_settings(folder / TOKENIZER, tokens)
+    write_settings(folder / TOKENIZER_FILE, tokens)
 
 
 def _is_read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
@@ -215,7 +219,7 @@ def copy_code(folder: Path, section: ModelSection) -> None:
     A module that is not on this machine is left on the Hub, and its name there is written.
     """
     base = folder_of(section.name_or_path, section.revision)
-    for file in (folder / name for name in ("config.json", TOKENIZER_CONFIG, *PROCESSORS)):
+    for file in (folder / name for name in ("config.json", TOKENIZER_SETTINGS, *PROCESSORS)):
         settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         names = settings.get("auto_map")
         if base is None or not names:
@@ -321,6 +325,6 @@ def untrained_in_words(section: ModelSection, model: PreTrainedModel | None = No
         )
     if lost := sorted(unread.keys() - {name for _, name in copied.values()}):
         yield (
-            f"not exported: {counted(len(lost), 'tensor')} of the base that transformers does not load, first {lost[0]}; "
-            "a server that predicts several tokens by them needs the base's own"
+            f"not exported: {counted(len(lost), 'tensor')} of the base that transformers does not load, first {lost[0]}; a "
+            "server that predicts several tokens by them needs the base's own"
         )

@@ -41,7 +41,7 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "gemma3_text",
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
         {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        "GemmaTokenizerFast",
+        "PreTrainedTokenizerFast",
     ),
     "mixture": (
         "mixtral",
