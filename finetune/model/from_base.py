@@ -48,7 +48,7 @@ GENERATION_SETTINGS, TOKENIZER_FILE, TOKENIZER_SETTINGS = (
 )
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 # Some readers and converters take the vocabulary from others than tokenizer.json.
-VOCABULARIES = (
+VOCABULARY_FILES = (
     "tokenizer.json",
     "*.model",
     "vocab.json",
@@ -161,7 +161,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: Mo
         if isinstance(extra := own.pop("extra_special_tokens", None), list):
             own["additional_special_tokens"] = extra
     own = {key: value for key, value in own.items() if key not in LOADING}
-    for path in (path for name in VOCABULARIES for path in base.glob(name)):
+    for path in (path for name in VOCABULARY_FILES for path in base.glob(name)):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if str(token) in section.new_tokens}
@@ -235,7 +235,7 @@ def copy_code(folder: Path, section: ModelSection) -> None:
             module = base / f"{Path(name.rpartition('.')[0]).name}.py"
             if module.is_file():
                 for path in (module, *map(Path, get_relative_import_files(module))):
-                    if path.is_file() and base in path.parents:
+                    if path.is_file() and base in path.parents and ".." not in path.parts:
                         target = folder / path.relative_to(base)
                         target.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copyfile(path, target)
@@ -325,6 +325,6 @@ def untrained_in_words(section: ModelSection, model: PreTrainedModel | None = No
         )
     if lost := sorted(unread.keys() - {name for _, name in copied.values()}):
         yield (
-            f"not exported: {counted(len(lost), 'tensor')} of the base that transformers does not load, first {lost[0]}; a "
-            "server that predicts several tokens by them needs the base's own"
+            f"not exported: {counted(len(lost), 'tensor')} of the base that transformers does not load, first "
+            f"{lost[0]}; to predict several tokens by them, a server needs the base's own"
         )
