@@ -30,7 +30,7 @@ from finetune.finished_run.weight_files import (
 from finetune.model.build import structure_alone
 from finetune.model.from_base import (
     GENERATION_SETTINGS,
-    PROCESSORS,
+    PROCESSOR_FILES,
     copy_code,
     own_config,
     untrained_in_words,
@@ -246,7 +246,7 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     assert config is not None, "open_base has seen it"
     vocabulary = merge.vocabulary if merge.adapter.new_rows else None
     write_settings(folder / "config.json", own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary))
-    for name in (GENERATION_SETTINGS, *PROCESSORS):
+    for name in (GENERATION_SETTINGS, *PROCESSOR_FILES):
         settings = read_settings(section, name)
         if settings is not None:
             write_settings(folder / name, settings)

@@ -46,7 +46,7 @@ GENERATION_SETTINGS, TOKENIZER_FILE, TOKENIZER_SETTINGS = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 # Some readers and converters take the vocabulary from others than tokenizer.json.
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -58,11 +58,11 @@ VOCABULARY_FILES = (
     "added_tokens.json",
 )
 # Arguments of a load, which transformers 5 saves among a tokenizer's settings.
-LOADING = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "token", "revision")
-DTYPES = ("dtype", "torch_dtype")
+LOADER_ARGUMENTS = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "token", "revision")
+DTYPE_KEYS = ("dtype", "torch_dtype")
 READ_FROM_BOTH = "PreTrainedTokenizerFast"  # transformers 4 and 5 take tokenizer.json as it is for this class
 # Settings of a configuration that say nothing of what the model computes.
-NO_STRUCTURE = (*DTYPES, "architectures", "_name_or_path", "transformers_version", "use_cache")
+NO_STRUCTURE = (*DTYPE_KEYS, "architectures", "_name_or_path", "transformers_version", "use_cache")
 
 
 def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
@@ -85,10 +85,10 @@ def own_config(
     nested = [value for value in config.values() if isinstance(value, dict)]
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
-    if not any(key in config for key in DTYPES):
+    if not any(key in config for key in DTYPE_KEYS):
         config["dtype" if str(config.get("transformers_version", "")).startswith("5") else "torch_dtype"] = None
     for section in (config, *nested):
-        stated = [key for key in DTYPES if key in section and (section is config or section[key])]
+        stated = [key for key in DTYPE_KEYS if key in section and (section is config or section[key])]
         section |= dict.fromkeys(stated, dtype_name(dtype))
     if unties:
         config["tie_word_embeddings"] = text["tie_word_embeddings"] = False
@@ -108,7 +108,7 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
     saved, own = json.loads(file.read_text("utf-8")), read_config(base / "config.json")
     is_part = own.get("model_type", config.model_type) != config.model_type  # of a multimodal model
     if is_part:
-        shared = (*DTYPES, "transformers_version")
+        shared = (*DTYPE_KEYS, "transformers_version")
         own = {key: own[key] for key in shared if key in own} | (own.get("text_config") or {})
         own |= {key: saved[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in saved}
     if not getattr(config, "quantization_config", None):  # stored in fewer bits, and trained in 16
@@ -160,7 +160,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, section: Mo
             own["tokenizer_class"] = READ_FROM_BOTH
         if isinstance(extra := own.pop("extra_special_tokens", None), list):
             own["additional_special_tokens"] = extra
-    own = {key: value for key, value in own.items() if key not in LOADING}
+    own = {key: value for key, value in own.items() if key not in LOADER_ARGUMENTS}
     for path in (path for name in VOCABULARY_FILES for path in base.glob(name)):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
@@ -219,7 +219,7 @@ def copy_code(folder: Path, section: ModelSection) -> None:
     A module that is not on this machine is left on the Hub, and its name there is written.
     """
     base = folder_of(section.name_or_path, section.revision)
-    for file in (folder / name for name in ("config.json", TOKENIZER_SETTINGS, *PROCESSORS)):
+    for file in (folder / name for name in ("config.json", TOKENIZER_SETTINGS, *PROCESSOR_FILES)):
         settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         names = settings.get("auto_map")
         if base is None or not names:
