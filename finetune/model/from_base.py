@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -202,15 +202,11 @@ def _is_read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
             again: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception:  # a class that this release does not know
         return False
-    ours: Any = tokenizer
-    return all(
-        get(again) == get(ours)
-        for get in (
-            lambda each: each.backend_tokenizer.to_str(),
-            lambda each: each.special_tokens_map,
-            lambda each: each.chat_template,
-        )
+    one, other = (
+        (each.backend_tokenizer.to_str(), each.special_tokens_map, each.chat_template)
+        for each in (again, cast("Any", tokenizer))
     )
+    return bool(one == other)
 
 
 def copy_code(folder: Path, section: ModelSection) -> None:
@@ -268,7 +264,8 @@ def untrained_tensors(section: ModelSection, model: PreTrainedModel | None = Non
             own + name.removeprefix(there) if name.startswith(f"{there}.") else name: place
             for name, place in names.items()
         }
-    kept = passed_over(MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)], model.config, names)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    kept = passed_over(kind, model.config, names)
     return {name: place for name, place in names.items() if name in kept}
 
 
@@ -296,8 +293,8 @@ def buffers_of_base(section: ModelSection, model: PreTrainedModel) -> dict[str, 
 def add_untrained(folder: Path, section: ModelSection, model: PreTrainedModel) -> None:
     """Put the base's untrained tensors, bit for bit, as a last shard beside the weights in `folder`."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, (file, stored) in untrained_tensors(section, model).items():
-        with safe_open(file, framework="pt") as opened:
+    for name, (path, stored) in untrained_tensors(section, model).items():
+        with safe_open(path, framework="pt") as opened:
             tensors[name] = opened.get_tensor(stored)
     if not tensors:
         return
