@@ -37,15 +37,19 @@ from finetune.files import (
     write_json,
 )
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole, recipe_of_run
+from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.measure.metrics import Terminal
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.model.from_base import untrained_in_words
 from finetune.model.packaged import resolve_model_path
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.report.run_page import write_pages
+from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
 from finetune.run_folder.facts import (
+    EVAL_ANSWERS,
+    EVAL_RECORD,
     EXPORT_RECORD,
     EXPORTED_RECORDS,
     EXPORTS,
@@ -53,6 +57,7 @@ from finetune.run_folder.facts import (
     is_as_written,
     require_run_folder,
 )
+from finetune.run_folder.longer import HANDED_OVER
 from finetune.run_folder.save_restore import export_dtype, export_weights, refuse_unexportable
 from finetune.run_folder.saving.manifest import MANIFEST_BYTES
 from finetune.run_folder.tensor_checks import checksums, not_finite
@@ -63,6 +68,8 @@ from finetune.training.samples import Questions, samples
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
+# The verbs write these into a run's folder, so also into an export of it. They belong to its weights.
+OF_A_RUN = (*EXPORTED_RECORDS, *HANDED_OVER, PAGE_NAME, *PICTURES, EVAL_RECORD, EVAL_ANSWERS, "gguf")
 MOST_PARAMETERS_ON_CPU = 2 * 10**9  # about a second a token in bfloat16, and as much memory as a laptop has
 
 
@@ -87,7 +94,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     """
     folder = to or _default_folder(run_dir, step)
     resolved = require_run_folder(run_dir)
-    _refuse_foreign(folder)  # before minutes of hashing and building
+    refuse_foreign(folder, EXPORT_RECORD, below=run_dir, later=OF_A_RUN)  # before minutes of hashing and building
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)
     # export_weights writes into its recipe's output_dir. Point that to the temporary folder, so the run stays as it is.
@@ -97,13 +104,13 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
         temporary.mkdir(parents=True)
         try:
             _copy_record(run_dir, temporary, step)
-            product = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
+            product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
             record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
-            write_json(temporary / EXPORT_RECORD, record)
+            write_record(temporary, EXPORT_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)
-    return {"folder": str(folder), "product": str(folder / product.name), **record}
+    return {"folder": str(folder), "product": str(folder / product.name), "notes": notes, **record}
 
 
 def _default_folder(run_dir: Path, step: int) -> Path:
@@ -125,14 +132,6 @@ def _manifest_hash(checkpoint: Path) -> str:
         return ""
 
 
-def _refuse_foreign(folder: Path) -> None:
-    if folder.is_dir() and (_record(folder) or not any(folder.iterdir())):
-        return
-    if folder.exists() or folder.is_symlink():
-        # publish_folder deletes the folder that it replaces, so replace only our own.
-        raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
-
-
 def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
     """The checkpoint, after a check of every byte. Raises FinetuneError that names the existing steps."""
     folder = step_folder(run_dir, step)
@@ -152,8 +151,8 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
     return found
 
 
-def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """Write adapter/ or model/ in the recipe's run folder, by the code that ends a training."""
+def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[str]]:
+    """Write adapter/ or model/ in the recipe's run folder, by the code that ends a training; with notes about it."""
     model: Any = build_model(recipe, torch.device("meta"))
     if recipe.lora is None:
         # The base's own generation config, as `from_pretrained` reads it. Without one, the model derives it from
@@ -167,7 +166,8 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
     weights = _trained_weights(recipe, model, checkpoint)
     refuse_unexportable(recipe, not_finite(weights, 0))
-    return export_weights(recipe, model, weights, load_tokenizer(recipe))
+    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
+    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
 
 
 def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -267,4 +267,4 @@ def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
 
 def describe_export(facts: dict[str, Any]) -> str:
     """The verb's output."""
-    return f"exported step {facts['step']}: {facts['product']}"
+    return "\n".join([f"exported step {facts['step']}: {facts['product']}", *facts["notes"]])

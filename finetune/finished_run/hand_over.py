@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json, write_text
 from finetune.finished_run.load import FinishedRun, best_device, finished_run
 from finetune.finished_run.merging import plan_merge, write_merged
+from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.finished_run.serving_rules import conversions_in_words, judge_for_vllm
 from finetune.finished_run.vllm_adapter import converted
 from finetune.finished_run.weight_files import read_settings
@@ -62,9 +64,7 @@ def hand_over(
     Raises FinetuneError if there is no finished run, the engine cannot serve its result, or `to` holds other files.
     """
     run, folder = finished_run(run_dir), to or run_dir / SERVING / engine
-    # Only an earlier export of our own is replaced.
-    if (folder.exists() or folder.is_symlink()) and not (folder / SERVING_RECORD).is_file():
-        raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
+    refuse_foreign(folder, SERVING_RECORD, below=run_dir)
     match engine:
         case "transformers":
             planned = _for_transformers(run, folder, log)
@@ -87,7 +87,7 @@ def hand_over(
         remove_folder(temporary)
         try:
             planned.write(temporary)
-            write_json(temporary / SERVING_RECORD, record)
+            write_record(temporary, SERVING_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)
@@ -106,6 +106,8 @@ def describe_hand_over(facts: Mapping[str, Any]) -> str:
 def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
     recipe, path, merged = run.recipe, folder.resolve(), run.folder / "merged"
     command, ask = ["transformers", "serve", str(path)], ["python", str(path / SCRIPT), QUESTION]
+    if recipe.model.trust_remote_code:
+        command.append("--trust-remote-code")
     if recipe.lora is None or merged.is_dir():
         source, automatic = run.product, "AutoModelForCausalLM"
         outcome, words = "whole model", "the whole model as trained"
@@ -150,7 +152,8 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
         options.append("--trust-remote-code")
     ask = _curl(name, recipe, chat=(run.product / TEMPLATE).is_file())
     if recipe.lora is None:
-        command = ["vllm", "serve", path, "--served-model-name", name, *options]
+        # With "=", a name that begins with a dash is no option.
+        command = ["vllm", "serve", path, f"--served-model-name={name}", *options]
         return HandOver(
             "whole model", "the whole model as trained", command, ask, lambda target: _link_files(run.product, target)
         )
@@ -162,7 +165,8 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
     verdict = judge_for_vllm(settings, header, config or {}, quantized=recipe.quantization is not None)
     if verdict.outcome == "refused":
         merge = shlex.join(["finetune", "merge", str(run.folder)])
-        serve = shlex.join(["vllm", "serve", str(run.folder / "merged")])
+        trusted = options[2:]
+        serve = shlex.join(["vllm", "serve", str(run.folder / "merged"), *trusted])
         raise FinetuneError(
             f"{run.folder}: vLLM cannot serve this adapter: {'; '.join(verdict.refusals)}; "
             f"merge it: {merge}, then: {serve}"
@@ -171,7 +175,7 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
         options += ["--revision", recipe.model.revision]
     if (run.product / TEMPLATE).is_file():  # vLLM takes the base's otherwise, and training may have had another
         options += ["--chat-template", f"{path}/{TEMPLATE}"]
-    command = ["vllm", "serve", _base(recipe), *verdict.flags, "--lora-modules", f"{name}={path}", *options]
+    command = ["vllm", "serve", _base(recipe), *verdict.flags, "--lora-modules", lora_module(name, path), *options]
     outcome, words = "accepted", f"the adapter as it is, rank {verdict.rank}"
     if verdict.outcome == "converted":
         with in_one_line(lambda error: FinetuneError(f"{run.product}: cannot be converted: {words_of(error)}")):
@@ -186,6 +190,16 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
             write_json(target / ADAPTER_CONFIG, plain)
 
     return HandOver(outcome, words, command, ask, write, verdict.notes)
+
+
+def lora_module(name: str, path: str) -> str:
+    """The value of vLLM's --lora-modules: `name=path`, or JSON if that would be read in another way.
+
+    vLLM takes text with "=" and without "," for the first form. 0.32 and earlier split it at every "=".
+    """
+    if re.search("[=,]", name + path) or name.startswith("-"):
+        return json.dumps({"name": name, "path": path}, ensure_ascii=False)
+    return f"{name}={path}"
 
 
 def _base(recipe: Recipe) -> str:
@@ -224,10 +238,12 @@ def _curl(model: str, recipe: Recipe, *, chat: bool) -> list[str]:
 
 
 def _script_of_a_model(recipe: Recipe, automatic: str) -> str:
+    trust = ", trust_remote_code=True" if recipe.model.trust_remote_code else ""
     return SCRIPT_TEXT.format(
         doc="Ask the model in this folder",
         imports=f"from transformers import {automatic}, AutoTokenizer",
-        load=f'model = {automatic}.from_pretrained(folder, dtype="auto")',
+        trust=trust,
+        load=f'model = {automatic}.from_pretrained(folder, dtype="auto"{trust})',
         variables=recipe.data.chat_template_kwargs,
     )
 
@@ -237,8 +253,10 @@ def _script_of_an_adapter(recipe: Recipe) -> str:
     options: dict[str, Any] = {"dtype": section.dtype}
     if section.revision != "main":
         options["revision"] = section.revision
+    trust = ""
     if section.trust_remote_code:
         options["trust_remote_code"] = True
+        trust = ", trust_remote_code=True"
     words = [f"{key}={value!r}" for key, value in options.items()]
     names = ["AutoTokenizer", automatic]
     if recipe.quantization is not None:
@@ -251,6 +269,7 @@ def _script_of_an_adapter(recipe: Recipe) -> str:
     return SCRIPT_TEXT.format(
         doc="Load the adapter in this folder onto its base, and ask it",
         imports=f"from peft import PeftModel\nfrom transformers import {', '.join(sorted(names))}",
+        trust=trust,
         load=f"{load}model = PeftModel.from_pretrained(base, folder).eval()",
         variables=recipe.data.chat_template_kwargs,
     )
@@ -264,7 +283,7 @@ from pathlib import Path
 {imports}
 
 folder = Path(__file__).resolve().parent
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
 {load}
 if tokenizer.chat_template is None:
     prompt = tokenizer(sys.argv[1], return_tensors="pt")

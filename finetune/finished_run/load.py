@@ -22,13 +22,14 @@ from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
 from finetune.model.build import load_base
 from finetune.model.new_tokens import add_rows
+from finetune.model.packaged import folder_of
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import not_finished_yet, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
-from finetune.untrusted.model_code import refuse_unknown_code
+from finetune.untrusted.model_code import refuse_other_code, refuse_unknown_code
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
 from finetune.untrusted.safetensors_header import read_header
@@ -60,6 +61,9 @@ def finished_run(run_dir: Path) -> FinishedRun:
     run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
     if not run.product.is_dir():
         raise not_finished_yet(run_dir)
+    section = run.recipe.model
+    if section.trust_remote_code:
+        refuse_other_code(run.product, folder_of(section.name_or_path, section.revision), section.name_or_path)
     return run
 
 
@@ -115,7 +119,8 @@ def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
     message = f"{run.product}: the tokenizer could not be loaded"
     with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
         # False refuses code beside the tokenizer. None would ask a question on the terminal.
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=False)
+        trust = run.recipe.model.trust_remote_code
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=trust)
         return tokenizer
 
 

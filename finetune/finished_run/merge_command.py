@@ -123,7 +123,7 @@ def _verify(
         gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
         if not run.base_is_inside:
             base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
-        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
+        candidates = {kind: _compared(run, folder, reference, merge.device) for kind, folder in merged.items()}
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
@@ -134,10 +134,11 @@ def _verify(
     }
 
 
-def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
+def _compared(run: FinishedRun, folder: Path, reference: Reference, device: torch.device) -> Agreement:
     """The merged model's agreement. Plain transformers loads it, as a user would."""
-    loaded: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
-        folder, dtype="auto", use_safetensors=True, output_loading_info=True
+    trust = {"trust_remote_code": run.recipe.model.trust_remote_code}  # the base's code was copied into the folder
+    loaded: Any = auto_class(AutoConfig.from_pretrained(folder, **trust)).from_pretrained(
+        folder, dtype="auto", use_safetensors=True, output_loading_info=True, **trust
     )
     model, info = loaded
     # Missing, unexpected and mismatched names: transformers only warns about them.

@@ -7,7 +7,7 @@ shard is full. Nothing else is kept in memory, so a model larger than this machi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,14 @@ from finetune.finished_run.weight_files import (
     read_settings,
 )
 from finetune.model.build import structure_alone
-from finetune.model.dtypes import dtype_name
+from finetune.model.from_base import (
+    GENERATION_SETTINGS,
+    PROCESSOR_FILES,
+    copy_code,
+    own_config,
+    untrained_in_words,
+    write_settings,
+)
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
@@ -37,7 +44,6 @@ from finetune.run_folder.facts import not_finished_yet
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
@@ -56,6 +62,7 @@ class Merge:
     device: torch.device
     deltas: ParameterDeltas  # for parameters that are not a layer's weight
     names: WholeNames  # the trained model's names in the whole model
+    untrained: Collection[str] = ()  # tensors that transformers does not load, and that keep their bits
 
     @property
     def changed(self) -> set[str]:
@@ -97,7 +104,7 @@ class Merge:
         if name in self.adapter.replaced:
             return self.adapter.read(self.adapter.replaced[name]).to(dtype, copy=True)
         stored = self.base.read(self.embedding if self.tied and name == self.head else name)
-        if not stored.is_floating_point():
+        if not stored.is_floating_point() or name in self.untrained:
             return stored.clone()
         # Training saw the weight in the recipe's number format, and computed initialisations from it.
         weight = stored.to(self.device, getattr(torch, self.recipe.model.dtype), copy=True)
@@ -168,7 +175,10 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole)
+    untrained = {} if found is None else found.unread
+    merge = Merge(
+        recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole, untrained
+    )
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(
@@ -193,6 +203,8 @@ def write_merged(
                 target = folder / path.relative_to(adapter)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
+    for line in untrained_in_words(merge.recipe.model):
+        log(line)
 
 
 def _write_weights(
@@ -232,20 +244,10 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     section = merge.recipe.model
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(keys, dtype_name(dtype))
-    config.pop("_name_or_path", None)  # it is another model now
-    if merge.unties:
-        config["tie_word_embeddings"] = False
-        if "text_config" in config:
-            config["text_config"]["tie_word_embeddings"] = False
-    if merge.adapter.new_rows:
-        config.get("text_config", config)["vocab_size"] = merge.vocabulary
-    write_json(folder / "config.json", config)
-    names = ["generation_config.json"]
-    if "text_config" in config:  # a multimodal model
-        names += PROCESSORS
-    for name in names:
+    vocabulary = merge.vocabulary if merge.adapter.new_rows else None
+    write_settings(folder / "config.json", own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary))
+    for name in (GENERATION_SETTINGS, *PROCESSOR_FILES):
         settings = read_settings(section, name)
         if settings is not None:
-            write_json(folder / name, settings)
+            write_settings(folder / name, settings)
+    copy_code(folder, section)

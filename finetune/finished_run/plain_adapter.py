@@ -27,6 +27,7 @@ from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.finished_run.load import finished_run
 from finetune.finished_run.merging import NOT_THE_MODELS, Merge, plan_merge
+from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.model.text_part import PEFT_PREFIX
 from finetune.recipe.plain_lora import why_not_plain
 from finetune.recipe.schema import Recipe
@@ -44,9 +45,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
     """
     run, folder = finished_run(run_dir), to or run_dir / PLAIN
     _refuse(run_dir, run.recipe)
-    # Only an earlier export of our own is replaced.
-    if (folder.exists() or folder.is_symlink()) and not (folder / PLAIN_RECORD).is_file():
-        raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
+    refuse_foreign(folder, PLAIN_RECORD, below=run_dir)
     merge = plan_merge(run.recipe, run_dir, torch.device("cpu"))
     tensors, settings = plain_tensors(merge, run.product)
     record = {"run": run_dir.resolve().name, "init_lora_weights": merge.adapter.init, "r": settings["r"]}
@@ -57,7 +56,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
             shutil.copytree(run.product, temporary, ignore=shutil.ignore_patterns(*NOT_THE_MODELS))
             save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             write_json(temporary / ADAPTER_CONFIG, settings)
-            write_json(temporary / PLAIN_RECORD, record)
+            write_record(temporary, PLAIN_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)

@@ -219,7 +219,7 @@ def open_base(section: ModelSection) -> BaseWeights:
     config = read_settings(section, "config.json")
     if config is None:
         raise FinetuneError(f"model.name_or_path: {section.name_or_path} has no config.json; name a whole model")
-    if "quantization_config" in config:
+    if config.get("quantization_config"):  # some state it as null
         raise FinetuneError(
             f"model.name_or_path: {section.name_or_path} is stored quantised, and into such weights nothing can be "
             "merged; name the model in 16 bits"

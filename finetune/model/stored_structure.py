@@ -13,9 +13,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,10 @@ class StoredStructure:
     tied: bool | None  # head and embeddings are one matrix; None: the architecture never ties, or lacks one of them
     config_tied: bool  # the value in config.json, else the architecture's default
     problem: str  # missing, unexpected or mis-shaped tensors, by transformers' names; empty if the files fit
+    unread: Mapping[str, str] = field(default_factory=dict)  # tensors that transformers passes over -> their file
+    # Stored tensors that are no parameters: the model's name -> their file, and name there.
+    buffers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    quantised: bool = False
 
     @property
     def is_at_odds(self) -> bool:
@@ -163,6 +167,8 @@ def _without_engine() -> Iterator[None]:
 def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStructure:
     from transformers import AutoConfig
 
+    from finetune.model.text_part import WholeNames
+
     tensors: dict[str, tuple[str, TensorFacts]] = {}
     for file in files:
         tensors |= {name: (file, facts) for name, facts in read_header(Path(file)).items()}
@@ -177,6 +183,14 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
         each.tie_word_embeddings = False
     info = _loaded_onto_meta(type(structure), untied, {name: facts for name, (_, facts) in tensors.items()})
     missing = set(info["missing_keys"])
+    unread = {name: file for name, (file, _) in tensors.items() if name not in info["taken"]}
+    if quantised:  # scales and packed numbers are beside the layer's other tensors
+        modules = {name.rpartition(".")[0] for name in info["taken"]}
+        unread = {name: file for name, file in unread.items() if name.rpartition(".")[0] not in modules}
+    numbers = structure.state_dict().keys() - dict(structure.named_parameters(remove_duplicate=False)).keys()
+    names = WholeNames({}, structure)
+    stored = {name: names.in_file(name, tensors) for name in sorted(numbers)}
+    buffers = {name: (tensors[there][0], there) for name, there in stored.items() if there in info["taken"]}
     tied = True if ties else None
     for target, source in ties.items():
         there = {target, source} - missing
@@ -187,7 +201,17 @@ def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStruct
     problem = "" if quantised else _problem(structure, missing, info, ties=bool(ties))
     content = [f"{name} {facts.dtype} {facts.shape}" for name, (_, facts) in sorted(tensors.items())]
     digest = hashlib.sha256("\n".join([*content, str(tied)]).encode()).hexdigest()
-    return StoredStructure(digest, tied, bool(ties), problem)
+    return StoredStructure(digest, tied, bool(ties), problem, unread, buffers, quantised)
+
+
+def passed_over(kind: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str]) -> set[str]:
+    """The names of tensors that this class ignores without a word when it is loaded."""
+    wanted = dict.fromkeys(names, TensorFacts("F32", (1,)))
+    with _without_engine():
+        unexpected = set(_loaded_onto_meta(kind, config, wanted)["unexpected_keys"])
+    if unexpected - wanted.keys():  # under other names, so which ones is not known
+        return set()
+    return wanted.keys() - unexpected
 
 
 def _on_meta(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel:
@@ -203,9 +227,25 @@ def _on_meta(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel:
 def _loaded_onto_meta(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: Mapping[str, TensorFacts]
 ) -> dict[str, Any]:
-    """transformers' report of a load from tensors with these names and shapes."""
+    """transformers' report of a load from tensors with these names and shapes, and `taken`: the names that it read."""
     import torch
     from transformers.utils import logging as transformers_logging
+
+    taken: set[str] = set()
+
+    class Watched(torch.Tensor):
+        """A tensor that notes its name when it is read: transformers takes `tensor[...]` from what it loads alone."""
+
+        called: str
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            taken.add(self.called)
+            return self.as_subclass(torch.Tensor)[index]
+
+    watched: dict[str, Watched] = {}
+    for name, facts in tensors.items():
+        watched[name] = torch.empty(facts.shape, device="meta").as_subclass(Watched)
+        watched[name].called = name
 
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)  # the report comes back as a value
@@ -215,7 +255,7 @@ def _loaded_onto_meta(
             _, info = from_pretrained(
                 None,
                 config=copy.deepcopy(config),
-                state_dict={name: torch.empty(facts.shape, device="meta") for name, facts in tensors.items()},
+                state_dict=watched,
                 dtype=torch.float32,
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,  # they are in the report
@@ -223,7 +263,7 @@ def _loaded_onto_meta(
             )
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return dict(info)
+    return {**info, "taken": taken}
 
 
 def _are_equal(

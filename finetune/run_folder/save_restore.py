@@ -17,11 +17,12 @@ from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove
 from finetune.model.base_identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
+from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.model.on_top import is_on_top, stack, start_file
 from finetune.model.packaged import published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
 from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.saving.manifest import sha256_of
@@ -182,8 +183,11 @@ def export_weights(
         if is_on_top(recipe):
             _refuse_another_below(recipe)
             below = recipe
-        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below, rests_on=rests_on)
-    return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
+        section = recipe.model
+        return export_adapter(
+            any_model, weights, tokenizer, folder, base=base, below=below, section=section, rests_on=rests_on
+        )
+    return export_model(any_model, weights, tokenizer, folder, dtype=dtype, section=recipe.model)
 
 
 def _refuse_another_below(recipe: Recipe) -> None:
@@ -207,6 +211,7 @@ def export_adapter(
     base: str,
     below: Recipe | None = None,
     rests_on: Mapping[str, Any] = MappingProxyType({}),
+    section: ModelSection | None = None,
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -217,6 +222,7 @@ def export_adapter(
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
         below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
+        section: The base, whose spelling of the tokenizer's settings stays; None: the library's.
         rests_on: The base's identity. Its commit becomes adapter_config.json's `revision`; its content goes into the
             weight file's metadata, where readers of adapters look for nothing.
     """
@@ -241,7 +247,7 @@ def export_adapter(
         write_json(config_file, saved)
         if rests_on.get("content"):
             add_metadata(folder / WEIGHTS, {BASE_CONTENT: str(rests_on["content"])})
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(tokenizer, folder, section)
 
     return _publish(run_dir / "adapter", write)
 
@@ -253,6 +259,7 @@ def export_model(
     run_dir: Path,
     *,
     dtype: torch.dtype,
+    section: ModelSection | None = None,
 ) -> Path:
     """Write run_dir/model as safetensors, complete or not at all.
 
@@ -260,14 +267,20 @@ def export_model(
         model: Unwrapped, maybe sharded.
         weights: All its weights by its own names, unsharded and in `dtype`. Tied ones are one tensor.
         dtype: The weights' format.
+        section: The base, whose spelling of all settings stays, and whose untrained tensors are copied; None: the
+            library's spelling.
     """
 
     def write(folder: Path) -> None:
-        model.save_pretrained(str(folder), state_dict=weights)
+        buffers = {} if section is None else buffers_of_base(section, model)
+        model.save_pretrained(str(folder), state_dict=buffers | weights)
         # save_pretrained states the dtype of the model in memory. Others would load the weights in that dtype.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
-        tokenizer.save_pretrained(str(folder))
+        if section is not None:
+            write_model_settings(folder, model, section, dtype)
+            add_untrained(folder, section, model)
+        save_tokenizer(tokenizer, folder, section)
 
     return _publish(run_dir / "model", write)
 

@@ -36,6 +36,7 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
+from finetune.model.from_base import untrained_in_words
 from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
 from finetune.model.optimizers.fused_update import choose_update
@@ -417,6 +418,9 @@ def finish(session: Session) -> None:
         session.receipt.add("export", exported.as_json())
         mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
         log(describe_exported(exported, state))
+        if start.recipe.lora is None:
+            for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
+                log(line)
         log(only_by_peft(start.recipe, start.run_dir))
         if start.recipe.preferences is not None:
             facts = read_run(start.run_dir, start.recipe)

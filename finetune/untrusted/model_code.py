@@ -34,6 +34,23 @@ def refuse_unknown_code(run_dir: Path, name: str, revision: str) -> None:
         )
 
 
+def refuse_other_code(product: Path, base: Path | None, name: str) -> None:
+    """Raise FinetuneError where an export has code that is not its base's, and the environment does not allow it.
+
+    Args:
+        base: The folder with the base's files; None: they are not on this machine.
+    """
+    if base is None or os.environ.get(CONSENT) == "1":
+        return
+    for file in sorted(product.rglob("*.py")):
+        own = base / file.relative_to(product)
+        if not own.is_file() or _hash(own) != _hash(file):
+            raise FinetuneError(
+                f"{one_line(file, 200)}: is not the code that comes with {one_line(name, 100)}, which alone was "
+                f"accepted; read that file, then repeat with {CONSENT}=1"
+            )
+
+
 def _key(name: str, revision: str) -> str:
     folder = Path(name).expanduser()
     files = sorted(folder.glob("*.py")) if folder.is_dir() else []

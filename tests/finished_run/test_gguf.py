@@ -294,6 +294,38 @@ REFUSALS = {
 }
 
 
+ODD_ANSWERS = {
+    "nothing": ("exit 0",),
+    "no file": (
+        "echo '{}'".replace("{}", json.dumps({"tensors": {}, "add_bos": None, "unfitting": 0, "not_finite": None})),
+    ),
+    "another object": ('echo x > "$3"', "echo '{\"a\": 1}'"),
+    "a list": ('echo x > "$3"', "echo '[1]'"),
+    "a number": ('echo x > "$3"', "echo 1"),
+    "deep": ('echo x > "$3"', "printf '%0100000d' 0 | tr 0 '['"),
+    "words": ('echo x > "$3"', "echo finished"),
+    "other kinds": ('echo x > "$3"', 'echo \'{"tensors": [], "add_bos": null, "unfitting": 0, "not_finite": null}\''),
+}
+REFUSALS |= {
+    f"says {kind}": (lines, "ended without saying what it wrote; a newer one") for kind, lines in ODD_ANSWERS.items()
+}
+
+
+def test_a_converter_that_never_ends_is_ended_with_its_children(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_converter(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child", "echo begun", "wait")
+    monkeypatch.setattr(door, "LIMIT_SECONDS", 1)
+    monkeypatch.setattr(door, "LIMIT_BYTES_A_SECOND", 2**40)
+    with pytest.raises(FinetuneError, match=r"the converter of \S+ did not end within 1 s; a newer one") as refused:
+        write_gguf(run, "f16", silent)
+    assert "\n" not in str(refused.value)
+    assert not (run / "gguf").exists()
+    assert not list(run.glob(".tmp-*"))
+    child = Path("/proc") / (tmp_path / "child").read_text().strip() / "stat"
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody collects it here
+
+
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_refusal_is_one_line_and_writes_nothing(
     kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.finished_run import ENGINES
-from finetune.finished_run.hand_over import hand_over
+from finetune.finished_run.hand_over import hand_over, lora_module
 from finetune.model.packaged import resolve_model_path
 from finetune.run_folder.longer import HANDED_OVER
 from tests.support.models.multimodal import save_multimodal
@@ -132,7 +134,7 @@ def test_a_whole_model_takes_no_more_disk(tmp_path: Path) -> None:
         assert os.path.samefile(weights, run / "model" / "model.safetensors")
     words = shlex.split(hand_over(run, "vllm", None, quiet)["command"])
     folder = run / "serving" / "vllm"
-    assert words == ["vllm", "serve", str(folder), "--served-model-name", "run", "--dtype", "float32"]
+    assert words == ["vllm", "serve", str(folder), "--served-model-name=run", "--dtype", "float32"]
     with pytest.raises(FinetuneError, match="all weights were trained, so there is no adapter; use --for transformers"):
         hand_over(run, "peft", None, quiet)
 
@@ -222,6 +224,134 @@ def test_rules_for_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"tgi is not one of {', '.join(ENGINES)}" in " ".join(capsys.readouterr().err.split())
     assert main(["export", run, "--for", "vllm", "--plain"]) == 2
     assert "--plain is one of its conversions" in " ".join(capsys.readouterr().err.split())
+
+
+def own_files(folder: Path, make: str) -> Path:
+    """A folder with something of the user's in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    match make:
+        case "a record of another program":
+            (folder / "serving.json").write_text("{}")
+        case "a record that lists nothing":
+            (folder / "serving.json").write_text('{"run": "run", "engine": "peft"}')
+        case "a file beside the export's":
+            (folder / "notes").write_text("mine")
+        case "a hidden file in a folder":
+            (folder / "a" / ".b").mkdir(parents=True)
+            (folder / "a" / ".b" / "c").write_text("mine")
+        case "an empty folder":
+            (folder / "empty").mkdir()
+        case "a link":
+            (folder / "linked").symlink_to(folder.parent)
+        case "a script that was edited":
+            (folder / "ask.py").write_text((folder / "ask.py").read_text("utf-8") + "# mine\n", "utf-8")
+        case "weights of another size":
+            (folder / "adapter_model.safetensors").write_bytes(b"mine")
+        case "a folder in a file's place":
+            (folder / "ask.py").unlink()
+            (folder / "ask.py").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder; beside it `out`, which its export for peft wrote."""
+    folder = tmp_path_factory.mktemp("exported")
+    run = finished_run(folder, save_tiny(folder / "base"))
+    hand_over(run, "peft", folder / "out", quiet)
+    return run
+
+
+OWN = ("a record of another program", "a record that lists nothing", "a file beside the export's")
+IN_AN_EXPORT = (
+    *("a file beside the export's", "a hidden file in a folder", "an empty folder", "a link"),
+    *("a script that was edited", "weights of another size", "a folder in a file's place"),
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "make"), [*((False, make) for make in OWN), *((True, make) for make in IN_AN_EXPORT)]
+)
+def test_only_what_an_export_wrote_is_replaced(exported: Path, first: bool, make: str, tmp_path: Path) -> None:
+    if first:
+        shutil.copytree(exported.parent / "out", tmp_path / "out")
+    before = files(own_files(tmp_path / "out", make))
+    with pytest.raises(FinetuneError, match=re.escape(str(tmp_path / "out"))) as refused:
+        hand_over(exported, "peft", tmp_path / "out", quiet)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith("another folder: --to FOLDER")
+    assert files(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_unchanged_export_and_an_empty_folder_are_written(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported.parent / "out", tmp_path / "copy")  # other times, the same content
+    (tmp_path / "empty").mkdir()
+    for name in ("copy", "empty"):
+        assert hand_over(exported, "peft", tmp_path / name, quiet)["folder"] == str(tmp_path / name)
+        written, expected = files(tmp_path / name), files(exported.parent / "out")
+        assert written.pop("serving.json")
+        assert expected.pop("serving.json")
+        assert written == expected
+
+
+@pytest.mark.parametrize("place", ["run/serving", "run/serving/peft", "to"])
+def test_nothing_is_written_through_a_link(exported: Path, place: str, tmp_path: Path) -> None:
+    run = shutil.copytree(exported, tmp_path / "run")
+    elsewhere = shutil.copytree(exported.parent / "out", tmp_path / "elsewhere")
+    link = tmp_path / place
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(elsewhere)
+    before = files(elsewhere)
+    with pytest.raises(FinetuneError, match=rf"{place}: is a link, through which nothing is written; remove it"):
+        hand_over(run, "peft", link if place == "to" else None, quiet)
+    assert files(elsewhere) == before
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["lr=1e-4", "a,b", 'it\'s "one" run', "-x", "plain", "ünï {a}", "{"])
+def test_vllm_reads_names_and_paths_as_they_are(name: str, tmp_path: Path) -> None:
+    """By the parsing of vLLM 0.11 to 0.32, written here from its description: the first form is split at each "="."""
+    words = shlex.split(shlex.join(["--lora-modules", lora_module(name, f"/runs/{name}/serving")]))
+    item = words[1]
+    if "=" in item and "," not in item:
+        first, second = item.split("=")
+    else:
+        read = json.loads(item)
+        assert set(read) == {"name", "path"}
+        first, second = read["name"], read["path"]
+    assert (first, second) == (name, f"/runs/{name}/serving")
+    assert not item.startswith("-")
+
+
+def test_a_run_with_an_odd_name(exported: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exported, tmp_path / "lr=1e-4, it's")
+    words = shlex.split(hand_over(run, "vllm", None, quiet)["command"])
+    module = json.loads(words[words.index("--lora-modules") + 1])
+    assert module == {"name": run.name, "path": str(run / "serving" / "vllm")}
+
+
+def test_commands_and_scripts_name_the_bases_revision_and_trust_its_code(exported: Path, tmp_path: Path) -> None:
+    """A folder has no revisions. Recipes may name one, which commands and scripts repeat."""
+    run = shutil.copytree(exported, tmp_path / "run")
+    recipe = (run / "recipe.yaml").read_text("utf-8")
+    changed = recipe.replace("revision: main", "revision: 0123abc")
+    changed = changed.replace("trust_remote_code: false", "trust_remote_code: true")
+    (run / "recipe.yaml").write_text(changed, "utf-8")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("FINETUNE_TRUST_REMOTE_CODE", "1")
+        vllm = shlex.split(hand_over(run, "vllm", None, quiet)["command"])
+        hand_over(run, "peft", None, quiet)
+        served = shlex.split(hand_over(run, "transformers", None, quiet)["command"])
+    assert vllm[vllm.index("--revision") + 1] == "0123abc"
+    assert "--trust-remote-code" in vllm
+    assert "--trust-remote-code" in served
+    script = (run / "serving" / "peft" / "ask.py").read_text("utf-8")
+    assert "revision='0123abc', trust_remote_code=True)" in script
+    assert "tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)" in script
+    whole = (run / "serving" / "transformers" / "ask.py").read_text("utf-8")
+    assert whole.count("trust_remote_code=True") == 2
+    assert "revision" not in whole
 
 
 def test_a_longer_run_sets_it_aside() -> None:

@@ -136,6 +136,7 @@ def test_what_cannot_be_plain_is_refused(sections: dict[str, Any], words: str, t
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     run = finished_run(tmp_path, save_tiny(tmp_path / "base"), lora={"r": 4, "init_lora_weights": "pissa"})
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("")
     with pytest.raises(FinetuneError, match=r"other: is there and is not an earlier export; name another folder: --to"):
         export_plain(run, tmp_path / "other")
     assert main(["export", str(run), "--plain", "--to", str(tmp_path / "mine")]) == 0

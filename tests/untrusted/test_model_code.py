@@ -13,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.finished_run.export_step import export_step
 from finetune.finished_run.load import finished_run
 from finetune.train import main as train
-from finetune.untrusted.model_code import CONSENT, refuse_unknown_code, trust_code
+from finetune.untrusted.model_code import CONSENT, refuse_other_code, refuse_unknown_code, trust_code
 from tests.support.models.own_model import save_own_model
 from tests.support.models.tiny import tiny_tokenizer, write_chats
 from tests.support.runs.recipes import least, tiny_lora, write_recipe
@@ -125,3 +125,24 @@ def test_consent_covers_one_revision_of_one_model(
     refuse_unknown_code(tmp_path, *consented)
     with pytest.raises(FinetuneError, match=STRANGER):
         refuse_unknown_code(tmp_path, *asked)
+
+
+def test_code_in_a_run_that_is_not_its_bases_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user accepted the base's code. A stranger's run may bring another file of that name, or one more."""
+    monkeypatch.delenv(CONSENT, raising=False)
+    base, product = tmp_path / "base", tmp_path / "run" / "model"
+    for folder in (base, product):
+        folder.mkdir(parents=True)
+        (folder / "modeling_own.py").write_text("answer = 42\n")
+    refuse_other_code(product, base, "someone/own")
+    refuse_other_code(product, None, "someone/own")  # the load asks for the base
+    (product / "deeper").mkdir()
+    for file in (product / "more.py", product / "deeper" / "modeling_own.py", product / "modeling_own.py"):
+        file.write_text("answer = 43\n")
+        with pytest.raises(FinetuneError, match=r"is not the code that comes with someone/own, which alone") as refused:
+            refuse_other_code(product, base, "someone/own")
+        assert str(refused.value).startswith(str(file))
+        monkeypatch.setenv(CONSENT, "1")
+        refuse_other_code(product, base, "someone/own")
+        monkeypatch.delenv(CONSENT)
+        file.unlink()

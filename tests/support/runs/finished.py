@@ -13,7 +13,7 @@ from finetune.model.build import build_model, load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.save_restore import export_adapter, export_model
+from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
 from tests.support.runs.recipes import merged, tiny, write_recipe
 from tests.support.models.tiny import write_chats
@@ -36,11 +36,11 @@ def finished_run(folder: Path, base: Path, *, move: float = 0.1, **sections: Any
     run = Path(loaded.recipe.run_dir)
     run.mkdir()
     (run / "recipe.yaml").write_text(resolved_yaml(loaded), "utf-8")
-    _export(loaded.recipe, run, base, move)
+    _export(loaded.recipe, move)
     return run
 
 
-def _export(recipe: Recipe, run: Path, base: Path, move: float) -> None:
+def _export(recipe: Recipe, move: float) -> None:
     model: Any = build_model(recipe, torch.device("cpu"))
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -49,10 +49,7 @@ def _export(recipe: Recipe, run: Path, base: Path, move: float) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=draw) * move)
     dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
     weights = Assembled(model, model, None).trained_weights(dtype=dtype, keep=True)
-    if dtype is None:
-        export_adapter(model, weights, load_tokenizer(recipe), run, base=str(base))
-    else:
-        export_model(model, weights, load_tokenizer(recipe), run, dtype=dtype)
+    export_weights(recipe, model, weights, load_tokenizer(recipe))
 
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
