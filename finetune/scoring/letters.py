@@ -24,7 +24,7 @@ _ANSWER = (
     r"إجابة|الجواب|صحيح|أختار|תשוב|נכונ|उत्तर|सही|คำตอบ|ตอบ|ถูก|đáp án|chọn|đúng|jawab|benar|vastaus|válasz|helyes|răspuns|απάντηση|σωστ"
 )  # fmt: skip
 _OPTION = r"option|choice|wahl|choix|opci[oó]n|opção|opzione|вариант|variant|seçenek|选项|選項|選択肢|보기|lựa chọn|pilihan|optie|alternativ"
-_COPULA = r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|は|은|는|이|가|라|である|là|adalah|είναι|हੈ"
+_COPULA = r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|は|은|는|이|가|라|である|là|adalah|είναι|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
 _NOT = (
     r"\bnot\b|n't\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|\bnor\b|rule[sd]? out|eliminat|exclud|mistak|"
     r"instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|statt\b|\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|"
@@ -36,8 +36,9 @@ _AND = r"(?:,|;|&|/|\+|、|\b(?:and|und|et|y|e|i|en|och|og|ve|и|dan|và)\b|和|
 _OR = r"\b(?:or|oder|ou|o|или|lub|of|eller|veya|atau|hoặc)\b|或|또는|または|أو"
 _VOWELS = "AEIOUY"  # words of their own in many languages, so a word in small letters may not follow
 _CLAUSE = regex.compile(
-    r"[.!?。！？؟।](?=\s|$|\p{Lo})|[;\n]|,(?!\s*#)|(?<!#\s*),|\b(?:but|sondern|mais|sino|mas|pero|aber|но|а|lecz|ale|maar|utan|ama)\b"
-    r"|而是|而|(?=\b(?:rather than|instead of|statt|plutôt que|en lugar de)\b)"
+    r"[.!?。！？؟।](?=\s|$|\p{Lo})|[;,\n]|\b(?:but|sondern|mais|sino|mas|pero|aber|но|а|lecz|ale|maar|utan|ama)\b"
+    r"|而是|而|(?<=아니라)\s|\b(?:because|weil|since|parce|car|porque|perché|потому|omdat)\b|因为|因為"
+    r"|(?=\b(?:rather than|instead of|statt|plutôt que|en lugar de)\b)"
 )
 
 
@@ -64,7 +65,7 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         letters: Those that can be chosen, as `allowed_letters` finds them.
     """
     # A letter alone: no word, no C++, no A', no B12. Two that increase are a set only where they stand alone.
-    one = rf"(?<![\p{{Latin}}\p{{N}}'&+-])[(\[]?([{letters}])(?![\p{{Latin}}\p{{N}}'+#&])[)\]]?"
+    one = rf"(?<![\p{{Latin}}\p{{N}}'&+-])[(\[]?([{letters}])(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
     box = boxed(text)
     if box is not None:
         return _only(_tidy(box), letters)
@@ -79,13 +80,19 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         lambda match: " " + "#".join(regex.findall(f"[{letters}](?![a-z])", match[0])) + " ",
         text,
     )
-    token = rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?(?P<set>[{letters}](?:#[{letters}])*)(?![\p{{Latin}}\p{{N}}'+#&])[)\]]?"
+    token = rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?(?P<set>[{letters}]{{1,5}}|[{letters}](?:#[{letters}])+)(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
     for clause in regex.split(_CLAUSE, joined):
         if not clause or not clause.strip():
             continue
         found = [
             match
             for match in regex.finditer(token, clause)
+            if list(match["set"]) == sorted({*match["set"]})
+            or "#" in match["set"]
+        ]
+        found = [
+            match
+            for match in found
             if not (match["set"] in _VOWELS and regex.match(r" \p{Ll}", clause[match.end() :]))
             or regex.match(r" (?:is|was|ist|est|es|because|since|weil|è)\b", clause[match.end() :])
         ]
@@ -106,7 +113,7 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
             named = stated = chosen
         elif (
             regex.search(rf"(?i)[\p{{L}}\p{{M}}]\s*[:：=→]\s*$|(?:^|\s|\b)(?:{_COPULA})(?: (?:la|a|le|die|the|option))?\s*$", before)
-            or regex.search(rf"(?i)^\W*(?:\p{{L}}+\W+){{0,4}}?(?:{_ANSWER})|^\W{{0,2}}(?:{_ANSWER})", after)
+            or regex.search(rf"(?i)^\W*(?:\p{{L}}+\W+){{0,4}}?(?:{_ANSWER})|^\W{{0,2}}(?:{_ANSWER}|입니다|이다|예요|です|だ)", after)
             or not regex.search(r"\p{L}", before + after)
         ):
             stated = chosen
@@ -134,5 +141,5 @@ def _only(text: str, letters: str) -> frozenset[str] | None:
     if regex.fullmatch(f"[{letters}]{{2,}}", text):
         return frozenset(text) if list(text) == sorted(set(text)) else None
     if regex.fullmatch(rf"[(\[]?[{letters}][)\]]?(?:\s*{_AND}{{1,2}}\s*[(\[]?[{letters}][)\]]?)+", text.replace(", and", ",")):
-        return frozenset(regex.findall(rf"(?<!\p{{L}})[{letters}](?!\p{{L}})", text))
+        return frozenset(regex.findall(rf"(?<!\p{{Latin}})[{letters}](?!\p{{Latin}})", text))
     return None
