@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.scoring import sql
-from finetune.scoring.sql import execution_scores, query_in
+from finetune.scoring.sql import execution_scores, queries_in
 
 SHOP = [
     "create table item (name text, price real, stock integer)",
@@ -100,17 +100,16 @@ def test_a_query_neither_writes_nor_reads_files_nor_runs_for_ever(
         ("select 'a;b' from t; drop table t", "select 'a;b' from t"),
         ("```sql\nSELECT 1\n```\nselect 2", "SELECT 1"),
         ("Answer: with a as (select 1) select * from a", "with a as (select 1) select * from a"),
-        ("no query", "no query"),
     ],
 )
 def test_the_query_of_an_answer(text: str, query: str) -> None:
-    assert query_in(text) == query
+    assert queries_in(text)[:1] == [query]
 
 
 def test_the_child_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that kills the child is wrong, and the rows after it are scored."""
     monkeypatch.setattr(sql, "QUERY_SECONDS", 0.1)
     monkeypatch.setattr(sql, "START_SECONDS", 3.0)
-    stuck = "select hex(replace(hex(zeroblob(200000000)), '0', 'ab'))"  # one function call is not interrupted
+    stuck = "select replace(hex(zeroblob(40000)), '0', 'a') like '" + "%a" * 40 + "%b'"  # one function call is not interrupted
     scores = execution_scores(["select 1", stuck, "select 1"], ["select 1"] * 3, [SHOP] * 3)
     assert scores == [1.0, 0.0, 1.0]
