@@ -31,3 +31,34 @@ def test_the_table_ends_with_a_verdict_on_each_metric() -> None:
         "Better: exact 0 -> 12 of 12 (difference 12 to 12).",
         "No difference in chrf that 12 rows can show.",
     ]
+
+
+def test_an_equal_answer_is_not_better() -> None:
+    figures = compared([1.0, 0.0, 0.5], [1.0, 0.0, 0.5])
+    assert (figures["better"], figures["worse"], figures["equal"]) == (0, 0, 3)
+
+
+def test_figures_and_answers_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_eval(tmp_path, {"run": 1}, [{"answer": 1}])
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(before) == ["eval.json", "eval_answers.jsonl"]
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for written in range(3):  # the disk fills at the first, the second file; never
+        left = [written]
+
+        def sync(descriptor: int, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                full(descriptor)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        if written < 2:
+            with pytest.raises(EnvironmentMismatch):
+                write_eval(tmp_path, {"run": 2}, [{"answer": 2}])
+            assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        monkeypatch.undo()
+    write_eval(tmp_path, {"run": 2}, [{"answer": 2}])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} != before
