@@ -57,7 +57,9 @@ def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[st
     """Raise FinetuneError for a threshold on a metric that is not measured."""
     for name in wanted:
         if name not in measured:
-            raise FinetuneError(f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}")
+            raise FinetuneError(
+                f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"
+            )
 
 
 def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:

@@ -13,24 +13,38 @@ import regex
 
 from finetune.scoring.numerals import boxed, unified
 
+MOST_LETTERS = 20_000  # of a text that is searched
 LEAST_LETTERS = "ABCDE"  # what a question offers, where the references show no later letter
 # Stems of words, lower case. \b holds where a script has spaces.
 _ANSWER = (
     r"answer|correct|right\b|solution|choos|chose|pick|select|go with|"  # English
     r"antwort|richtig|korrekt|lösung|wähle|"  # German
-    r"répon|reponse|bonne|juste|choisi|respuesta|correct[oa]|elijo|resposta|escolho|corret|certa\b|risposta|scelgo|giust|"
-    r"ответ|правильн|верн|выбира|відповідь|odpowied|poprawn|wybieram|odpověď|správn|antwoord|juist|svar\b|svaret|rätt|riktig|"
+    r"répon|reponse|bonne|juste|choisi|respuesta|correct[oa]|elijo|resposta|escolho|corret|"
+    r"certa\b|risposta|scelgo|giust|"
+    r"ответ|правильн|верн|выбира|відповідь|odpowied|poprawn|wybieram|odpověď|správn|antwoord|"
+    r"juist|svar\b|svaret|rätt|riktig|"
     r"答案|选择|選擇|应选|故选|选|選|正确|正確|答え|正解|回答|正しい|정답|답은|답:|선택|맞|옳|cevap|cevab|doğru|"
-    r"إجابة|الجواب|صحيح|أختار|תשוב|נכונ|उत्तर|सही|คำตอบ|ตอบ|ถูก|đáp án|chọn|đúng|jawab|benar|vastaus|válasz|helyes|răspuns|απάντηση|σωστ"
+    r"إجابة|الجواب|صحيح|أختار|תשוב|נכונ|उत्तर|सही|คำตอบ|ตอบ|ถูก|đáp án|chọn|đúng|jawab|benar|"
+    r"vastaus|válasz|helyes|răspuns|απάντηση|σωστ"
 )  # fmt: skip
-_OPTION = r"option|choice|wahl|choix|opci[oó]n|opção|opzione|вариант|variant|seçenek|选项|選項|選択肢|보기|lựa chọn|pilihan|optie|alternativ"
-_COPULA = r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|は|은|는|이|가|라|である|là|adalah|είναι|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
+_OPTION = (
+    r"option|choice|wahl|choix|opci[oó]n|opção|opzione|вариант|variant|seçenek|选项|選項|選択肢|보기|"
+    r"lựa chọn|pilihan|optie|alternativ"
+)
+_COPULA = (
+    r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|"
+    r"は|은|는|이|가|라|である|là|adalah|είναι|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
+)
 _NOT = (
-    r"\bnot\b|n't\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|\bnor\b|rule[sd]? out|eliminat|exclud|mistak|"
-    r"instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|statt\b|\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|"
+    r"\bnot\b|n't\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|"
+    r"\bnor\b|rule[sd]? out|eliminat|exclud|mistak|"
+    r"instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|statt\b|"
+    r"\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|"
     r"\bfals|errón|erróne|incorrect|tampoco|en lugar de|\bnão|\berrad|incorret|\bnem\b|sbagliat|errat|scorrett|"
-    r"\bне\b|неверн|неправильн|ошибочн|\bнеправ|\bnie\b|błędn|niepopraw|\bniet\b|\bgeen\b|\bfout|onjuist|\binte\b|\bikke\b|\bfel\b|\bfeil\b|"
-    r"不|非|错|錯|誤|违|違|間違|ない|아니|아닙|틀|않|değil|yanlış|ليس|ليست|خطأ|خاطئ|לא |שגוי|नहीं|गलत|ไม่|ผิด|không|\bsai\b|bukan|salah|\bnu\b|\bnem\b|rossz|väärä|δεν|λάθος"
+    r"\bне\b|неверн|неправильн|ошибочн|\bнеправ|\bnie\b|błędn|niepopraw|\bniet\b|\bgeen\b|"
+    r"\bfout|onjuist|\binte\b|\bikke\b|\bfel\b|\bfeil\b|"
+    r"不|非|错|錯|誤|违|違|間違|ない|아니|아닙|틀|않|değil|yanlış|ليس|ليست|خطأ|خاطئ|לא |שגוי|नहीं|गलत|ไม่|ผิด|"
+    r"không|\bsai\b|bukan|salah|\bnu\b|\bnem\b|rossz|väärä|δεν|λάθος"
 )  # fmt: skip
 _AND = r"(?:,|;|&|/|\+|、|\b(?:and|und|et|y|e|i|en|och|og|ve|и|dan|và)\b|和|与|與|及|と|와|과|그리고|و)"
 _OR = r"\b(?:or|oder|ou|o|или|lub|of|eller|veya|atau|hoặc)\b|或|또는|または|أو"
@@ -54,7 +68,9 @@ ALL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def _tidy(text: str) -> str:
     """Without marks of Markdown, LaTeX, HTML and quoting."""
     text = regex.sub(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}", r" \1 ", unified(text))
-    text = regex.sub(r"\\boxed\s*|\\[a-zA-Z]+|</?[a-z][\w-]*>|[*_$\"{}“”«»„「」『』【】<>|\\]|(?<!\w)'|'(?!\w)", " ", text)
+    text = regex.sub(
+        r"\\boxed\s*|\\[a-zA-Z]+|</?[a-z][\w-]*>|[*_$\"{}“”«»„「」『』【】<>|\\]|(?<!\w)'|'(?!\w)", " ", text
+    )
     return regex.sub(r"[^\S\n]+", " ", text).strip()
 
 
@@ -69,6 +85,8 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
     box = boxed(text)
     if box is not None:
         return _only(_tidy(box), letters)
+    if len(text) > MOST_LETTERS:  # a choice stands at the start or the end
+        text = f"{text[: MOST_LETTERS // 2]}\n{text[-MOST_LETTERS // 2 :]}"
     text = _tidy(text)
     if (whole := _only(text, letters)) is not None:
         return whole
@@ -80,15 +98,15 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         lambda match: " " + "#".join(regex.findall(f"[{letters}](?![a-z])", match[0])) + " ",
         text,
     )
-    token = rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?(?P<set>[{letters}]{{1,5}}|[{letters}](?:#[{letters}])+)(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
+    token = rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?"
+        rf"(?P<set>[{letters}]{{1,5}}|[{letters}](?:#[{letters}])+)(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
     for clause in regex.split(_CLAUSE, joined):
-        if not clause or not clause.strip():
+        if not clause or not regex.search(f"(?i)[{letters}]", clause):
             continue
         found = [
             match
             for match in regex.finditer(token, clause)
-            if list(match["set"]) == sorted({*match["set"]})
-            or "#" in match["set"]
+            if list(match["set"]) == sorted({*match["set"]}) or "#" in match["set"]
         ]
         found = [
             match
@@ -112,8 +130,13 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         if regex.search(rf"(?i){_ANSWER}|(?:{_OPTION})\p{{L}}*\s*(?:{_COPULA}|[:=])", before):
             named = stated = chosen
         elif (
-            regex.search(rf"(?i)[\p{{L}}\p{{M}}]\s*[:：=→]\s*$|(?:^|\s|\b)(?:{_COPULA})(?: (?:la|a|le|die|the|option))?\s*$", before)
-            or regex.search(rf"(?i)^\W*(?:\p{{L}}+\W+){{0,4}}?(?:{_ANSWER})|^\W{{0,2}}(?:{_ANSWER}|입니다|이다|예요|です|だ)", after)
+            regex.search(
+                rf"(?i)[\p{{L}}\p{{M}}]\s*[:：=→]\s*$|(?:^|\s|\b)(?:{_COPULA})(?: (?:la|a|le|die|the|option))?\s*$",
+                before,
+            )
+            or regex.search(
+                rf"(?i)^\W*(?:\p{{L}}+\W+){{0,4}}?(?:{_ANSWER})|^\W{{0,2}}(?:{_ANSWER}|입니다|이다|예요|です|だ)", after
+            )
             or not regex.search(r"\p{L}", before + after)
         ):
             stated = chosen
@@ -121,15 +144,23 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         return named or first
     if stated is not None:
         return stated
-    lead = regex.match(rf"\W*{one}(?P<mark>\s*[):.,\]]|\s+[-/]+\s|\s*$|(?=[\p{{Lo}}])|\s+(?=\p{{L}}))(?P<rest>.*)", lines[0])
+    lead = regex.match(
+        rf"\W*{one}(?P<mark>\s*[):.,\]]|\s+[-/]+\s|\s*$|(?=[\p{{Lo}}])|\s+(?=\p{{L}}))(?P<rest>.*)", lines[0]
+    )
     if lead is not None and not regex.search(f"(?i){_NOT}", regex.split(_CLAUSE, lead["rest"])[0] or ""):
         word = not lead["mark"].strip() and regex.match(r"\s*\p{Ll}", lead["rest"])
-        if not (word and lead[1] in _VOWELS) and not regex.match(rf"\s*(?:{_OR})\s*{one}|\s*{_AND}\s*{one}", lead["rest"]):
+        if not (word and lead[1] in _VOWELS) and not regex.match(
+            rf"\s*(?:{_OR})\s*{one}|\s*{_AND}\s*{one}", lead["rest"]
+        ):
             return frozenset(lead[1])
     small = regex.match(rf"(?i)\W*([{letters}])\s*[).:\]]\s", lines[0] + " ")
     if small is not None:
         return frozenset(small[1].upper())
-    marked = {match[1] for match in regex.finditer(rf"[(\[]([{letters}])[)\]]|(?<!\p{{L}})([{letters}])\)", joined) if match[1]}
+    marked = {
+        match[1]
+        for match in regex.finditer(rf"[(\[]([{letters}])[)\]]|(?<!\p{{L}})([{letters}])\)", joined)
+        if match[1]
+    }
     return frozenset(marked) if len(marked) == 1 and not regex.search(f"(?i){_NOT}", joined) else None
 
 
@@ -140,6 +171,8 @@ def _only(text: str, letters: str) -> frozenset[str] | None:
         return frozenset(text.upper())
     if regex.fullmatch(f"[{letters}]{{2,}}", text):
         return frozenset(text) if list(text) == sorted(set(text)) else None
-    if regex.fullmatch(rf"[(\[]?[{letters}][)\]]?(?:\s*{_AND}{{1,2}}\s*[(\[]?[{letters}][)\]]?)+", text.replace(", and", ",")):
+    if regex.fullmatch(
+        rf"[(\[]?[{letters}][)\]]?(?:\s*{_AND}{{1,2}}\s*[(\[]?[{letters}][)\]]?)+", text.replace(", and", ",")
+    ):
         return frozenset(regex.findall(rf"(?<!\p{{Latin}})[{letters}](?!\p{{Latin}})", text))
     return None

@@ -22,8 +22,8 @@ EXACT, ROUNDED = Fraction(1, 10**9), Fraction(1, 10**6)  # relative differences 
 
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SAME = str.maketrans(
-    {each: "-" for each in "−–‐‑‒⁻"} | {each: "/" for each in "⁄∕"} | {each: "'" for each in "’‘ʼ´`٬"}
-    | {each: " " for each in "\xa0\u202f\u2009\u2007\u2008\t"} | {each: "·" for each in "∙⋅"}
+    dict.fromkeys("−–‐‑‒⁻", "-") | dict.fromkeys("⁄∕", "/") | dict.fromkeys("’‘ʼ´`٬", "'")
+    | dict.fromkeys("\xa0\u202f\u2009\u2007\u2008\t", " ") | dict.fromkeys("∙⋅", "·")
     | {"—": ";", "✕": "×", "✖": "×", "،": ","}
     | dict.fromkeys("\ufeff\u200b\u200c\u200d\u200e\u200f\u2060\u061c\xad\u202a\u202b\u202c\u2066\u2067\u2068\u2069")
 )  # fmt: skip
@@ -61,16 +61,17 @@ _INDIAN = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}")
 _CURRENCY = r"(?:(?:\b(?:US|A|C|HK|NT|NZ|S|R))?\p{Sc}|\b(?:USD|EUR|GBP|CHF|JPY|CNY|RMB|INR|KRW|BRL|PLN|Rs\.?))"
 _BEFORE = regex.compile(rf"(?P<sign>[-+±])?(?P<gap>[^\S\n]*){_CURRENCY}?[^\S\n]?(?P<inner>[-+])?$")
 _IN_WORD = regex.compile(r"[\p{Latin}\p{Cyrillic}\p{Greek}_](?:[-^_]|\^-)?$")
-_UNCLEAR_AFTER = regex.compile(
-    r"\s?(?:\^|π|√)|[^\S\n]?[/*×÷][^\S\n]?[({√π]|\p{Sc}\d|(?![kcdm]?m[23]\b)\p{Latin}+\d"
-)
+_UNCLEAR_AFTER = regex.compile(r"\s?(?:\^|π|√)|[^\S\n]?[/*×÷][^\S\n]?[({√π]|\p{Sc}\d|(?![kcdm]?m[23]\b)\p{Latin}+\d")
 _TIMES = [
     (times, regex.compile(rf"(?:{words})(?!\p{{L}})"))
     for times, words in (
         (10**3, r"[kK]|[^\S\n]?(?:thousands?|[Tt]ausend|mille|mila|mil|тыс\.|тысяч[аи]?|千|천)"),
         (10**4, "[^\\S\n]?(?:万|萬|만)"),
         (10**5, "[^\\S\n]?(?:lakhs?|lacs?|लाख)"),
-        (10**6, r"M|[^\S\n]?(?:mn|[Mm]io\.?|[Mm]ill?i?[oó]n(?:en|s|es|i|e)?|milh(?:ão|ões)|млн\.?|миллион(?:а|ов)?|百万|백만)"),
+        (
+            10**6,
+            r"M|[^\S\n]?(?:mn|[Mm]io\.?|[Mm]ill?i?[oó]n(?:en|s|es|i|e)?|milh(?:ão|ões)|млн\.?|миллион(?:а|ов)?|百万|백만)",
+        ),
         (10**7, "[^\\S\n]?(?:crores?|करोड़)"),
         (10**8, "[^\\S\n]?(?:亿|億|억)"),
         (10**9, r"[^\S\n]?(?:bn|[Bb]illions?|[Mm]rd\.?|[Mm]illiard(?:en?|s)?|млрд\.?|миллиард(?:а|ов)?|十亿|십억)"),

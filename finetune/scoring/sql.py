@@ -42,7 +42,7 @@ def queries_in(text: str) -> list[str]:
     code = _uncommented(blocks[0] if blocks else text)
     found = []
     for match in [*_START.finditer(code)][:MOST_STARTS]:
-        before = code[: match.start()].rstrip(" \t*\"")
+        before = code[: match.start()].rstrip(' \t*"')
         if found and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):
             continue
         if re.search(r"(?i)\bexplain(?:\s+query\s+plan)?\s*$", before):
@@ -122,7 +122,9 @@ def execution_scores(
         if index in problems:
             scores.append(problems[index])
         elif "setup" in result:
-            scores.append(ValueError(f"its database cannot be made: {one_line(result['setup'], 200)}; correct the column db"))
+            scores.append(
+                ValueError(f"its database cannot be made: {one_line(result['setup'], 200)}; correct the column db")
+            )
         elif "error" in result:
             scores.append(ValueError(f"the reference's query fails: {one_line(result['error'], 200)}; correct it"))
         else:

@@ -114,12 +114,18 @@ def readable(database: sqlite3.Connection, query: str) -> str | None:
     try:
         database.execute("explain " + query)
     except (sqlite3.Error, ValueError) as error:
-        if not isinstance(error, sqlite3.OperationalError) or "syntax error" in str(error) or "incomplete" in str(error):
+        if (
+            not isinstance(error, sqlite3.OperationalError)
+            or "syntax error" in str(error)
+            or "incomplete" in str(error)
+        ):
             return str(error)
     return None
 
 
-def groups_of(database: sqlite3.Connection, query: str, order: int, limit: int | None, seconds: float) -> list[Any] | None:
+def groups_of(
+    database: sqlite3.Connection, query: str, order: int, limit: int | None, seconds: float
+) -> list[Any] | None:
     """The rows of an ordered query without its limit, in groups that its order does not tell apart.
 
     Sorted by the query's order and then by all columns, once up and once down, both results have the same rows up to a
@@ -151,7 +157,9 @@ def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> 
     """The job's score, or why its reference has no rows."""
     kinds = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError, OverflowError)
     problems = [readable(database, each[0]) for each in job["reference"]]
-    query, order, limit = next((each for each, bad in zip(job["reference"], problems) if bad is None), job["reference"][0])
+    query, order, limit = next(
+        (each for each, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
+    )
     try:
         expected = rows_of(database, query, seconds)
     except kinds as error:

@@ -25,7 +25,9 @@ _PARAMETER = re.compile(
     re.DOTALL,
 )
 _PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
-_MARKS = re.compile(r"<\|python_tag\|>|<\|tool_call_(?:start|end)\|>|</?tool_call>|<\|eom_id\|>|```(?:tool_code|python)?")
+_MARKS = re.compile(
+    r"<\|python_tag\|>|<\|tool_call_(?:start|end)\|>|</?tool_call>|<\|eom_id\|>|```(?:tool_code|python)?"
+)
 _GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
 # A name directly before an object: Mistral, DeepSeek, gpt-oss, with their special tokens or decoded without them
 _NAMED = re.compile(
@@ -318,7 +320,9 @@ def _literal(node: ast.expr) -> Any:
             return Decimal(repr(value))
         case ast.Name(id="true" | "false" | "null" as name):
             return {"true": True, "false": False, "null": None}[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if type(value) is not bool:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
+            type(value) is not bool
+        ):
             return -_literal(node.operand) if value - value == 0 else UNREAD
         case ast.List(elts=inner) | ast.Tuple(elts=inner):
             return [_literal(each) for each in inner]
@@ -339,15 +343,21 @@ def _understood(value: Any) -> bool:
 def _gemma_calls(text: str) -> list[Call]:
     """Gemma 4's call:f{key:<|"|>text<|"|>,other:1}, whose marks of texts may be lost in decoding."""
     calls: list[Call] = []
-    for opening in _GEMMA.finditer(text):
-        tokens = [match[1] for match in _GEMMA_TOKEN.finditer(text, opening.end())]
+    end = 0
+    while (opening := _GEMMA.search(text, end)) is not None:
+        tokens: list[str] = []
+        depth = 0
+        for token in _GEMMA_TOKEN.finditer(text, opening.end()):
+            tokens.append(token[1])
+            depth += (token[1] in "{[") - (token[1] in "}]")
+            end = token.end()
+            if not depth:
+                break
         try:
             value, _ = _gemma_value(tokens, 0, 0)
         except (ValueError, IndexError):
             value = UNREAD
         calls.append((opening[1], value))
-        if len(calls) == MOST_STARTS:
-            break
     return calls
 
 

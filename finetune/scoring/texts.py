@@ -42,7 +42,7 @@ _FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|me
 def without_thoughts(text: str) -> str:
     """The answer after its thinking blocks. A block that never ends leaves no answer.
 
-    A block stands at the answer's start. Its opening tag may be a part of the prompt. Elsewhere a tag is only mentioned.
+    A block stands at the answer's start. Its opening tag may be in the prompt. Elsewhere a tag is only mentioned.
     """
     if _HARMONY.match(text):  # gpt-oss, with its special tokens or decoded without them
         return _FINAL.split(text)[-1].strip() if _FINAL.search(text) else ""
@@ -130,7 +130,9 @@ def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | 
     try:
         expected = last_number(reference, mark)
     except Unclear as error:
-        raise ValueError(f"the reference {reference[:40]!r}: {error}; write one number, or take another metric") from None
+        raise ValueError(
+            f"the reference {reference[:40]!r}: {error}; write one number, or take another metric"
+        ) from None
     if expected is None:
         raise ValueError(f"the reference {reference[:40]!r} holds no number; take another metric")
     try:
@@ -176,7 +178,11 @@ def chrf(answer: str, reference: str) -> float:
         given, expected = (Counter(text[at : at + length] for at in range(len(text) - length + 1)) for text in texts)
         if given and expected:  # lengths that one of the texts does not reach count for nothing
             equal = (given & expected).total()
-            precision, recall, lengths = precision + equal / given.total(), recall + equal / expected.total(), lengths + 1
+            precision, recall, lengths = (
+                precision + equal / given.total(),
+                recall + equal / expected.total(),
+                lengths + 1,
+            )
     if not precision + recall:
         return 0.0
     precision, recall, weight = precision / lengths, recall / lengths, RECALL_WEIGHT**2

@@ -143,8 +143,7 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
     """The rows of a data file, read as `entry` is; under preferences also plain questions and answers. Raises DataError
     with every mistake.
 
-    A question that comes twice is asked twice. Rows with an empty cell are left out where `entry` says so; a note counts
-    them.
+    A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
     """
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
     changed["drop"] = [each for each in entry.drop if each != "duplicate"]

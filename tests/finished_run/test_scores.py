@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
-from finetune.finished_run.scores import compared, score_verdict, scores_in_words
+from finetune.errors import EnvironmentMismatch
+from finetune.finished_run.scores import compared, score_verdict, scores_in_words, write_eval
 
 RIGHT, WRONG = 1.0, 0.0
 

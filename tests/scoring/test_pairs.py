@@ -2,7 +2,7 @@
 
 The generator knows each value and how it writes it, so the wanted score comes from no reader of numbers.
 """
-# ruff: noqa: RUF001  # digits and letters of many scripts
+# digits and letters of many scripts
 
 from __future__ import annotations
 
@@ -26,7 +26,24 @@ STATEMENTS = [
     "Правильный ответ: {}", "答案是{}。", "答案：{}", "正解は{}です。", "정답은 {}입니다.", "Odpowiedź: {}", "Cevap: {}", "الإجابة الصحيحة هي {}",
     "คำตอบคือ {}", "सही उत्तर {} है", "Đáp án là {}", "\\boxed{{\\text{{{}}}}}", "{{\"answer\": \"{}\"}}", "<answer>{}</answer>", "Het antwoord is {}.",
 ]  # fmt: skip
-WORDS = ["Bonn", "café", "北京", "서울", "Москва", "القاهرة", "กรุงเทพ", "दिल्ली", "C#", "C++", "-5", "vitamin A", "50 %", "2²", "Ω", ":)"]
+WORDS = [
+    "Bonn",
+    "café",
+    "北京",
+    "서울",
+    "Москва",
+    "القاهرة",
+    "กรุงเทพ",
+    "दिल्ली",
+    "C#",
+    "C++",
+    "-5",
+    "vitamin A",
+    "50 %",
+    "2²",
+    "Ω",
+    ":)",
+]
 TOOLS = ["weather", "get_time", "db.search"]
 
 
@@ -43,7 +60,9 @@ def grouped(whole: str, mark: str, indian: bool = False) -> str:
 def number_in_words(rng: random.Random, units: int, tenths: str) -> str:
     """A number of at least five digits before its decimal mark, and two after it, in a random country's way."""
     sign = "" if units >= 0 else rng.choice("-−–－")
-    group, mark = rng.choice([(",", "."), (".", ","), (" ", ","), ("\u202f", ","), ("'", "."), ("’", "."), ("", "."), ("", ",")])
+    group, mark = rng.choice(
+        [(",", "."), (".", ","), (" ", ","), ("\u202f", ","), ("'", "."), ("’", "."), ("", "."), ("", ",")]
+    )
     indian = group == "," and rng.random() < 0.3
     whole = grouped(str(abs(units)), group, indian) if group else str(abs(units))
     text = whole + (mark + tenths if tenths else "")
@@ -56,7 +75,9 @@ def number_in_words(rng: random.Random, units: int, tenths: str) -> str:
 def numbers(rng: random.Random) -> tuple[str, str, str]:
     if rng.random() < 0.2:
         over, under, whole = rng.randint(1, 8), 9, rng.randint(1, 9)
-        same = rng.choice([f"{over}/{under}", f"\\frac{{{over}}}{{{under}}}", f"{over} / {under}", f"\\dfrac{over}{under}"])
+        same = rng.choice(
+            [f"{over}/{under}", f"\\frac{{{over}}}{{{under}}}", f"{over} / {under}", f"\\dfrac{over}{under}"]
+        )
         mixed = rng.random() < 0.5
         other = over % 8 + 1
         if mixed:
@@ -64,19 +85,29 @@ def numbers(rng: random.Random) -> tuple[str, str, str]:
         return f"{over}/{under}", same, f"{other}/{under}"
     if rng.random() < 0.2:
         digit, power = rng.randint(1, 9), rng.randint(3, 9)
-        same = rng.choice([f"{digit}e{power}", f"{digit} × 10^{power}", f"{digit}·10^{{{power}}}", f"{digit} \\times 10^{power}"])
+        same = rng.choice(
+            [f"{digit}e{power}", f"{digit} × 10^{power}", f"{digit}·10^{{{power}}}", f"{digit} \\times 10^{power}"]
+        )
         return str(digit * 10**power), same, f"{digit % 9 + 1} × 10^{power}"
     units = rng.choice([-1, 1]) * rng.randint(10**4, 10**9)
     tenths = rng.choice(["", f"{rng.randint(1, 99):02}"])
     near = rng.choice([units + 1, -units, units * 10, units + 1000])
-    return str(units) + (f".{tenths}" if tenths else ""), number_in_words(rng, units, tenths), number_in_words(rng, near, tenths)
+    return (
+        str(units) + (f".{tenths}" if tenths else ""),
+        number_in_words(rng, units, tenths),
+        number_in_words(rng, near, tenths),
+    )
 
 
 def choices(rng: random.Random) -> tuple[str, str, str]:
     if rng.random() < 0.15:
         first, second, third = sorted(rng.sample("ABCD", 3))
         form = rng.choice(["{}, {}", "{} and {}", "{} und {}", "{}、{}", "({}), ({})", "{}{}"])
-        return f"{first}, {third}", form.format(first, third), rng.choice([form.format(first, second), first, f"{first}, {second}, {third}"])
+        return (
+            f"{first}, {third}",
+            form.format(first, third),
+            rng.choice([form.format(first, second), first, f"{first}, {second}, {third}"]),
+        )
     letter, other = rng.sample("ABCD", 2)
     right = rng.choice(STATEMENTS).format(rng.choice([letter, chr(ord(letter) - ord("A") + ord("Ａ"))]))
     return letter, right, rng.choice(STATEMENTS).format(other)
@@ -96,7 +127,10 @@ def texts(rng: random.Random) -> tuple[str, str, str]:
 def value(rng: random.Random, depth: int = 0) -> object:
     kinds = [rng.randint(-99, 99), rng.choice(WORDS), rng.random() < 0.5, None, rng.randint(1, 99) / 8]
     if depth < 2:
-        kinds += [[value(rng, depth + 1) for _ in range(rng.randint(0, 2))], {key: value(rng, depth + 1) for key in rng.sample("abcd", 2)}]
+        kinds += [
+            [value(rng, depth + 1) for _ in range(rng.randint(0, 2))],
+            {key: value(rng, depth + 1) for key in rng.sample("abcd", 2)},
+        ]
     return rng.choice(kinds)
 
 
@@ -124,7 +158,9 @@ def written(rng: random.Random, name: str, arguments: dict[str, object]) -> str:
     """A call as one of the templates writes it."""
     body = json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
     python = ", ".join(f"{key}={each!r}" for key, each in arguments.items())
-    keys = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{json.dumps(each)}</arg_value>\n" for key, each in arguments.items())
+    keys = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{json.dumps(each)}</arg_value>\n" for key, each in arguments.items()
+    )
     tags = "".join(f"<parameter={key}>\n{json.dumps(each)}\n</parameter>\n" for key, each in arguments.items())
 
     def gemma(each: object) -> str:
