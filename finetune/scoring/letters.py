@@ -98,8 +98,10 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
         lambda match: " " + "#".join(regex.findall(f"[{letters}](?![a-z])", match[0])) + " ",
         text,
     )
-    token = rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?"
+    token = (
+        rf"(?<![\p{{Latin}}\p{{N}}'&+#-])[(\[]?"
         rf"(?P<set>[{letters}]{{1,5}}|[{letters}](?:#[{letters}])+)(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
+    )
     for clause in regex.split(_CLAUSE, joined):
         if not clause or not regex.search(f"(?i)[{letters}]", clause):
             continue
