@@ -13,7 +13,8 @@ import regex
 
 from finetune.scoring.numerals import boxed, unified
 
-MOST_LETTERS = 20_000  # of a text that is searched
+MOST_SEARCHED = 20_000  # of a text that is searched
+ALL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LEAST_LETTERS = "ABCDE"  # what a question offers, where the references show no later letter
 # Stems of words, lower case. \b holds where a script has spaces.
 _ANSWER = (
@@ -62,16 +63,13 @@ def allowed_letters(references: Iterable[str]) -> str:
     return LEAST_LETTERS if not named else ALL[: max(ALL.index(max(named)) + 1, len(LEAST_LETTERS))]
 
 
-ALL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
 def _tidy(text: str) -> str:
     """Without marks of Markdown, LaTeX, HTML and quoting."""
     text = regex.sub(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}", r" \1 ", unified(text))
     text = regex.sub(
         r"\\boxed\s*|\\[a-zA-Z]+|</?[a-z][\w-]*>|[*_$\"{}“”«»„「」『』【】<>|\\]|(?<!\w)'|'(?!\w)", " ", text
     )
-    return regex.sub(r"[^\S\n]+", " ", text).strip()
+    return str(regex.sub(r"[^\S\n]+", " ", text)).strip()
 
 
 def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
@@ -85,8 +83,8 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
     box = boxed(text)
     if box is not None:
         return _only(_tidy(box), letters)
-    if len(text) > MOST_LETTERS:  # a choice stands at the start or the end
-        text = f"{text[: MOST_LETTERS // 2]}\n{text[-MOST_LETTERS // 2 :]}"
+    if len(text) > MOST_SEARCHED:  # a choice stands at the start or the end
+        text = f"{text[: MOST_SEARCHED // 2]}\n{text[-MOST_SEARCHED // 2 :]}"
     text = _tidy(text)
     if (whole := _only(text, letters)) is not None:
         return whole

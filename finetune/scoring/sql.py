@@ -40,7 +40,7 @@ def queries_in(text: str) -> list[str]:
     """
     blocks = [block for block in _FENCED.findall(text) if _START.match(_uncommented(block))]
     code = _uncommented(blocks[0] if blocks else text)
-    found = []
+    found: list[str] = []
     for match in [*_START.finditer(code)][:MOST_STARTS]:
         before = code[: match.start()].rstrip(' \t*"')
         if found and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):

@@ -140,7 +140,8 @@ def groups_of(
         )
     except (sqlite3.Error, ValueError, MemoryError, OverflowError):
         return None
-    groups, start, open_rows = [], 0, Counter()
+    groups: list[Any] = []
+    start, open_rows = 0, Counter[Any]()
     for end, (up, down) in enumerate(zip(ups, downs, strict=False), 1):
         open_rows[up] += 1
         open_rows[down] -= 1

@@ -189,7 +189,8 @@ def is_tool_call(text: str) -> bool:
 
 
 def _tagged_calls(text: str) -> list[Call]:
-    calls, at = [], 0
+    calls: list[Call] = []
+    at = 0
     while (opening := _TAGGED.search(text, at)) is not None and len(calls) < MOST_STARTS:
         kind = str(opening.lastgroup)
         end = text.find(_CLOSING[kind], opening.end())

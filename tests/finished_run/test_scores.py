@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.finished_run import evaluate
 from finetune.finished_run.scores import compared, score_verdict, scores_in_words, write_eval
 
 RIGHT, WRONG = 1.0, 0.0
@@ -67,3 +69,9 @@ def test_figures_and_answers_are_replaced_together(tmp_path: Path, monkeypatch: 
         monkeypatch.undo()
     write_eval(tmp_path, {"run": 2}, [{"answer": 2}])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} != before
+
+
+@pytest.mark.parametrize("asked", [{"metrics": ["exact"]}, {"file": Path("rows.jsonl")}])
+def test_a_loss_alone_has_no_scores(tmp_path: Path, asked: dict[str, Any]) -> None:
+    with pytest.raises(FinetuneError, match="^--loss-only: generates no answers"):
+        evaluate(tmp_path, None, [], print, generate=False, **asked)

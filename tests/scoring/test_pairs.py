@@ -2,7 +2,7 @@
 
 The generator knows each value and how it writes it, so the wanted score comes from no reader of numbers.
 """
-# digits and letters of many scripts
+# ruff: noqa: E501  # tables
 
 from __future__ import annotations
 
