@@ -34,10 +34,10 @@ _OPTION = (
 )
 _COPULA = (
     r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|"
-    r"は|은|는|이|가|라|である|là|adalah|είναι|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
+    r"は|은|는|이|가|라|である|là|adalah|είναι|say|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
 )
 _NOT = (
-    r"\bnot\b|n't\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|"
+    r"\bnot\b|n't\b|\bcannot\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|"
     r"\bnor\b|rule[sd]? out|eliminat|exclud|mistak|"
     r"instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|statt\b|"
     r"\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|"
@@ -52,7 +52,7 @@ _OR = r"\b(?:or|oder|ou|o|или|lub|of|eller|veya|atau|hoặc)\b|或|또는|ま
 _VOWELS = "AEIOUY"  # words of their own in many languages, so a word in small letters may not follow
 _CLAUSE = regex.compile(
     r"[.!?。！？؟।](?=\s|$|\p{Lo})|[;,\n]|\b(?:but|sondern|mais|sino|mas|pero|aber|но|а|lecz|ale|maar|utan|ama)\b"
-    r"|而是|而|(?<=아니라)\s|\b(?:because|weil|since|parce|car|porque|perché|потому|omdat)\b|因为|因為"
+    r"|而是|而|(?<=아니라)\s|(?<=ではなく)|\bبل\b|\b(?:because|weil|since|parce|car|porque|perché|потому|omdat)\b|因为|因為"
     r"|(?=\b(?:rather than|instead of|statt|plutôt que|en lugar de)\b)"
 )
 

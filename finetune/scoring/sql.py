@@ -22,7 +22,7 @@ QUERY_SECONDS = 2.0  # of one query
 START_SECONDS = 20.0  # of the child, besides its queries
 SQLITE_MAGIC = b"SQLite format 3\0"
 MOST_SCRIPT_BYTES = 64 * 2**20
-MOST_STARTS = 20  # places where a query may begin
+MOST_QUERY_STARTS = 20  # places where a query may begin
 _FENCED = re.compile(r"(?:```|~~~)[\w+-]*[^\S\n]*\n?(.*?)(?:```|~~~|$)", re.DOTALL)
 _TOKEN = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?(?:\*/|$)|[();]|\w+", re.DOTALL)
 _START = re.compile(r"\(*\s*\b(?:select|with|values)\b", re.IGNORECASE)
@@ -41,7 +41,7 @@ def queries_in(text: str) -> list[str]:
     blocks = [block for block in _FENCED.findall(text) if _START.match(_uncommented(block))]
     code = _uncommented(blocks[0] if blocks else text)
     found: list[str] = []
-    for match in [*_START.finditer(code)][:MOST_STARTS]:
+    for match in [*_START.finditer(code)][:MOST_QUERY_STARTS]:
         before = code[: match.start()].rstrip(' \t*"')
         if found and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):
             continue

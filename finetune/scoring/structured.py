@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 MOST_NESTED = 50  # levels of lists and objects; a model may write ten thousand brackets
-MOST_STARTS = 1000  # places where a call or a JSON value may begin; looking further would take seconds
+MOST_CALLS = 1000  # places where a call or a JSON value may begin; looking further would take seconds
 _FENCE = re.compile(r"(```|~~~)[\w+-]*\s*")
 _TAGGED = re.compile(
     r"<function=(?P<function>[^>\s]+)>"
@@ -43,7 +43,7 @@ class Unread:
 
 
 UNREAD = Unread()
-Call = tuple[str, Any]
+ToolCall = tuple[str, Any]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def parsed_json(text: str) -> Any:
     except ValueError:
         found = None
         for number, fence in enumerate(_FENCE.finditer(text)):
-            if number == MOST_STARTS:
+            if number == MOST_CALLS:
                 break
             try:
                 value, end = _DECODER.raw_decode(text, fence.end())
@@ -152,7 +152,7 @@ def same_value(given: Any, expected: Any) -> bool:
     return given is not UNREAD and bool(given == expected)
 
 
-def tool_calls(text: str, *, bare: bool = True) -> list[Call]:
+def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     """(name, arguments) of each call that an answer writes, in order. Arguments that are not understood are UNREAD.
 
     It reads what the models' own templates write, with special tokens or decoded without them:
@@ -188,10 +188,10 @@ def is_tool_call(text: str) -> bool:
     return any(call[1] is not UNREAD for call in calls) and not re.fullmatch(r'\s*\{\s*"name"\s*:[^{}]*\}\s*', text)
 
 
-def _tagged_calls(text: str) -> list[Call]:
-    calls: list[Call] = []
+def _tagged_calls(text: str) -> list[ToolCall]:
+    calls: list[ToolCall] = []
     at = 0
-    while (opening := _TAGGED.search(text, at)) is not None and len(calls) < MOST_STARTS:
+    while (opening := _TAGGED.search(text, at)) is not None and len(calls) < MOST_CALLS:
         kind = str(opening.lastgroup)
         end = text.find(_CLOSING[kind], opening.end())
         other = _TAGGED.search(text, opening.end())
@@ -211,11 +211,11 @@ def _tagged_calls(text: str) -> list[Call]:
     return calls
 
 
-def _json_calls(text: str) -> list[Call]:
+def _json_calls(text: str) -> list[ToolCall]:
     """JSON objects that are calls, or objects after a name."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     at, starts, text = text.find("{"), 0, text.replace("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n")
-    while at >= 0 and starts < MOST_STARTS:
+    while at >= 0 and starts < MOST_CALLS:
         starts += 1
         try:
             value, end = _DECODER.raw_decode(text, at)
@@ -234,7 +234,7 @@ def _json_calls(text: str) -> list[Call]:
     return calls
 
 
-def _call_in(value: Any) -> Call | None:
+def _call_in(value: Any) -> ToolCall | None:
     names = [value[key] for key in ("name", "function", "tool_name", "tool") if isinstance(value.get(key), str)]
     given = [value[key] for key in ("arguments", "parameters", "args") if key in value]
     if len(names) != 1 or not names[0] or len(given) > 1:
@@ -260,7 +260,7 @@ def _plain(text: str) -> Any:
         return text.strip()
 
 
-def _python_calls(text: str) -> list[Call]:
+def _python_calls(text: str) -> list[ToolCall]:
     """The first list of calls in a text."""
     for number, start in enumerate(_PYTHON.finditer(text)):
         depth, quote, at = 0, "", start.start()
@@ -283,7 +283,7 @@ def _python_calls(text: str) -> list[Call]:
     return []
 
 
-def _python_elements(text: str) -> list[Call] | None:
+def _python_elements(text: str) -> list[ToolCall] | None:
     """The calls of a list in Python's syntax; None if it is none."""
     try:
         tree = ast.parse(text, mode="eval").body
@@ -291,7 +291,7 @@ def _python_elements(text: str) -> list[Call] | None:
         return None
     if not isinstance(tree, ast.List) or not tree.elts:
         return None
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     for call in tree.elts:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
             return None
@@ -341,9 +341,9 @@ def _understood(value: Any) -> bool:
         return False
 
 
-def _gemma_calls(text: str) -> list[Call]:
+def _gemma_calls(text: str) -> list[ToolCall]:
     """Gemma 4's call:f{key:<|"|>text<|"|>,other:1}, whose marks of texts may be lost in decoding."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     end = 0
     while (opening := _GEMMA.search(text, end)) is not None:
         tokens: list[str] = []
@@ -426,7 +426,7 @@ def tool_call(answer: str, reference: str) -> float:
     return 1.0
 
 
-def _expected_calls(reference: str) -> list[Call]:
+def _expected_calls(reference: str) -> list[ToolCall]:
     calls = tool_calls(reference)
     if not calls:
         raise ValueError(f"the reference {reference[:40]!r} calls no tool; take another metric")

@@ -73,5 +73,5 @@ def test_figures_and_answers_are_replaced_together(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("asked", [{"metrics": ["exact"]}, {"file": Path("rows.jsonl")}])
 def test_a_loss_alone_has_no_scores(tmp_path: Path, asked: dict[str, Any]) -> None:
-    with pytest.raises(FinetuneError, match="^--loss-only: generates no answers"):
+    with pytest.raises(FinetuneError, match=r"^--loss-only: generates no answers"):
         evaluate(tmp_path, None, [], print, generate=False, **asked)

@@ -283,7 +283,7 @@ NEIGHBOURS: list[tuple[str, str, str, float]] = [
     ("choice", "I think it is not A, but B", "B", 1), ("choice", "A or B", "A", 0), ("choice", "B, not A", "B", 1), ("choice", "Vitamin C", "C", 0),
     ("choice", "C++", "C", 0), ("choice", "B rather than A", "B", 1), ("choice", "A", "A, C", 0), ("choice", "C and A", "A, C", 1),
     ("choice", "정답은 A가 아니라 B입니다", "B", 1), ("choice", "答案不是A，而是B", "B", 1), ("choice", "Nicht B, sondern C", "C", 1),
-    ("choice", "C is not correct", "C", 0), ("choice", "A\nWait, that is wrong. The answer is B.", "B", 1), ("choice", "Ⓑ", "B", 1),
+    ("choice", "C is not correct", "C", 0), ("choice", "The answer cannot be B", "B", 0), ("choice", "答えはAではなくBです。", "B", 1), ("choice", "A\nWait, that is wrong. The answer is B.", "B", 1), ("choice", "Ⓑ", "B", 1),
     ("normalized", "vitamin A deficiency", "vitamin deficiency", 0), ("normalized", "C#", "C", 0), ("normalized", "5%", "5", 0),
     ("normalized", "2²", "22", 0), ("normalized", "3.14", "314", 0), ("normalized", "Ｂｏｎｎ", "bonn", 1), ("normalized", "!", "?", 0),
     ("contains", "東京です", "東京", 1), ("contains", "เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ", 1), ("contains", "-5", "5", 0), ("contains", "3.5", "5", 0),
