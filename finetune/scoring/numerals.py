@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import regex
 
-MOST_LETTERS = 400  # of one numeral
+LONGEST_NUMERAL = 400  # of one numeral
 MOST_DIGITS = 4000  # of a power
 EXACT, ROUNDED = Fraction(1, 10**9), Fraction(1, 10**6)  # relative differences that count as none; 1/3 is 0.333333
 
@@ -157,7 +157,7 @@ def _decimal(plain: str, mark: str | None) -> Fraction:
 def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
     """The number that a piece is. Raises Unclear."""
     before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
-    whole = _NUMERAL.fullmatch(piece[0]) if len(piece[0]) <= MOST_LETTERS else None
+    whole = _NUMERAL.fullmatch(piece[0]) if len(piece[0]) <= LONGEST_NUMERAL else None
     if whole is None or _UNCLEAR_AFTER.match(after):
         raise Unclear(f"{piece[0][:40]} is no number")
     if whole["plain"]:
