@@ -111,6 +111,7 @@ def evaluate(
         limit: Rows to answer, and questions of each task.
         chat_template: Whether tasks use it; None: those that generate do.
     """
+    from finetune.errors import FinetuneError
     from finetune.finished_run.evaluation import Request, measure, task_figures, tasks_in_words
     from finetune.finished_run.load import best_device, finished_run
     from finetune.finished_run.scores import (
@@ -124,6 +125,9 @@ def evaluate(
 
     wanted = thresholds(fail_under)
     chosen = chosen_metrics(metrics, scorer)
+    if not generate and (chosen or file):
+        given = "--metric" if metrics else "--scorer" if scorer else "--data"
+        raise FinetuneError(f"--loss-only: generates no answers, which {given} needs; leave one of them out")
     folder = run_at(run, step)
     opened, device = finished_run(folder), best_device()
     result: dict[str, Any] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.files import write_json, write_text
+from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
 from finetune.recipe.metric_names import read_metric
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.function import load_function
@@ -56,7 +58,9 @@ def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[st
     """Raise FinetuneError for a threshold on a metric that is not measured."""
     for name in wanted:
         if name not in measured:
-            raise FinetuneError(f"--fail-under {name}: is not measured here; measured are {', '.join(measured)}")
+            raise FinetuneError(
+                f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"
+            )
 
 
 def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
@@ -162,12 +166,19 @@ def keeps_earlier(folder: Path, result: Mapping[str, Any], limit: int | None) ->
 
 
 def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Write eval.json and, if answers were generated, eval_answers.jsonl. Returns the file with the answers."""
+    """Replace eval.json and, if answers were generated, eval_answers.jsonl, both or none. Returns the answers' file.
+
+    Both are written whole beside the present ones first, so a disk that fills leaves those as they were.
+    """
     import json
 
-    write_json(folder / EVAL_RECORD, dict(result))
-    if not rows:
-        return None
-    file = folder / EVAL_ANSWERS
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return file
+    record, answers = folder / EVAL_RECORD, folder / EVAL_ANSWERS
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with disk_errors(record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
+        write_json(Path(temporary) / record.name, dict(result))
+        if rows:
+            write_text(Path(temporary) / answers.name, text)
+            os.replace(Path(temporary) / answers.name, answers)
+        os.replace(Path(temporary) / record.name, record)
+        sync(folder)
+    return answers if rows else None

@@ -13,15 +13,15 @@ METRICS = {
     "exact": "1 if answer and reference are equal, without spaces around them",
     "normalized": "1 if they are equal without case, punctuation, articles and extra spaces",
     "contains": "1 if the answer contains the reference, both normalised",
-    "number": "1 if their last numbers agree; tolerance=1e-6 is relative",
-    "choice": "1 if the answer chooses the reference's letter",
+    "number": "1 if their last numbers agree, whole ones exactly; tolerance=0.01 is relative",
+    "choice": "1 if the answer chooses the reference's letter, or all of its letters",
     "json_valid": "1 if the answer is one JSON value",
     "json_fields": "share of all fields, of the reference or the answer, that are equal in both",
     "tool_name": "1 if the answer calls the reference's tools in its order",
     "tool_call": "1 if name and arguments of every call are equal too",
     "sql": "1 if both queries give the same rows; db=FILE is an SQLite file or a script, else the row's column db",
     "regex": "1 if pattern=... is found in the answer",
-    "chrf": "overlap of letters (chrF of sacrebleu)",
+    "chrf": "overlap of letters (chrF2)",
 }
 OPTIONS: Mapping[str, tuple[str, ...]] = {"number": ("tolerance",), "sql": ("db",), "regex": ("pattern",)}
 

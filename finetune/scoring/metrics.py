@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from fractions import Fraction
 from typing import Any
 
 from finetune.errors import DataError
 from finetune.recipe.metric_names import MetricChoice
 from finetune.scoring import structured, texts
 from finetune.scoring.function import UserFunction, call_function
+from finetune.scoring.letters import allowed_letters
+from finetune.scoring.numerals import Unclear, decimal_mark, last_number
 from finetune.scoring.sql import execution_scores
 from finetune.wording import first_lines
 
@@ -55,13 +56,18 @@ def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -
         DataError: references that the metric cannot read, or a user's function that raises; a line each.
         EnvironmentMismatch: a library is not installed.
     """
+    answered = [texts.without_thoughts(answer) for answer in answers]
+    expected = [texts.without_thoughts(item.reference) for item in items]
     if metric.name == "sql" and metric.function is None:
-        answered = [texts.without_thoughts(answer) for answer in answers]
-        expected = [texts.without_thoughts(item.reference) for item in items]
         databases = [metric.options.get("db", item.row.get("db")) for item in items]
         results = execution_scores(answered, expected, databases)
     else:
-        results = [_one(metric, answer, item) for answer, item in zip(answers, items, strict=True)]
+        shown = None  # what all references show together
+        if metric.function is None and metric.name == "number":
+            shown = decimal_mark(expected)
+        elif metric.function is None and metric.name == "choice":
+            shown = allowed_letters(expected)
+        results = [_one(metric, *each, shown) for each in zip(answered, expected, items, strict=True)]
     mistakes = [
         f"{item.place}: metric {metric.name}: {result}"
         for item, result in zip(items, results, strict=True)
@@ -72,11 +78,10 @@ def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -
     return [float(result) for result in results]  # type: ignore[arg-type]  # no ValueError is left
 
 
-def _one(metric: Metric, answer: str, item: Scored) -> float | ValueError:
-    answered, expected = texts.without_thoughts(answer), texts.without_thoughts(item.reference)
+def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: str | None) -> float | ValueError:
     try:
         if metric.function is not None:
-            return call_function(metric.function, answer, item.reference, item.row)
+            return call_function(metric.function, answered, expected, item.row)
         match metric.name:
             case "exact":
                 return texts.exact(answered, expected)
@@ -85,9 +90,10 @@ def _one(metric: Metric, answer: str, item: Scored) -> float | ValueError:
             case "contains":
                 return texts.contains(answered, expected)
             case "number":
-                return texts.number(answered, expected, float(metric.options.get("tolerance", 1e-6)))
+                tolerance = metric.options.get("tolerance")
+                return texts.number(answered, expected, Fraction(tolerance) if tolerance else None, shown)
             case "choice":
-                return texts.choice(answered, expected)
+                return texts.choice(answered, expected, shown or "")
             case "json_valid":
                 return structured.json_valid(answered)
             case "json_fields":
@@ -109,34 +115,28 @@ def fitting_metrics(items: Sequence[Scored]) -> list[Metric]:
     """The metrics for references of this kind, where the user names none.
 
     Tool calls, JSON, SQL with a database, letters, numbers and short texts are recognised when every reference is one.
-    Long texts have no exact answer: their share of equal letters is measured if sacrebleu is installed.
+    Long texts have no exact answer, so their overlap of letters is measured.
     """
     references = [texts.without_thoughts(item.reference) for item in items]
 
-    def every(test: partial[Any] | Any) -> bool:
+    def every(test: Callable[[str], Any]) -> bool:
         return all(test(reference) for reference in references)
 
-    if every(structured.tool_calls):
+    if every(structured.is_tool_call):
         return [Metric("tool_name"), Metric("tool_call")]
-    if every(_is_json_object):
+    if every(structured.is_object):
         return [Metric("json_valid"), Metric("json_fields")]
     if every(re.compile(r"(?i)\s*(select|with)\b").match) and all(item.row.get("db") for item in items):
         return [Metric("sql"), Metric("exact")]
-    if every(re.compile(r"\s*\(?[A-H]\)?\.?\s*").fullmatch):
+    if every(re.compile(r"\s*[(（]?[A-HＡ-Ｈ][)）]?[.。]?\s*").fullmatch):
         return [Metric("choice")]
-    if every(re.compile(r"\s*[-+]?[\d.,]+\s*").fullmatch) and every(lambda text: texts.last_number(text) is not None):
-        return [Metric("number"), Metric("exact")]
+    if every(re.compile(r"[\s(]*[-+−–]?\s*[$€£¥₹]?\s*[\d.,'’ \xa0\u202f/½¼¾]*[\d½¼¾]\s*[%€$£]?\s*").fullmatch):
+        mark = decimal_mark(references)
+        try:
+            if every(lambda text: last_number(text, mark) is not None):
+                return [Metric("number"), Metric("exact")]
+        except Unclear:  # a date, or a numeral that can be read in two ways
+            pass
     if every(lambda text: len(text) <= SHORT_LETTERS):
         return [Metric("exact"), Metric("normalized")]
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError:
-        return [Metric("normalized")]
     return [Metric("chrf"), Metric("normalized")]
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(texts.without_fence(text)), dict | list)
-    except (ValueError, RecursionError):
-        return False

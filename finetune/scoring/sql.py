@@ -10,51 +10,87 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.scoring.texts import without_fence
+from finetune.output_stream import one_line
+from finetune.paths import open_regular, read_regular
 
 QUERY_SECONDS = 2.0  # of one query
 START_SECONDS = 20.0  # of the child, besides its queries
 SQLITE_MAGIC = b"SQLite format 3\0"
-_ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)
-_QUERY = re.compile(r"\b(?:select|with)\b.*", re.IGNORECASE | re.DOTALL)
+MOST_SCRIPT_BYTES = 64 * 2**20
+MOST_QUERY_STARTS = 20  # places where a query may begin
+_FENCED = re.compile(r"(?:```|~~~)[\w+-]*[^\S\n]*\n?(.*?)(?:```|~~~|$)", re.DOTALL)
+_TOKEN = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?(?:\*/|$)|[();]|\w+", re.DOTALL)
+_START = re.compile(r"\(*\s*\b(?:select|with|values)\b", re.IGNORECASE)
+_SQL_WORDS = re.compile(
+    r"(?i)(?:select|from|where|and|or|not|in|on|join|left|right|inner|outer|full|cross|natural|order|group|having|limit|"
+    r"offset|union|except|intersect|as|by|case|when|then|else|end|using|window|values|is|like|between)\b|\W"
+)
 
 
-def query_in(text: str) -> str:
-    """The query of an answer: in a ``` block, or from its first SELECT or WITH to the first semicolon."""
-    code = without_fence(text)
-    match = _QUERY.search(code)
-    query = match.group() if match else code
-    end = _end_of_statement(query)
-    return query[:end].strip()
+def queries_in(text: str) -> list[str]:
+    """What may be the query of an answer; the first one that SQLite can read is it.
+
+    The first ``` block that begins with SELECT, WITH or VALUES; or a query from the first of these words, or from one
+    that begins a line or follows a colon. It ends at a semicolon, or before a paragraph that is no SQL.
+    """
+    blocks = [block for block in _FENCED.findall(text) if _START.match(_uncommented(block))]
+    code = _uncommented(blocks[0] if blocks else text)
+    found: list[str] = []
+    for match in [*_START.finditer(code)][:MOST_QUERY_STARTS]:
+        before = code[: match.start()].rstrip(' \t*"')
+        if found and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):
+            continue
+        if re.search(r"(?i)\bexplain(?:\s+query\s+plan)?\s*$", before):
+            break  # its rows are SQLite's plan
+        query = code[match.start() :]
+        query = query[: next((token.start() for token in _TOKEN.finditer(query) if token[0] == ";"), None)].strip()
+        for end in re.finditer(r"\n\s*\n|$(?!\n)|\n(?=[A-Z][^=<>()*;]*[.:!](?:\s|$))|`", query):
+            rest = query[end.end() :].lstrip()
+            if not rest or not _SQL_WORDS.match(rest):
+                found.append(_without_outer_parentheses(query[: end.start()].strip()))
+        found.sort(key=len, reverse=True)
+        if match.start() == 0 or blocks:
+            break
+    return found
 
 
-def _end_of_statement(query: str) -> int:
-    """Where the first statement ends: at a semicolon outside quotes."""
-    quote = ""
-    for index, letter in enumerate(query):
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"`":
-            quote = letter
-        elif letter == ";":
-            return index
-    return len(query)
+def _uncommented(code: str) -> str:
+    """Without the comments before the first statement."""
+    return re.sub(r"\A(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)+", "", code, flags=re.DOTALL)
 
 
-def same_rows(given: list[list[Any]], expected: list[list[Any]], *, ordered: bool) -> bool:
-    """Equal rows, in any order unless the reference orders them. Floats agree to 6 digits."""
+def _without_outer_parentheses(query: str) -> str:
+    """SQLite knows no (select 1)."""
+    while query.startswith("(") and query.endswith(")"):
+        depth = 0
+        for token in _TOKEN.finditer(query):
+            depth += {"(": 1, ")": -1}.get(token[0], 0)
+            if not depth:
+                break
+        if depth or token.end() != len(query):
+            break
+        query = query[1:-1].strip()
+    return query
 
-    def comparable(row: list[Any]) -> tuple[Any, ...]:
-        return tuple(float(f"{value:.6g}") if isinstance(value, float) else value for value in row)
 
-    ours, theirs = [*map(comparable, given)], [*map(comparable, expected)]
-    return ours == theirs if ordered else Counter(ours) == Counter(theirs)
+def outer_clauses(query: str) -> tuple[int | None, int | None]:
+    """Where the outermost statement's ORDER BY begins, and where its LIMIT does; None: it has none."""
+    depth, order, limit, word = 0, None, None, ("", 0)
+    for token in _TOKEN.finditer(query):
+        if token[0].startswith(("--", "/*")):
+            continue
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if not depth and word[0] == "order" and token[0].lower() == "by":
+            order = word[1]
+        elif not depth and token[0].lower() == "limit":
+            limit = token.start()
+        word = (token[0].lower(), token.start())
+    return order, limit
 
 
 def execution_scores(
@@ -62,31 +98,37 @@ def execution_scores(
 ) -> list[float | ValueError]:
     """1 if both queries give the same rows, else 0. A ValueError says why a row cannot be scored.
 
+    Rows have an order only if the reference's outermost statement has one. Rows that are equal by it may change places.
+
     Args:
         databases: For each row: a path to an SQLite file or a script, a script, or a list of statements.
     """
-    jobs, problems = [], {}
+    jobs: list[dict[str, Any]] = []
+    problems: dict[int, ValueError] = {}
     for index, (answer, reference, database) in enumerate(zip(answers, references, databases, strict=True)):
+        expected = queries_in(reference)
+        clauses = [[query, *outer_clauses(query)] for query in expected]
         try:
+            if not expected:
+                raise ValueError(f"the reference {reference[:40]!r} holds no query; write SELECT, WITH or VALUES")
             opened = _opened(database)
         except ValueError as error:
             problems[index] = error
             opened = {"setup": [], "file": None}
-        jobs.append(opened | {"queries": [query_in(reference), query_in(answer)]})
-    results = _run(jobs)
+            clauses = [["select 1", None, None]]
+        jobs.append(opened | {"reference": clauses, "answer": queries_in(answer)})
     scores: list[float | ValueError] = []
-    for index, (result, reference) in enumerate(zip(results, references, strict=True)):
+    for index, result in enumerate(_run(jobs)):
         if index in problems:
             scores.append(problems[index])
-        elif isinstance(result, dict):
-            scores.append(ValueError(f"its database cannot be made: {result['setup']}; correct the column db"))
-        elif "error" in result[0]:
-            scores.append(ValueError(f"the reference's query fails: {result[0]['error']}; correct it"))
-        elif "error" in result[1]:
-            scores.append(0.0)
+        elif "setup" in result:
+            scores.append(
+                ValueError(f"its database cannot be made: {one_line(result['setup'], 200)}; correct the column db")
+            )
+        elif "error" in result:
+            scores.append(ValueError(f"the reference's query fails: {one_line(result['error'], 200)}; correct it"))
         else:
-            ordered = _ORDERED.search(reference) is not None
-            scores.append(float(same_rows(result[1]["rows"], result[0]["rows"], ordered=ordered)))
+            scores.append(float(result["score"]))
     return scores
 
 
@@ -96,24 +138,27 @@ def _opened(database: Any) -> dict[str, Any]:
         return {"setup": database, "file": None}
     if not isinstance(database, str) or not database.strip():
         raise ValueError("sql needs a database: a column db with statements, or the option sql:db=FILE")
-    if ";" in database or "\n" in database:
-        return {"setup": [database], "file": None}
-    path = Path(database).expanduser()
+    is_script = ";" in database or "\n" in database
+    path = Path(database).expanduser() if "\0" not in database and "~" in database[:1] else Path(database)
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{database}: the database cannot be read: {error.strerror}") from None
-    if content.startswith(SQLITE_MAGIC):
-        return {"setup": None, "file": str(path.resolve())}
+        with open_regular(path) as file:
+            if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+                return {"setup": None, "file": str(path.resolve())}
+        content = read_regular(path, MOST_SCRIPT_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        if is_script:
+            return {"setup": [database], "file": None}
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{one_line(database, 200)}: the database cannot be read: {reason}") from None
     return {"setup": [content.decode("utf-8", "replace")], "file": None}
 
 
-def _run(jobs: list[dict[str, Any]]) -> list[Any]:
-    """Each job's results. A child that dies at a job is started again after it: that answer counts as failed."""
-    results: list[Any] = []
+def _run(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each job's result. A child that dies at a job is started again after it."""
+    results: list[dict[str, Any]] = []
     while len(results) < len(jobs):
         rest = jobs[len(results) :]
-        request = json.dumps({"jobs": rest, "seconds": QUERY_SECONDS})
+        request = json.dumps({"jobs": rest, "seconds": QUERY_SECONDS})  # lone surrogates are escaped
         command = [sys.executable, "-I", str(Path(__file__).with_name("sql_child.py"))]
         try:
             child = subprocess.run(
@@ -121,15 +166,19 @@ def _run(jobs: list[dict[str, Any]]) -> list[Any]:
                 input=request,
                 capture_output=True,
                 text=True,
-                timeout=START_SECONDS + 2 * QUERY_SECONDS * len(rest),
+                timeout=START_SECONDS + 20 * QUERY_SECONDS * len(rest),  # the child's own limits end it earlier
             )
             output = child.stdout
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         except OSError as error:
             raise FinetuneError(f"metric sql: the process for the queries does not start: {error}") from error
-        results += [json.loads(line) for line in output.splitlines()]
-        if len(results) < len(jobs):
-            # A query that SQLite does not interrupt, or that took all memory. The reference ran before the answer.
-            results.append([{"rows": []}, {"error": "the process ended"}])
+        lines = [json.loads(line) for line in output.splitlines() if line.endswith(("}", "]"))]
+        ended = [line for line in lines if isinstance(line, dict)]
+        results += ended
+        if len(ended) < len(rest):
+            # SQLite does not interrupt one long call of a function. [stage] is what the last job had begun.
+            stages = {"database": "setup", "reference": "error", "answer": "score"}
+            stage = lines[-1][0] if lines and isinstance(lines[-1], list) else "database"
+            results.append({stages[stage]: 0.0 if stage == "answer" else "it takes too much time or memory"})
     return results

@@ -3,18 +3,27 @@
 The parent runs this file by its path and with -I, so it imports nothing of the package. It reads one JSON object from
 standard input:
 
-    {"jobs": [{"setup": [statement, ...] | null, "file": path | null, "queries": [sql, ...]}], "seconds": 2.0}
+    {"jobs": [{"setup": [statement, ...] | null, "file": path | null, "reference": [[sql, order, limit], ...],
+               "answer": [sql, ...]}], "seconds": 2.0}
 
-and writes a line of JSON for each job: a list with one {"rows": [...]} or {"error": text} for each query.
+`order` and `limit` are where these clauses begin, or null. The first query that SQLite can read counts. For each job it
+writes lines of JSON: [stage] for each stage that begins, then {"score": 0 or 1}, or {"setup" or "error": text}.
 """
 
 import json
+import os
 import resource
+import signal
 import sqlite3
+import stat
 import sys
 import time
+from collections import Counter
 from typing import Any
 
+MOST_DATABASE_BYTES = 512 * 2**20
+MOST_VALUE_BYTES = 16 * 2**20  # of one value
+MOST_RESULT_BYTES = 64 * 2**20
 MOST_RESULT_ROWS = 10_000
 CHILD_BYTES = 2 * 10**9  # of this process
 STEPS_BETWEEN_CHECKS = 10_000  # of SQLite's virtual machine
@@ -44,51 +53,164 @@ def authorize_setup(
 
 
 def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
-    """The job's database, in memory."""
+    """The job's database, in memory. Its file is read here, so that SQLite opens and makes none."""
     memory = sqlite3.connect(":memory:")
+    memory.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
+    memory.text_factory = lambda value: value.decode("utf-8", "surrogateescape")
     if job["file"] is not None:
-        source = sqlite3.connect(f"file:{job['file']}?mode=ro", uri=True)
-        source.backup(memory)
-        source.close()
+        memory.deserialize(content_of(job["file"]))
     memory.set_authorizer(authorize_setup)
     end = time.monotonic() + 5 * seconds
     memory.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
     for statement in job["setup"] or ():
         memory.executescript(statement)
     memory.commit()
+    memory.execute("select count(*) from sqlite_schema").fetchall()  # a damaged file fails here
     return memory
 
 
-def run_query(database: sqlite3.Connection, query: str, seconds: float) -> dict[str, Any]:
-    """The query's rows, or why there are none."""
+def content_of(path: str) -> bytes:
+    """A database file's bytes. Raises OSError or ValueError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("is no regular file")
+        if os.fstat(descriptor).st_size > MOST_DATABASE_BYTES:
+            raise ValueError(f"is larger than {MOST_DATABASE_BYTES / 2**20:,.0f} MiB")
+        content = bytearray(file.read(MOST_DATABASE_BYTES))
+    if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
+        raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
+    content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
+    return bytes(content)
+
+
+def rows_of(database: sqlite3.Connection, query: str, seconds: float) -> list[tuple[Any, ...]]:
+    """The query's rows, floats in 12 digits. Raises sqlite3.Error, ValueError, MemoryError or OverflowError."""
     end = time.monotonic() + seconds
     database.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
+    rows, size = [], 0
     try:
-        rows = database.execute(query).fetchmany(MOST_RESULT_ROWS + 1)
-    except sqlite3.Error as error:
-        late = time.monotonic() > end
-        return {"error": f"took more than {seconds:g} s" if late else str(error)[:200]}
-    except (sqlite3.Warning, MemoryError, ValueError, OverflowError) as error:
+        for row in database.execute(query):
+            rows.append(tuple(map(comparable, row)))
+            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            if len(rows) > MOST_RESULT_ROWS or size > MOST_RESULT_BYTES:
+                raise ValueError(f"more than {MOST_RESULT_ROWS:,} rows, or {MOST_RESULT_BYTES / 2**20:.0f} MiB")
+    except sqlite3.OperationalError as error:
+        if time.monotonic() > end:
+            raise ValueError(f"took more than {seconds:g} s") from error
+        raise
+    return rows
+
+
+def comparable(value: Any) -> Any:
+    """A float in 12 digits, because sums depend on their order; 3.0 stays, and equals the integer 3."""
+    if isinstance(value, float) and not (value.is_integer() and abs(value) < 2**53):
+        return float(f"{value:.12g}")
+    return value
+
+
+def readable(database: sqlite3.Connection, query: str) -> str | None:
+    """Why SQLite cannot read the query's syntax; None if it can, though a table or column may be missing."""
+    try:
+        database.execute("explain " + query)
+    except (sqlite3.Error, ValueError) as error:
+        if (
+            not isinstance(error, sqlite3.OperationalError)
+            or "syntax error" in str(error)
+            or "incomplete" in str(error)
+        ):
+            return str(error)
+    return None
+
+
+def groups_of(
+    database: sqlite3.Connection, query: str, order: int, limit: int | None, seconds: float
+) -> list[Any] | None:
+    """The rows of an ordered query without its limit, in groups that its order does not tell apart.
+
+    Sorted by the query's order and then by all columns, once up and once down, both results have the same rows up to a
+    place only where a group ends. None if the query cannot be run so.
+    """
+    head = query[:limit] if limit is not None else query
+    try:
+        columns = len(database.execute(query).description)
+        ups, downs = (
+            rows_of(database, head + "\n" + "".join(f", {n + 1} {way}" for n in range(columns)), seconds)
+            for way in ("asc", "desc")
+        )
+    except (sqlite3.Error, ValueError, MemoryError, OverflowError):
+        return None
+    groups: list[Any] = []
+    start, open_rows = 0, Counter[Any]()
+    for end, (up, down) in enumerate(zip(ups, downs, strict=False), 1):
+        open_rows[up] += 1
+        open_rows[down] -= 1
+        for row in (up, down):
+            if not open_rows[row]:
+                del open_rows[row]
+        if not open_rows:
+            groups.append(Counter(ups[start:end]))
+            start = end
+    return groups if start == len(ups) == len(downs) else None
+
+
+def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The job's score, or why its reference has no rows."""
+    kinds = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError, OverflowError)
+    problems = [readable(database, each[0]) for each in job["reference"]]
+    query, order, limit = next(
+        (each for each, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
+    )
+    try:
+        expected = rows_of(database, query, seconds)
+    except kinds as error:
         return {"error": str(error)[:200] or type(error).__name__}
-    if len(rows) > MOST_RESULT_ROWS:
-        return {"error": f"more than {MOST_RESULT_ROWS:,} rows"}
-    return {"rows": [[value.hex() if isinstance(value, bytes) else value for value in row] for row in rows]}
+    groups = None
+    if order is not None and not (limit is not None and any(mark in query[limit:].lower() for mark in (",", "offset"))):
+        groups = groups_of(database, query, order, limit, seconds)
+    print('["answer"]', flush=True)
+    answer = next((each for each in job["answer"] if readable(database, each) is None), None)
+    if answer is None:
+        return {"score": 0}
+    try:
+        given = rows_of(database, answer, seconds)
+    except kinds:
+        return {"score": 0}
+    if order is None:
+        return {"score": int(Counter(given) == Counter(expected))}
+    if given == expected or groups is None or len(given) != len(expected):
+        return {"score": int(given == expected)}
+    at = 0
+    for group in groups:
+        taken = Counter(given[at : at + group.total()])
+        if not taken <= group:
+            return {"score": 0}
+        at += group.total()
+    return {"score": 1}
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     request = json.load(sys.stdin)
+    seconds, last, database = request["seconds"], None, None
     for job in request["jobs"]:
-        try:
-            database = opened(job, request["seconds"])
-        except sqlite3.Error as error:
-            print(json.dumps({"setup": str(error)[:200]}), flush=True)
-            continue
-        database.set_authorizer(authorize)
-        results = [run_query(database, query, request["seconds"]) for query in job["queries"]]
-        database.close()
-        print(json.dumps(results), flush=True)
+        signal.setitimer(signal.ITIMER_REAL, 16 * seconds)  # SIGALRM ends this process
+        print('["database"]', flush=True)
+        if database is None or last != [job["setup"], job["file"]]:  # queries only read, so rows may share one
+            if database is not None:
+                database.close()
+            database, last = None, [job["setup"], job["file"]]
+            try:
+                database = opened(job, seconds)
+            except (sqlite3.Error, sqlite3.Warning, ValueError, OSError, MemoryError, OverflowError) as error:
+                print(json.dumps({"setup": str(error)[:200] or type(error).__name__}), flush=True)
+                continue
+            database.set_authorizer(authorize)
+        print('["reference"]', flush=True)
+        print(json.dumps(score(database, job, seconds)), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,103 @@
-"""Metrics for answers that are JSON or call tools."""
+"""Metrics for answers that are JSON or call tools. What cannot be read is refused in a reference, and else unequal."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
-from finetune.scoring.texts import without_fence
-
 MOST_NESTED = 50  # levels of lists and objects; a model may write ten thousand brackets
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+MOST_CALLS = 1000  # places where a call or a JSON value may begin; looking further would take seconds
+_FENCE = re.compile(r"(```|~~~)[\w+-]*\s*")
+_TAGGED = re.compile(
+    r"<function=(?P<function>[^>\s]+)>"
+    r"|<invoke name=\"(?P<invoke>[^\"]+)\">"
+    r"|<tool_call>\s*(?P<glm>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"
+)
+_CLOSING = {"function": "</function>", "invoke": "</invoke>", "glm": "</tool_call>"}
+_PARAMETER = re.compile(
+    r"<parameter=([^>\s]+)>(.*?)</parameter>|<parameter name=\"([^\"]+)\">(.*?)</parameter>"
+    r"|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    re.DOTALL,
+)
+_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_MARKS = re.compile(
+    r"<\|python_tag\|>|<\|tool_call_(?:start|end)\|>|</?tool_call>|<\|eom_id\|>|```(?:tool_code|python)?"
+)
+_GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
+# A name directly before an object: Mistral, DeepSeek, gpt-oss, with their special tokens or decoded without them
+_NAMED = re.compile(
+    r"(?:to=functions\.)?(?P<name>[A-Za-z_][\w.-]*)"
+    r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
+    r"(?:\s*```json\s*|\s*)(?=\{)"
+)
+_GEMMA_TOKEN = re.compile(r"\s*(<\|\"\|>.*?<\|\"\|>|\"(?:[^\"\\]|\\.)*\"|[{}\[\],]|[^{}\[\],:]+|:)", re.DOTALL)
+
+
+class Unread:
+    """Arguments that are not understood; equal to nothing."""
+
+
+UNREAD = Unread()
+ToolCall = tuple[str, Any]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = {unicodedata.normalize("NFC", key): value for key, value in pairs}
+    if len(values) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return values
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# As the reader of rows does, NaN, Infinity and doubled keys are refused. Decimal: 0.1 keeps all its digits.
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=Decimal)
+_FAILURES = (ValueError, RecursionError, ArithmeticError)
+
+
+def _loads(text: str) -> Any:
+    """Raises ValueError."""
+    try:
+        value = _DECODER.decode(text.strip().removeprefix("\ufeff"))
+        _leaves(value)
+    except (RecursionError, ArithmeticError):
+        raise ValueError("nested too deeply, or a number too large") from None
+    return value
 
 
 def parsed_json(text: str) -> Any:
-    """The one JSON value of an answer, which may be in a ``` block. Raises ValueError."""
+    """The one JSON value of an answer: the whole text, or the last ``` block with JSON. Raises ValueError."""
     try:
-        value = json.loads(without_fence(text))
-        _leaves(value)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value
+        return _loads(text)
+    except ValueError:
+        found = None
+        for number, fence in enumerate(_FENCE.finditer(text)):
+            if number == MOST_CALLS:
+                break
+            try:
+                value, end = _DECODER.raw_decode(text, fence.end())
+                _leaves(value)
+            except _FAILURES:
+                continue
+            if not text[end:].strip() or text[end:].lstrip().startswith(fence[1]):
+                found = (value,)
+        if found is None:
+            raise
+        return found[0]
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(parsed_json(text), dict | list)
+    except ValueError:
+        return False
 
 
 def json_valid(answer: str) -> float:
@@ -69,73 +144,264 @@ def _leaves(value: Any, path: str = "", depth: int = 0) -> dict[str, Any]:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Equal as JSON: 1 and 1.0 are, true and 1 are not; texts without spaces around them."""
+    """Equal as JSON: 1 and 1.0 are, true and 1 are not; texts in one Unicode form, without spaces around them."""
     if isinstance(given, str) and isinstance(expected, str):
-        return given.strip() == expected.strip()
+        return unicodedata.normalize("NFC", given).strip() == unicodedata.normalize("NFC", expected).strip()
     if isinstance(given, bool) is not isinstance(expected, bool):
         return False
-    return bool(given == expected)
+    return given is not UNREAD and bool(given == expected)
 
 
-def tool_calls(text: str) -> list[tuple[str, Any]]:
-    """(name, arguments) of each call that an answer writes, in order.
+def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
+    """(name, arguments) of each call that an answer writes, in order. Arguments that are not understood are UNREAD.
 
-    It reads JSON objects with a name and arguments (or parameters) wherever they stand, as most templates write them;
-    <function=NAME><parameter=KEY>; and [name(key=value)], as Llama 3.2 and 4 do.
+    It reads what the models' own templates write, with special tokens or decoded without them:
+
+        {"name": "f", "arguments": {...}}     most; also parameters, function, tool_calls and OpenAI's text of JSON
+        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax
+        <tool_call>f<arg_key>k</arg_key>...   GLM
+        [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets where nothing else stands
+        call:f{key:value}                     Gemma 4
+        f{...}    f ```json {...}```          Mistral, DeepSeek, gpt-oss
+
+    Args:
+        bare: Take f(x) without brackets for a call, too.
     """
-    if found := _FUNCTION.findall(text):
-        return [(name, {key: _plain(value) for key, value in _PARAMETER.findall(body)}) for name, body in found]
-    calls = []
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
+    if _TAGGED.search(text):
+        return _tagged_calls(text)
+    python = _PYTHON.search(text)
+    if python and "{" not in text[: python.start()] and (calls := _python_calls(text)):
+        return calls
+    if calls := _gemma_calls(text):
+        return calls
+    if calls := _json_calls(text):
+        return calls
+    rest = _MARKS.sub("\n", text).strip()
+    if bare and re.match(r"[A-Za-z_][\w.]*\(.*\)$", rest, re.DOTALL):
+        return _python_elements(f"[{','.join(line.rstrip(' ;,') for line in rest.splitlines() if line.strip())}]") or []
+    return []
+
+
+def is_tool_call(text: str) -> bool:
+    """Whether a reference surely calls tools: {"name": "Ann"} and f(x) may be data and code."""
+    calls = tool_calls(text, bare=False)
+    return any(call[1] is not UNREAD for call in calls) and not re.fullmatch(r'\s*\{\s*"name"\s*:[^{}]*\}\s*', text)
+
+
+def _tagged_calls(text: str) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    at = 0
+    while (opening := _TAGGED.search(text, at)) is not None and len(calls) < MOST_CALLS:
+        kind = str(opening.lastgroup)
+        end = text.find(_CLOSING[kind], opening.end())
+        other = _TAGGED.search(text, opening.end())
+        body = text[opening.end() : len(text) if end < 0 else end]
+        arguments: Any = UNREAD
+        if other is None or 0 <= end < other.start():  # else the block is not closed before the next one
+            pairs = [[part for part in match if part] for match in _PARAMETER.findall(body)]
+            if not _PARAMETER.sub("", body).strip():
+                arguments = {pair[0].strip(): _plain("".join(pair[1:])) for pair in pairs if pair}
+                if len(arguments) < len(pairs):
+                    arguments = UNREAD
+            elif not pairs:
+                arguments = _as_arguments(body)
+                arguments = arguments if isinstance(arguments, dict) else UNREAD
+        calls.append((opening[kind], arguments))
+        at = opening.end() if end < 0 else end
+    return calls
+
+
+def _json_calls(text: str) -> list[ToolCall]:
+    """JSON objects that are calls, or objects after a name."""
+    calls: list[ToolCall] = []
+    at, starts, text = text.find("{"), 0, text.replace("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n")
+    while at >= 0 and starts < MOST_CALLS:
+        starts += 1
         try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+            value, end = _DECODER.raw_decode(text, at)
+        except _FAILURES:
             end = at + 1
         else:
+            before = text[max(0, at - 200) : at]
+            named = [match for match in _NAMED.finditer(before + "{") if match.end() == len(before)]
             if call := _call_in(value):
                 calls.append(call)
+            elif isinstance(value, dict) and named and not before[: named[0].start()].endswith(("`", ":", "~")):
+                calls.append((named[0]["name"], value))
             else:  # an object around the call: {"type": "function", "function": {...}}
                 end = at + 1
         at = text.find("{", end)
-    return calls or _python_calls(text)
+    return calls
 
 
-def _call_in(value: Any) -> tuple[str, Any] | None:
-    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), None)
-    if not isinstance(value.get("name"), str) or arguments is None:
+def _call_in(value: Any) -> ToolCall | None:
+    names = [value[key] for key in ("name", "function", "tool_name", "tool") if isinstance(value.get(key), str)]
+    given = [value[key] for key in ("arguments", "parameters", "args") if key in value]
+    if len(names) != 1 or not names[0] or len(given) > 1:
         return None
-    if isinstance(arguments, str):  # OpenAI's form: JSON inside a text
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return value["name"], arguments
-    return value["name"], arguments
+    if not given:  # a tool without arguments
+        return (names[0], {}) if value.keys() <= {"name", "function", "id", "type"} and "tool" not in value else None
+    return names[0], _as_arguments(given[0]) if isinstance(given[0], str) else ({} if given[0] is None else given[0])
 
 
-def _python_calls(text: str) -> list[tuple[str, Any]]:
-    """Calls in the form [name(key=value), ...]."""
-    start, end = text.find("["), text.rfind("]")
-    if start < 0 or end < start:
-        return []
+def _as_arguments(text: str) -> Any:
+    """Arguments that are JSON inside a text, as OpenAI writes them; another text is compared as it is."""
     try:
-        tree = ast.parse(text[start : end + 1], mode="eval").body
-        elements = tree.elts if isinstance(tree, ast.List) else []
-        return [
-            (ast.unparse(call.func), {word.arg: ast.literal_eval(word.value) for word in call.keywords})
-            for call in elements
-            if isinstance(call, ast.Call)
-        ]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+        return _loads(text) if text.strip() else {}
+    except ValueError:
+        return text.strip()
 
 
 def _plain(text: str) -> Any:
     """A parameter's value: JSON where it is some, else text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _loads(text)
+    except ValueError:
         return text.strip()
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+    """The first list of calls in a text."""
+    for number, start in enumerate(_PYTHON.finditer(text)):
+        depth, quote, at = 0, "", start.start()
+        while at < len(text):
+            letter = text[at]
+            if quote:
+                at += letter == "\\"
+                quote = "" if letter == quote else quote
+            elif letter in "'\"":
+                quote = letter
+            else:
+                depth += (letter in "[({") - (letter in "])}")
+                if not depth:
+                    break
+            at += 1
+        if calls := _python_elements(text[start.start() : at + 1]):
+            return calls
+        if number == 20:
+            break
+    return []
+
+
+def _python_elements(text: str) -> list[ToolCall] | None:
+    """The calls of a list in Python's syntax; None if it is none."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if not isinstance(tree, ast.List) or not tree.elts:
+        return None
+    calls: list[ToolCall] = []
+    for call in tree.elts:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
+            return None
+        arguments: Any = {str(index): each for index, each in enumerate(map(_literal, call.args))}
+        pairs: list[tuple[Any, Any]] = []
+        for word in call.keywords:
+            value = _literal(word.value)
+            if word.arg is not None:
+                pairs.append((word.arg, value))
+            elif isinstance(value, dict):  # **{"key": value}
+                pairs += value.items()
+            else:
+                pairs.append(("**", UNREAD))
+        arguments |= dict(pairs)
+        if len(arguments) < len(call.args) + len(pairs) or not _understood(arguments):
+            arguments = UNREAD
+        calls.append((ast.unparse(call.func), arguments))
+    return calls
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value as JSON has it; UNREAD for every other one."""
+    match node:
+        case ast.Constant(value=bool() | None | int() | str() as value):
+            return value
+        case ast.Constant(value=float() as value) if value - value == 0:
+            return Decimal(repr(value))
+        case ast.Name(id="true" | "false" | "null" as name):
+            return {"true": True, "false": False, "null": None}[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
+            type(value) is not bool
+        ):
+            return -_literal(node.operand) if value - value == 0 else UNREAD
+        case ast.List(elts=inner) | ast.Tuple(elts=inner):
+            return [_literal(each) for each in inner]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            if len(set(names)) == len(keys):
+                return dict(zip(names, map(_literal, values), strict=True))
+    return UNREAD
+
+
+def _understood(value: Any) -> bool:
+    try:
+        return all(leaf is not UNREAD for leaf in _leaves(value).values())
+    except ValueError:
+        return False
+
+
+def _gemma_calls(text: str) -> list[ToolCall]:
+    """Gemma 4's call:f{key:<|"|>text<|"|>,other:1}, whose marks of texts may be lost in decoding."""
+    calls: list[ToolCall] = []
+    end = 0
+    while (opening := _GEMMA.search(text, end)) is not None:
+        tokens: list[str] = []
+        depth = 0
+        for token in _GEMMA_TOKEN.finditer(text, opening.end()):
+            tokens.append(token[1])
+            depth += (token[1] in "{[") - (token[1] in "}]")
+            end = token.end()
+            if not depth:
+                break
+        try:
+            value, _ = _gemma_value(tokens, 0, 0)
+        except (ValueError, IndexError):
+            value = UNREAD
+        calls.append((opening[1], value))
+    return calls
+
+
+def _gemma_value(tokens: list[str], at: int, depth: int) -> tuple[Any, int]:
+    """The value at a token, and the place after it. Raises ValueError or IndexError."""
+    token = tokens[at]
+    if depth > MOST_NESTED or token in ":,}]":
+        raise ValueError(token)
+    if token == "{":
+        pairs: list[tuple[str, Any]] = []
+        at += 1
+        while tokens[at] != "}":
+            if pairs:
+                if tokens[at] != ",":
+                    raise ValueError(tokens[at])
+                at += 1
+            key, colon = str(_gemma_plain(tokens[at])), tokens[at + 1]
+            if colon != ":" or tokens[at] in "{}[],:":
+                raise ValueError(key)
+            value, at = _gemma_value(tokens, at + 2, depth + 1)
+            pairs.append((key, value))
+        return _unique(pairs), at + 1
+    if token == "[":
+        values: list[Any] = []
+        at += 1
+        while tokens[at] != "]":
+            if values:
+                if tokens[at] != ",":
+                    raise ValueError(tokens[at])
+                at += 1
+            value, at = _gemma_value(tokens, at, depth + 1)
+            values.append(value)
+        return values, at + 1
+    at += 1
+    while tokens[at] == ":":  # a colon in a text without marks: 12:30
+        token, at = token + ":" + tokens[at + 1], at + 2
+    return _gemma_plain(token), at
+
+
+def _gemma_plain(token: str) -> Any:
+    if token.startswith('<|"|>'):
+        return token.removeprefix('<|"|>').removesuffix('<|"|>')
+    return _plain(token)
 
 
 def tool_name(answer: str, reference: str) -> float:
@@ -147,21 +413,20 @@ def tool_name(answer: str, reference: str) -> float:
 def tool_call(answer: str, reference: str) -> float:
     """1 if names and all arguments are equal, call by call."""
     given, expected = tool_calls(answer), _expected_calls(reference)
+    if any(not _understood(arguments) for _, arguments in expected):
+        raise ValueError(f"the reference {reference[:40]!r} has an argument that cannot be read; write it as JSON")
     if len(given) != len(expected):
         return 0.0
     for (name, arguments), (expected_name, expected_arguments) in zip(given, expected, strict=True):
-        try:
-            ours, theirs = _leaves(arguments), _leaves(expected_arguments)
-        except ValueError:
+        if name != expected_name or not _understood(arguments):
             return 0.0
-        if name != expected_name or ours.keys() != theirs.keys():
-            return 0.0
-        if not all(same_value(ours[path], theirs[path]) for path in theirs):
+        ours, theirs = _leaves(arguments), _leaves(expected_arguments)
+        if ours.keys() != theirs.keys() or not all(same_value(ours[path], theirs[path]) for path in theirs):
             return 0.0
     return 1.0
 
 
-def _expected_calls(reference: str) -> list[tuple[str, Any]]:
+def _expected_calls(reference: str) -> list[ToolCall]:
     calls = tool_calls(reference)
     if not calls:
         raise ValueError(f"the reference {reference[:40]!r} calls no tool; take another metric")

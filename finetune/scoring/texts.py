@@ -2,48 +2,83 @@
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
 
 import regex  # its searches can be given a time limit
 
-from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.errors import FinetuneError
+from finetune.scoring.letters import chosen_letters
+from finetune.scoring.numerals import Unclear, last_number, same_number, unified
 
 PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBER = re.compile(r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?")
-_FENCE = re.compile(r"```[\w+-]*\s*\n?(.*?)```", re.DOTALL)
-_THOUGHT = re.compile(r"^.*</think(?:ing)?>", re.DOTALL)
-# A letter that the answer names as its choice, by decreasing clearness.
-_NAMED = re.compile(r"(?:answer|choice|option)(?:\s+is)?\s*:?\s*[*_(\[{]*([A-Z])\b(?![’'])", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?([A-Z])\b")
-_FIRST = re.compile(r"^[\s*_(\[]*([A-Za-z])(?:[\s*_]*[)\].:,]|[\s*_]*$)")
-_MARKED = re.compile(r"\(([A-Z])\)|\b([A-Z])\)|\*\*([A-Z])\*\*")
+LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # of chrF2
+_ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b(?=\s+[^\W_]|\s+[^\w\s]+\w)")
+# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
+_MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
+_UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_TAGS = [
+    (re.compile(rf"\s*{opening}", re.IGNORECASE), re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE))
+    for opening, closing in (
+        ("<think>", "</think>"),
+        ("<thinking>", "</thinking>"),
+        ("<thoughts?>", "</thoughts?>"),
+        ("<reasoning>", "</reasoning>"),
+        (r"\[THINK\]", r"\[/THINK\]"),
+        ("<seed:think>", "</seed:think>"),
+        (r"<\|channel>thought", r"<channel\|>"),
+        (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+        (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
+        ("◁think▷", "◁/think▷"),
+    )
+]
+_HARMONY = re.compile(r"^\s*(?:<\|start\|>assistant)?(?:<\|channel\|>)?(?:analysis|commentary)(?=<\||[A-Z])", re.DOTALL)
+_FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|message\|>)?")
 
 
 def without_thoughts(text: str) -> str:
-    """The answer after its thinking block. A block that never ends leaves no answer."""
-    text = _THOUGHT.sub("", text)
-    before, opened, _ = text.partition("<think>")
-    return (before if opened else text).strip()
+    """The answer after its thinking blocks. A block that never ends leaves no answer.
 
-
-def without_fence(text: str) -> str:
-    """The code in the first ``` block, or the whole text if there is none."""
-    match = _FENCE.search(text)
-    return (match[1] if match else text).strip()
+    A block stands at the answer's start. Its opening tag may be in the prompt. Elsewhere a tag is only mentioned.
+    """
+    if _HARMONY.match(text):  # gpt-oss, with its special tokens or decoded without them
+        return _FINAL.split(text)[-1].strip() if _FINAL.search(text) else ""
+    opened = True
+    while opened:
+        opened = False
+        for opening, closing in _TAGS:
+            start = opening.match(text)
+            end = closing.search(text, start.end() if start else 0)
+            if end is not None:
+                text, opened = text[end.end() :], True
+            elif start is not None:
+                return ""
+    return text.strip()
 
 
 def normalized(text: str) -> str:
-    """Lower case, no punctuation, no English articles, single spaces; as SQuAD compares answers (Rajpurkar 2016)."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(" " if unicodedata.category(letter)[0] == "P" else letter for letter in text)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    """Lower case, no punctuation, no English articles, single spaces; as SQuAD compares answers (Rajpurkar 2016).
+
+    A mark that belongs to a number or a name stays: -5, 3.14, C#. A text of marks alone stays as it is.
+    """
+    text = unified(text).strip()
+    marked = [match.start() for match in _MEANT.finditer(text)]
+    letters = [
+        " " if unicodedata.category(letter)[0] == "P" and index not in marked else letter
+        for index, letter in enumerate(_ARTICLE.sub(lambda match: " " * len(match[0]), text))
+    ]
+    return " ".join("".join(letters).casefold().split()) or " ".join(text.casefold().split())
 
 
 def exact(answer: str, reference: str) -> float:
-    return float(answer.strip() == reference.strip())
+    return float(_composed(answer) == _composed(reference))
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip("\ufeff \t\r\n\f\v\xa0\u3000")
 
 
 def normalized_match(answer: str, reference: str) -> float:
@@ -51,51 +86,77 @@ def normalized_match(answer: str, reference: str) -> float:
 
 
 def contains(answer: str, reference: str) -> float:
-    """1 if the reference's words follow one another in the answer."""
-    return float(f" {normalized(reference)} " in f" {normalized(answer)} ")
+    """1 if the reference's words follow one another in the answer. Scripts without spaces have no ends of words."""
+    wanted, text = normalized(reference), normalized(answer)
+    if not wanted:
+        raise ValueError("the reference is empty; write an answer")
+    return float(any(_whole_words(text, wanted, at) for at in _places(text, wanted)))
 
 
-def last_number(text: str) -> float | None:
-    """The last number in a text: 1,234.5 and 1e3 are numbers, a full stop after one is not part of it."""
-    found = _NUMBER.findall(text)
-    if not found:
-        return None
-    return float(found[-1].replace(",", "").replace("−", "-"))
+def _places(text: str, wanted: str) -> Iterator[int]:
+    at = text.find(wanted)
+    while at >= 0:
+        yield at
+        at = text.find(wanted, at + 1)
 
 
-def number(answer: str, reference: str, tolerance: float) -> float:
-    """1 if the last numbers agree within `tolerance` times the reference."""
-    expected, given = last_number(reference), last_number(answer)
+def _whole_words(text: str, wanted: str, at: int) -> bool:
+    """Whether no word and no number goes on beyond the place."""
+    end = at + len(wanted)
+    before, after = text[:at][-2:], text[end : end + 2]
+    if before and _goes_on(before[-1], wanted[0]):
+        return False
+    if wanted[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
+        return False
+    if wanted[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
+        return False
+    # A particle follows a Korean word without a space.
+    return not (after and _goes_on(wanted[-1], after[0]) and not regex.match(r"\p{Hangul}", wanted[-1]))
+
+
+def _goes_on(first: str, second: str) -> bool:
+    both = first + second
+    if not (first.isalnum() and second.isalnum()) or _UNSPACED.search(both):
+        return False
+    return (first.isascii() == second.isascii()) or not regex.search(r"\p{Hangul}", both)
+
+
+def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | None) -> float:
+    """1 if the last numbers agree within `tolerance` times the reference. None: whole numbers exactly.
+
+    Args:
+        mark: The decimal mark of the references, as `decimal_mark` finds it.
+    """
+    try:
+        expected = last_number(reference, mark)
+    except Unclear as error:
+        raise ValueError(
+            f"the reference {reference[:40]!r}: {error}; write one number, or take another metric"
+        ) from None
     if expected is None:
         raise ValueError(f"the reference {reference[:40]!r} holds no number; take another metric")
-    return float(given is not None and math.isclose(given, expected, rel_tol=tolerance, abs_tol=1e-12))
+    try:
+        given = last_number(answer, mark)
+    except Unclear:
+        return 0.0
+    return float(given is not None and same_number(given, expected, tolerance))
 
 
-def chosen_letter(text: str) -> str | None:
-    """The letter that an answer to a multiple-choice question chooses: B, (B), B) text, "The answer is B"."""
-    for pattern in (_BOXED, _NAMED):
-        if found := pattern.findall(text):
-            return str(found[-1]).upper()
-    if match := _FIRST.match(text):
-        return match[1].upper()
-    if match := _MARKED.search(text):
-        return str(next(filter(None, match.groups()))).upper()
-    return None
-
-
-def choice(answer: str, reference: str) -> float:
-    expected = chosen_letter(reference)
+def choice(answer: str, reference: str, letters: str) -> float:
+    """1 if the answer chooses the reference's letters, and no other one of `letters`."""
+    expected = chosen_letters(reference, letters)
     if expected is None:
         raise ValueError(f"the reference {reference[:40]!r} names no letter; write A, B, C or so")
-    return float(chosen_letter(answer) == expected)
+    return float(chosen_letters(answer, letters) == expected)
 
 
 def compiled_pattern(pattern: str) -> regex.Pattern[str]:
     """Raises FinetuneError for text that is no regular expression."""
     try:
         return regex.compile(pattern)
-    except regex.error as error:
-        raise FinetuneError(f"metric regex: {pattern!r} is no regular expression: {error}; correct it") from None
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        reason = str(error) if isinstance(error, regex.error) else "it is nested too deeply or too large"
+        raise FinetuneError(f"metric regex: {pattern[:80]!r} is no regular expression: {reason}; correct it") from None
 
 
 def matches(answer: str, pattern: regex.Pattern[str]) -> float:
@@ -108,9 +169,21 @@ def matches(answer: str, pattern: regex.Pattern[str]) -> float:
 
 
 def chrf(answer: str, reference: str) -> float:
-    """chrF2 (Popović 2015) between 0 and 1. Raises EnvironmentMismatch without sacrebleu."""
-    try:
-        from sacrebleu import sentence_chrf
-    except ImportError as error:
-        raise EnvironmentMismatch(f"metric chrf: {error}; install it with: pip install 'finetune[eval]'") from error
-    return float(sentence_chrf(answer, [reference]).score) / 100
+    """chrF2 (Popović 2015) between 0 and 1: precision and recall of letter sequences, means over the lengths 1 to 6."""
+    texts = ["".join(unicodedata.normalize("NFC", text).split()) for text in (answer, reference)]
+    if not texts[1]:
+        raise ValueError("the reference is empty; write an answer")
+    precision, recall, lengths = 0.0, 0.0, 0
+    for length in range(1, LONGEST_GRAM + 1):
+        given, expected = (Counter(text[at : at + length] for at in range(len(text) - length + 1)) for text in texts)
+        if given and expected:  # lengths that one of the texts does not reach count for nothing
+            equal = (given & expected).total()
+            precision, recall, lengths = (
+                precision + equal / given.total(),
+                recall + equal / expected.total(),
+                lengths + 1,
+            )
+    if not precision + recall:
+        return 0.0
+    precision, recall, weight = precision / lengths, recall / lengths, RECALL_WEIGHT**2
+    return (1 + weight) * precision * recall / (weight * precision + recall)

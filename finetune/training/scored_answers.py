@@ -141,8 +141,12 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
 
 def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
     """The rows of a data file, read as `entry` is; under preferences also plain questions and answers. Raises DataError
-    with every mistake."""
-    changed = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
+    with every mistake.
+
+    A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
+    """
+    changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
+    changed["drop"] = [each for each in entry.drop if each != "duplicate"]
     asked = entry.model_copy(update=changed)
     if asked.format in FORMAT_OF_OBJECTIVE.values() and not _has_preferences(asked):
         asked = asked.model_copy(update={"format": "auto"})
@@ -171,7 +175,8 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
         rows.append((prompt, item, len(document.input_ids) - len(prompt.prompt_ids)))
     if mistakes:
         raise DataError(first_lines(mistakes, 5))
-    return rows, []
+    empty = reader.facts()["dropped"].get("empty", 0)
+    return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
 
 
 def _has_preferences(entry: DataSet) -> bool:

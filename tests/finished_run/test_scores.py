@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from finetune.finished_run.scores import compared, keeps_earlier, score_verdict, scores_in_words
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.finished_run import evaluate
+from finetune.finished_run.scores import compared, keeps_earlier, score_verdict, scores_in_words, write_eval
 
 RIGHT, WRONG = 1.0, 0.0
 
@@ -55,3 +58,40 @@ def test_a_quick_gate_does_not_replace_the_scores_of_all_rows(tmp_path: Path) ->
     assert keeps_earlier(tmp_path, measured(10), 10) == ""
     record.write_text("[1]")
     assert keeps_earlier(tmp_path, measured(10), 10) == ""
+
+
+def test_an_equal_answer_is_not_better() -> None:
+    figures = compared([1.0, 0.0, 0.5], [1.0, 0.0, 0.5])
+    assert (figures["better"], figures["worse"], figures["equal"]) == (0, 0, 3)
+
+
+def test_figures_and_answers_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_eval(tmp_path, {"run": 1}, [{"answer": 1}])
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(before) == ["eval.json", "eval_answers.jsonl"]
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for written in range(3):  # the disk fills at the first, the second file; never
+        left = [written]
+
+        def sync(descriptor: int, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                full(descriptor)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        if written < 2:
+            with pytest.raises(EnvironmentMismatch):
+                write_eval(tmp_path, {"run": 2}, [{"answer": 2}])
+            assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        monkeypatch.undo()
+    write_eval(tmp_path, {"run": 2}, [{"answer": 2}])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} != before
+
+
+@pytest.mark.parametrize("asked", [{"metrics": ["exact"]}, {"file": Path("rows.jsonl")}])
+def test_a_loss_alone_has_no_scores(tmp_path: Path, asked: dict[str, Any]) -> None:
+    with pytest.raises(FinetuneError, match=r"^--loss-only: generates no answers"):
+        evaluate(tmp_path, None, [], print, generate=False, **asked)

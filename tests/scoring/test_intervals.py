@@ -7,11 +7,10 @@ import pytest
 
 from finetune.scoring.intervals import interval, paired_interval
 
-stats = pytest.importorskip("scipy.stats")
-
 
 @pytest.mark.parametrize("rows", [20, 100, 500])
 def test_intervals_agree_with_scipys_bootstrap(rows: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(rows)
     base = (rng.random(rows) < 0.3).astype(float)
     tuned = np.maximum(base * (rng.random(rows) < 0.9), rng.random(rows) < 0.5).astype(float)
@@ -30,6 +29,7 @@ def test_intervals_agree_with_scipys_bootstrap(rows: int) -> None:
 
 @pytest.mark.parametrize(("right", "count"), [(0, 50), (50, 50), (1, 1), (37, 100), (499, 500)])
 def test_a_share_has_scipys_wilson_interval(right: int, count: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
     ours = interval([1.0] * right + [0.0] * (count - right))
     theirs = stats.binomtest(right, count).proportion_ci(method="wilson")
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
@@ -51,3 +51,10 @@ def test_pairs_are_narrower_than_apart() -> None:
     change = paired_interval(base, tuned)
     assert change.high - change.low < 0.05
     assert interval(base).high - interval(base).low > 0.15
+
+
+def test_wilsons_interval_by_hand() -> None:
+    """z = 1.959964. 100 of 100: low = 1 / (1 + z^2 / 100). 5 of 10: 0.5 -+ z / 2 / sqrt(10 + z^2)."""
+    whole, half = interval([1.0] * 100), interval([1.0, 0.0] * 5)
+    assert (whole.low, whole.high) == pytest.approx((0.963007, 1.0), abs=1e-6)
+    assert (half.low, half.high) == pytest.approx((0.236593, 0.763407), abs=1e-6)

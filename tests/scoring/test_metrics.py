@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from finetune.errors import DataError, FinetuneError
 from finetune.recipe.metric_names import METRICS, read_metric
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
-from finetune.scoring.texts import chosen_letter, last_number, normalized, without_thoughts
+from finetune.scoring.texts import normalized, without_thoughts
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>'
 TWO_CALLS = '[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": [1]}}]'
@@ -29,7 +31,7 @@ BY_HAND: dict[str, list[tuple[str, str, float]]] = {
         ("bonn", "Bonn", 1), ("The Bonn!", "bonn", 1), ("a cat", "cat", 1), ("an apple", "the apple.", 1),
         ("Bonn, Germany", "Bonn Germany", 1), ("Bonn", "Berlin", 0), ("", "Bonn", 0), ("two  words", "two words", 1),
         ("it's", "it s", 1), ("U.S.", "U S", 1), ("US", "U.S.", 0), ("Bonn\n", " Bonn", 1), ("theatre", "atre", 0),
-        ("STRASSE", "straße", 1), ("ﬁne", "fine", 1), ("“quoted”", "quoted", 1), ("3.5", "3 5", 1), ("35", "3.5", 0),
+        ("STRASSE", "straße", 1), ("ﬁne", "fine", 1), ("“quoted”", "quoted", 1), ("3.5", "3 5", 0), ("35", "3.5", 0),
         ("x-y", "x y", 1), ("Bonn is it", "Bonn", 0),
     ],
     "contains": [
@@ -76,7 +78,7 @@ BY_HAND: dict[str, list[tuple[str, str, float]]] = {
         (CALL + CALL, CALL, 0), (TWO_CALLS, TWO_CALLS, 1), ('{"name": "b", "arguments": {}}', TWO_CALLS, 0),
         ("[a(), b(x=[1])]", TWO_CALLS, 1), ("[b(x=[1]), a()]", TWO_CALLS, 0), ('{"type": "function", "function": {"name": "weather", "arguments": "{}"}}', CALL, 1),
         ('{"tool": "weather"}', CALL, 0), ("weather", CALL, 0), ('Sure! {"name": "weather", "arguments": {}} Done.', CALL, 1),
-        ('{"name": "weather"}', CALL, 0), ('{"name": 3, "arguments": {}}', CALL, 0),
+        ('{"name": "weather"}', CALL, 1), ('{"name": 3, "arguments": {}}', CALL, 0),
     ],
     "tool_call": [
         (CALL, CALL, 1), ('{"name": "weather", "arguments": {"days": 2, "city": "Bonn"}}', CALL, 1),
@@ -116,7 +118,7 @@ def test_normalised_like_squad() -> None:
         letters = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
         return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
-    for text in ("The cat, a dog and an owl!", "  many   spaces ", "A", "no articles here", "the the the end."):
+    for text in ("The cat, a dog and an owl!", "  many   spaces ", "no articles here", "the the the end."):
         assert normalized(text) == squad(text)
 
 
@@ -203,8 +205,6 @@ def test_unknown_metrics(text: str, problem: str) -> None:
 def test_every_metric_has_a_scorer() -> None:
     database = {"db": ["create table t (a)"]}
     for name in METRICS:
-        if name == "chrf":
-            pytest.importorskip("sacrebleu")
         options = {"pattern": "."} if name == "regex" else {}
         reference = {"sql": "select 1", "number": "1", "choice": "A", "tool_name": CALL, "tool_call": CALL}.get(
             name, "{}"
@@ -230,7 +230,6 @@ def test_metrics_that_fit(references: list[str], row: dict[str, list[str]], name
 
 
 def test_long_texts_are_compared_by_overlap() -> None:
-    pytest.importorskip("sacrebleu")
     assert [metric.name for metric in fitting_metrics([Scored("word " * 20, "rows:1")])] == ["chrf", "normalized"]
 
 
@@ -266,10 +265,113 @@ def test_a_function_of_the_users_own(tmp_path: Path) -> None:
         load_function(f"{file}:score")
 
 
-def test_thoughts_numbers_and_letters() -> None:
+def test_thoughts() -> None:
     assert without_thoughts("<think>a</think>\n\nb") == "b"
     assert without_thoughts("a</think>b") == "b"  # the template opened the block in the prompt
     assert without_thoughts("<think>never ends") == ""
-    assert last_number("1.2.3") == 1.2
-    assert last_number("no") is None
-    assert chosen_letter("none of them") is None
+
+
+# (metric, answer, reference, score counted by hand): one line of each kind that was once scored wrongly
+NEIGHBOURS: list[tuple[str, str, str, float]] = [
+    ("number", "12,50", "10,50", 0), ("number", "9.999,50", "1.234,50", 0), ("number", "1,00,000", "2,00,000", 0),
+    ("number", "1 234", "5 234", 0), ("number", "1/4", "3/4", 0), ("number", "3½", "3", 0), ("number", "-$5", "5", 0),
+    ("number", "5 × 10^3", "7 × 10^3", 0), ("number", "- 5", "-5", 1), ("number", "–5", "-5", 1), ("number", "1.200,00", "1200", 1),
+    ("number", "3 Mio.", "3.000.000", 1), ("number", "1.5億", "150000000", 1), ("number", "5 million", "5", 0), ("number", "1e400", "1e500", 0),
+    ("number", "1234568", "1234567", 0), ("number", "2024-05-06", "6", 0), ("number", "3-5", "5", 0), ("number", "2π", "2", 0),
+    ("number", "\\sqrt{2}", "2", 0), ("number", "±5", "5", 0), ("number", "42 cases of covid-19", "42", 1), ("number", "25 m²", "25", 1),
+    ("number", "\\boxed{42} (step 3)", "42", 1), ("number", "0.333333", "1/3", 1), ("number", "0.333", "1/3", 0),
+    ("choice", "I think it is not A, but B", "B", 1), ("choice", "A or B", "A", 0), ("choice", "B, not A", "B", 1), ("choice", "Vitamin C", "C", 0),
+    ("choice", "C++", "C", 0), ("choice", "B rather than A", "B", 1), ("choice", "A", "A, C", 0), ("choice", "C and A", "A, C", 1),
+    ("choice", "정답은 A가 아니라 B입니다", "B", 1), ("choice", "答案不是A，而是B", "B", 1), ("choice", "Nicht B, sondern C", "C", 1),
+    ("choice", "C is not correct", "C", 0), ("choice", "The answer cannot be B", "B", 0), ("choice", "答えはAではなくBです。", "B", 1), ("choice", "A\nWait, that is wrong. The answer is B.", "B", 1), ("choice", "Ⓑ", "B", 1),
+    ("normalized", "vitamin A deficiency", "vitamin deficiency", 0), ("normalized", "C#", "C", 0), ("normalized", "5%", "5", 0),
+    ("normalized", "2²", "22", 0), ("normalized", "3.14", "314", 0), ("normalized", "Ｂｏｎｎ", "bonn", 1), ("normalized", "!", "?", 0),
+    ("contains", "東京です", "東京", 1), ("contains", "เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ", 1), ("contains", "-5", "5", 0), ("contains", "3.5", "5", 0),
+    ("contains", "共10个", "1", 0), ("contains", "正确答案是Bonn。", "Bonn", 1), ("contains", "", "A", 0),
+    ("json_valid", '{"a": NaN}', "-", 0), ("json_valid", "[1e99999999999999999999]", "-", 0), ("json_valid", '\ufeff{"a": 1}', "-", 1),
+    ("json_fields", '{"a": 0.10000000000000001}', '{"a": 0.1}', 0), ("json_fields", '{"cafe\u0301": 1}', '{"café": 1}', 1),
+    ("tool_call", '[get_weather("London")]', '[get_weather("Paris")]', 0), ("tool_call", "[f(ok=true)]", "[f(ok=True)]", 1),
+    ("tool_call", "[f(x=y)]", "[f(x=1)]", 0), ("tool_call", '{"name": "f", "arguments": ""}', '{"name": "f", "arguments": {}}', 1),
+    ("tool_call", "[f(a={[1]: 2})]", "[f(a=1)]", 0), ("tool_call", "[f(a=1, a=1)]", "[f(a=1)]", 0), ("tool_call", "[f(a=b'x')]", "[f(a='x')]", 0),
+    ("tool_call", 'to=functions.f <|constrain|>json<|message|>{"a": 1}', '{"name": "f", "arguments": {"a": 1}}', 1),
+    ("exact", "analysisThe user asks.assistantfinalBonn", "Bonn", 1), ("exact", "<|channel>thought\nBonn?<channel|>Bonn", "Bonn", 1),
+    ("exact", "Use `</think>` to end it", "to end it", 0), ("exact", "cafe\u0301", "café", 1),
+]  # fmt: skip
+
+
+def test_neighbours_counted_by_hand() -> None:
+    found = []
+    for metric, answer, reference, wanted in NEIGHBOURS:
+        (score,) = scores_of(Metric(metric), [answer], [Scored(reference, "rows:1")])
+        if score != wanted:
+            found.append((metric, answer, reference, score))
+    assert found == []
+
+
+def test_the_references_show_their_decimal_mark() -> None:
+    items = [Scored("10,50", "rows:1"), Scored("1.200", "rows:2")]
+    assert scores_of(Metric("number"), ["10.50", "1200"], items) == [1.0, 1.0]
+    assert scores_of(Metric("number"), ["10.50", "1.2"], items) == [1.0, 0.0]
+    items = [Scored("10,50", "rows:1"), Scored("1.5", "rows:2"), Scored("1.200", "rows:3")]
+    with pytest.raises(DataError, match=r"rows:3: .*1\.200 can be read in two ways"):
+        scores_of(Metric("number"), ["1"] * 3, items)
+
+
+@pytest.mark.parametrize("reference", ["2024-05-06", "12:30", "3-5", "[f(a={[1]: 2})]", "[f(x=y)]", ""])
+def test_references_that_cannot_be_read_are_refused(reference: str) -> None:
+    metric = "contains" if not reference else "tool_call" if reference.startswith("[") else "number"
+    with pytest.raises(DataError, match=r"^rows:7: metric"):
+        scores_of(Metric(metric), ["1"], [Scored(reference, "rows:7")])
+
+
+def test_many_openings_end_soon() -> None:
+    """Sixty thousand openings of a call were searched to the end each, which took minutes."""
+    item = Scored("<function=a>" * 60_000, "rows:1")
+    began = time.process_time()
+    fitting_metrics([item])
+    scores_of(Metric("tool_name"), [item.reference], [item])
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.slow
+def test_openings_of_all_kinds_end_soon() -> None:
+    began = time.process_time()
+    for opening in ("<function=a>", '{"a":', "[f(", "call:f{", "```", "\\boxed{", "<think>", "1,", "1 "):
+        item = Scored(opening * 60_000, "rows:1")
+        fitting_metrics([item])
+        for metric in ("number", "choice", "json_valid", "tool_name"):
+            with contextlib.suppress(DataError):
+                scores_of(Metric(metric), [item.reference], [item])
+    assert time.process_time() - began < 100
+
+
+def test_a_function_cannot_end_eval_nor_fill_the_screen(tmp_path: Path) -> None:
+    from finetune.scoring.function import load_function
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, sys\nimport numpy as np\n"
+        "def leaves(a, r, row):\n    sys.exit(0)\n"
+        "def kills(a, r, row):\n    os._exit(0)\n"
+        "def shouts(a, r, row):\n    raise ValueError('x' * 10**6)\n"
+        "def long(a, r, row):\n    return 'x' * 10**6\n"
+        "def right(a, r, row):\n    return np.bool_(a == r)\n"
+        "def share(a, r, row):\n    return np.float32(0.5)\n"
+    )
+    item = Scored("yes", "rows:1")
+    for name in ("leaves", "kills", "shouts", "long"):
+        _, function = load_function(f"{file}:{name}")
+        with pytest.raises(DataError) as caught:
+            scores_of(Metric(name, function=function), ["yes"], [item])
+        assert len(str(caught.value)) < 400
+    for name, score in (("right", 1.0), ("share", 0.5)):
+        _, function = load_function(f"{file}:{name}")
+        assert scores_of(Metric(name, function=function), ["<think>no</think>yes"], [item]) == [score]
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(FinetuneError, match="the file fails: SystemExit"):
+        load_function(f"{file}:score")
+
+
+def test_a_nested_pattern_is_one_line() -> None:
+    with pytest.raises(FinetuneError, match="is no regular expression"):
+        scores_of(Metric("regex", {"pattern": "(" * 5000 + ")" * 5000}), ["a"], [Scored("-", "rows:1")])

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from finetune.scoring import sql
-from finetune.scoring.sql import execution_scores, query_in
+from finetune.scoring.sql import execution_scores, queries_in
 
 SHOP = [
     "create table item (name text, price real, stock integer)",
@@ -100,17 +102,115 @@ def test_a_query_neither_writes_nor_reads_files_nor_runs_for_ever(
         ("select 'a;b' from t; drop table t", "select 'a;b' from t"),
         ("```sql\nSELECT 1\n```\nselect 2", "SELECT 1"),
         ("Answer: with a as (select 1) select * from a", "with a as (select 1) select * from a"),
-        ("no query", "no query"),
     ],
 )
 def test_the_query_of_an_answer(text: str, query: str) -> None:
-    assert query_in(text) == query
+    assert queries_in(text)[:1] == [query]
 
 
 def test_the_child_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that kills the child is wrong, and the rows after it are scored."""
     monkeypatch.setattr(sql, "QUERY_SECONDS", 0.1)
     monkeypatch.setattr(sql, "START_SECONDS", 3.0)
-    stuck = "select hex(replace(hex(zeroblob(200000000)), '0', 'ab'))"  # one function call is not interrupted
+    stuck = (
+        "select replace(hex(zeroblob(40000)), '0', 'a') like '" + "%a" * 40 + "%b'"
+    )  # one function call is not interrupted
     scores = execution_scores(["select 1", stuck, "select 1"], ["select 1"] * 3, [SHOP] * 3)
     assert scores == [1.0, 0.0, 1.0]
+
+
+NUMBERS = [
+    "create table t (a integer, b text, c real)",
+    "insert into t values (1,'x',1.5), (2,'y',1.5), (3,'z',0.5), (4,'w',9.0)",
+]
+# (answer, reference, score counted by hand): order and ties, kinds of values, where an answer's query is
+MORE_BY_HAND = [
+    ("select b from t where c < 2 order by a desc", "select b from t where a in (select a from t order by c limit 3)", 1),
+    ("select a from t order by a desc", "select a from (select a, row_number() over (order by c) from t)", 1),
+    ("select b from t order by c, a desc", "select b from t order by c", 1),
+    ("select b from t order by c, a", "select b from t order by c", 1),
+    ("select b from t order by c desc", "select b from t order by c", 0),
+    ("select b from t order by a", "select b from t order by c, a desc", 0),
+    ("select b from t where a = 2", "select b from t where c > 1 order by c limit 1", 1),
+    ("select b from t where a = 3", "select b from t where c > 1 order by c limit 1", 0),
+    ("select a from t order by 1 desc", "select a from t /* order by a */ -- order by a", 1),
+    ("select total(a) from t", "select sum(a) from t", 1),
+    ("select 1234571.0", "select 1234574.0", 0),
+    ("select 0.1 + 0.2", "select 0.3", 1),
+    ("select x'ab'", "select 'ab'", 0),
+    ("select 9007199254740993", "select 9007199254740992.0", 0),
+    ("explain select 1", "select 1", 0),
+    ("values (4)", "select 4", 1),
+    ("((select 4))", "select 4", 1),
+    ("You can select the rows like this: select a from t where a = 1", "select a from t where a = 1", 1),
+    ("SELECT a FROM t WHERE a = 1\n\nThis returns one row.", "select a from t where a = 1", 1),
+    ("-- it's a comment; really\nselect a from t where a = 1; drop table t", "select a from t where a = 1", 1),
+    ("select a from t\nwher a = 1", "select a from t", 0),
+    ("select nope from t\nunion\nselect a from t", "select a from t", 0),
+    ("select * from (select a from t) where bad(", "select a from t", 0),
+    ("select a from t\n\nwhere a = = 1", "select a from t", 0),
+]  # fmt: skip
+
+
+def test_order_ties_and_kinds_counted_by_hand() -> None:
+    scores = execution_scores([row[0] for row in MORE_BY_HAND], [row[1] for row in MORE_BY_HAND], [NUMBERS] * 24)
+    assert [(answer, score) for (answer, _, _), score in zip(MORE_BY_HAND, scores, strict=True)] == [
+        (answer, float(score)) for answer, _, score in MORE_BY_HAND
+    ]
+
+
+def make(file: Path, value: int) -> str:
+    database = sqlite3.connect(f"file:{quote(str(file))}", uri=True)
+    database.executescript(f"create table t (a); insert into t values ({value})")
+    database.close()
+    return str(file)
+
+
+def test_a_path_is_a_path(tmp_path: Path) -> None:
+    """Marks of a URI, a semicolon, and databases that would be opened instead; nothing is made."""
+    names = ["shop#1.sqlite", "shop?x.sqlite", "50%41.sqlite", "a;b.sqlite"]
+    paths = [make(tmp_path / name, 1) for name in names] + [
+        make(tmp_path / name, 99) for name in ("shop", "50A.sqlite")
+    ]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert len(before) == 6
+    assert execution_scores(["select 1"] * 4, ["select a from t"] * 4, paths[:4]) == [1.0] * 4
+    assert execution_scores(["select 99"] * 4, ["select a from t"] * 4, paths[:4]) == [0.0] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_database_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    pipe, damaged, sparse = tmp_path / "pipe", tmp_path / "damaged.sqlite", tmp_path / "sparse.sqlite"
+    os.mkfifo(pipe)
+    damaged.write_bytes(sql.SQLITE_MAGIC + b"\xff" * 5000)
+    with sparse.open("wb") as file:
+        file.write(sql.SQLITE_MAGIC)
+        file.truncate(5 * 10**9)
+    (tmp_path / "copy.sqlite").write_bytes(Path(make(tmp_path / "good.sqlite", 1)).read_bytes())
+    (tmp_path / "copy.sqlite-wal").write_bytes(b"changes")
+    databases = [
+        "/dev/zero", str(pipe), str(damaged), str(sparse), str(tmp_path / "copy.sqlite"), "create table t (a);\0 x",
+        ["create table t (a)", "insert into t values ('\ud800')"], "\0",
+    ]  # fmt: skip
+    results = execution_scores(["select 1"] * 8, ["select 1"] * 8, databases)
+    assert [isinstance(each, ValueError) for each in results] == [True] * 8, results
+    assert "larger than 512 MiB" in str(results[3])
+    assert "wal_checkpoint" in str(results[4])
+
+
+def test_large_results_end_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = (
+        "with recursive r(n) as (select 1 union all select n + 1 from r limit 200) select hex(zeroblob(500000)) from r"
+    )
+    assert execution_scores([large], ["select 1"], [SHOP]) == [0.0]
+    (refused,) = execution_scores(["select 1"], [large], [SHOP])
+    assert "more than 10,000 rows, or 64 MiB" in str(refused)
+    assert execution_scores(["select zeroblob(100000000)"], ["select 1"], [SHOP]) == [0.0]
+
+
+def test_a_reference_that_kills_the_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "QUERY_SECONDS", 0.05)
+    stuck = "select instr(hex(zeroblob(4000000)), hex(zeroblob(2000000)) || 'b')"
+    refused, score = execution_scores(["select 1"] * 2, [stuck, "select 1"], [SHOP] * 2)
+    assert "it takes too much time or memory" in str(refused)
+    assert score == 1.0
