@@ -90,9 +90,9 @@ def try_shared_keys(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with trial:
             with _sharing(device.type, False):
-                expected = [_results(*case, device, dtype) for case in CASES]
+                expected = [_results(window, sinks, device, dtype) for window, sinks in CASES]
             with _sharing(device.type, True):
-                found = [_results(*case, device, dtype) for case in CASES]
+                found = [_results(window, sinks, device, dtype) for window, sinks in CASES]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a kernel raises that was built for another torch, or another GPU

@@ -58,7 +58,7 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     memory.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
     memory.text_factory = lambda value: value.decode("utf-8", "surrogateescape")
     if job["file"] is not None:
-        memory.deserialize(content_of(job["file"]))
+        memory.deserialize(database_bytes(job["file"]))
     memory.set_authorizer(authorize_setup)
     end = time.monotonic() + 5 * seconds
     memory.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
@@ -69,7 +69,7 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     return memory
 
 
-def content_of(path: str) -> bytes:
+def database_bytes(path: str) -> bytes:
     """A database file's bytes. Raises OSError or ValueError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
