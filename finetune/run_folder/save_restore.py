@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,12 +15,14 @@ from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
+from finetune.model.generate import stop_on
 from finetune.model.on_top import is_on_top, stack, start_file
-from finetune.model.packaged import published_name
+from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.saving.manifest import sha256_of
 from finetune.run_folder.tensor_checks import not_finite
@@ -30,6 +32,8 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
+from finetune.tokens.conversation import read_conversation
+from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
 
 if TYPE_CHECKING:
@@ -172,14 +176,30 @@ def export_weights(
         weights: The trained weights by the model's own names, unsharded and in `export_dtype`.
     """
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
+    conversation = read_conversation(folder)
+    stops: list[int] = []
+    if conversation is not None:
+        tokenizer, stops = conversation.applied_to(tokenizer), [*conversation.stops.values()]
+        stop_on(model, stops)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         below = None
         if is_on_top(recipe):
             _refuse_another_below(recipe)
             below = recipe
-        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below)
+        settings = _settings_with(stops, recipe, model)
+        return export_adapter(any_model, weights, tokenizer, folder, base=base, below=below, settings=settings)
     return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
+
+
+def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module) -> dict[str, Any] | None:
+    """The base's generation settings with the training's stop tokens; None if its own list them already."""
+    own = own_end_tokens(recipe.model)
+    if set(stops) <= set(own):
+        return None
+    file = base_file(recipe.model, GENERATION)
+    settings = read_object(file) if file else decoder_parts(model).generation_config.to_diff_dict()
+    return settings | {"eos_token_id": [*own, *(stop for stop in stops if stop not in own)]}
 
 
 def _refuse_another_below(recipe: Recipe) -> None:
@@ -202,6 +222,7 @@ def export_adapter(
     *,
     base: str,
     below: Recipe | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -212,6 +233,7 @@ def export_adapter(
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
         below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
+        settings: generation_config.json for engines that answer with the adapter; None: the base's holds.
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
@@ -232,6 +254,8 @@ def export_adapter(
             if isinstance(saved.get(key), list):
                 saved[key] = sorted(saved[key])
         write_json(config_file, saved)
+        if settings is not None:
+            write_json(folder / GENERATION, settings)
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "adapter", write)

@@ -21,7 +21,7 @@ from finetune.data.row_reader import ReadRow, RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
-from finetune.recipe.schema import Data, EvalFraction, Recipe
+from finetune.recipe.schema import Data, EvalFraction, ModelSection, Recipe
 from finetune.tokens.cache import CHUNK_ROWS, check_set_variables, fitted_units, units_of
 from finetune.tokens.encoder import Encoder
 from finetune.tokens.estimate import text_of
@@ -60,7 +60,8 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     if file is None or recipe.model.trust_remote_code or all(source.kind == "hub" for source in sources):
         return None
     try:
-        encoder = Encoder(_tokenizer(recipe, file.parent), data)
+        model = recipe.model.model_copy(update={"name_or_path": str(file.parent)})
+        encoder = Encoder(_tokenizer(recipe, model), data, model)
     except FinetuneError:
         if Path(recipe.model.name_or_path).is_dir():
             raise
@@ -90,11 +91,10 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     return notes
 
 
-def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
-    """A folder's tokenizer. Only this function imports transformers, because that takes two seconds."""
+def _tokenizer(recipe: Recipe, model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer in `model`'s folder. Only this function imports transformers, because that takes two seconds."""
     from finetune.model.new_tokens import add_to_tokenizer, read_tokenizer
 
-    model = recipe.model.model_copy(update={"name_or_path": str(folder)})
     with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
         tokenizer = read_tokenizer(model)
     if recipe.model.new_tokens:

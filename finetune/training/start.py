@@ -34,6 +34,7 @@ from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import Claim, claim_run_folder, curve_identity
 from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
+from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder
 from finetune.training.batch_notes import batch_notes
@@ -102,7 +103,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
     prepared = prepare(recipe, tokenizer)
     scored = None
     if recipe.eval.generate.every is not None:
-        scored = held_out_set(recipe, Encoder(tokenizer, recipe.data), prepared)
+        scored = held_out_set(recipe, Encoder(tokenizer, recipe.data, recipe.model), prepared)
 
     # This rank's share of every step. The stages of a pipeline share one, in micro-batches of one width.
     width = None
@@ -169,6 +170,7 @@ def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | Non
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
+        write_json(folder / CONVERSATION, prepared.conversation.as_json())
     if recipe.model.trust_remote_code:
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim
