@@ -138,7 +138,7 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
         )
         return generate(
             **batch,
-            eos_token_id=ends,
+            eos_token_id=ends or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **options,
         )
