@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer
 
 from finetune.data.formats import Chat
 from finetune.errors import FinetuneError
@@ -19,14 +21,15 @@ from tests.support.models.chat_families import FAMILIES, byte_level_tokenizer, t
 
 CHAT = [{"role": "user", "content": "Hello"}]
 # Each begins or ends in white space that a careless prefix would eat or add.
+THINKS = "  {% if enable_thinking is defined and not enable_thinking %}off{% endif %}{{ messages[0].content }}"
 TEMPLATES = {
     "date": "\n{{ date_string }}|{{ messages[0].content }}\n",
     "a default date": "{% if date_string is not defined %}{% set date_string = 'today' %}{% endif %}{{ date_string }}",
     "the clock": "  {{ strftime_now('%Y-%m-%d') }}|{{ messages[0].content }}",
     "the clock in a macro": "{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ day() }}",
-    "a variable": "  {% if enable_thinking is defined and not enable_thinking %}off{% endif %}{{ messages[0].content }}",
+    "a variable": THINKS,
     "text": "\n\n{{ persona }}|{{ messages[0].content }}",
-    "an object": "{% for key, value in limits.items() %}{{ key }}={{ value }};{% endfor %}",
+    "an object": "{% for key, value in (limits | default({})).items() %}{{ key }}={{ value }};{% endfor %}",
     "nothing": "  {{ messages[0].content }}\n",
 }
 VARIABLES: dict[str, dict[str, Any]] = {
@@ -70,10 +73,8 @@ def test_each_family_exports_the_prompts_of_its_encoder(family: str, tmp_path: P
     data = Data.model_validate({"train": [{"path": "json"}]})
     encoder = Encoder(tokenizer, data)
     conversation = encoder.conversation()
-    assert list(conversation.stops) == [FAMILIES[family][3] if len(FAMILIES[family]) > 3 else tokenizer.eos_token]
+    assert list(conversation.stops) == ["<end_of_turn>" if family == "gemma" else tokenizer.eos_token]
     conversation.applied_to(tokenizer).save_pretrained(tmp_path)
-    from transformers import AutoTokenizer
-
     exported = AutoTokenizer.from_pretrained(tmp_path)
     ids = exported.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == encoder.prompt_ids(CHAT)
@@ -83,8 +84,6 @@ def test_each_family_exports_the_prompts_of_its_encoder(family: str, tmp_path: P
 def test_a_tokenizer_keeps_its_other_templates() -> None:
     tokenizer = tokenizer_of("llama31")
     plain = tokenizer.chat_template
-    import copy
-
     several = copy.copy(tokenizer)
     several.chat_template = {"default": plain, "tool_use": "{{ date_string }}" + plain}
     data = Data.model_validate({"train": [{"path": "json"}]})
