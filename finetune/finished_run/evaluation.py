@@ -319,7 +319,7 @@ def task_figures(
             names = [name for name, uses in templated.items() if uses is uses_template]
             if not names:
                 continue
-            ends = {"eos_token_id": end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
+            ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
             with fitting(device), without_settings(model, **ends):
                 try:
                     evaluation = simple_evaluate(

@@ -38,10 +38,8 @@ def convert(model: str, file: Path, kind: str, add_bos: str, ends: Sequence[int]
             # kv_data is the writer's own public list, one dictionary per output file.
             writer.kv_data[0][ADD_BOS] = gguf.GGUFValue(value=add_bos == "yes", type=gguf.GGUFValueType.BOOL)
         named = {kind: value.value for kind in END_NAMES if (value := writer.kv_data[0].get(kind)) is not None}
-        free, unnamed = (
-            [name for name in END_NAMES if name not in named],
-            [end for end in ends if end not in named.values()],
-        )
+        free = [name for name in END_NAMES if name not in named]
+        unnamed = [end for end in ends if end not in named.values()]
         for name, end in zip(free, unnamed, strict=False):
             writer.kv_data[0][name] = gguf.GGUFValue(value=end, type=gguf.GGUFValueType.UINT32)
         write_header(writer, *arguments, **options)

@@ -152,13 +152,9 @@ def base_file(section: ModelSection, name: str) -> Path | None:
 
 def own_end_tokens(section: ModelSection) -> list[int]:
     """The ids on which the model's own settings end an answer: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        file = base_file(section, name)
-        settings = read_object(file) if file else {}
-        listed = settings.get("eos_token_id")
-        if ids := [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]:
-            return ids
-    return []
+    file = base_file(section, "generation_config.json") or base_file(section, "config.json")
+    listed = read_object(file).get("eos_token_id") if file else None
+    return [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
 
 
 def weights_are_here(name: str, revision: str) -> bool:

@@ -253,7 +253,8 @@ def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [*family.control]})
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = "<|endoftext|>", "<|endoftext|>", "<s>"
     tokenizer.chat_template = None
-    base = save_base(tmp_path / "base", tokenizer, HEADERS if name == "glm4moe" else None)
+    # Under a head of this size layers can say anything, so an adapter on them is enough.
+    base = save_base(tmp_path / "base", tokenizer, HEADERS if name == "glm4moe" else None, initializer_range=0.3)
     file = tmp_path / "own.jinja"
     file.write_text(text, "utf-8")
     run = learned_by_heart(tmp_path / "made", base, lora={"r": 64}, data={"chat_template": str(file)})
