@@ -177,6 +177,16 @@ def test_a_training_itself_scores_and_exports_its_ends(tmp_path: Path, capsys: p
     assert in_words_of_chat(run) == before
     assert main(["merge", str(run), "--verify", "0"]) == 0
     assert json.loads((run / "merged" / "generation_config.json").read_text("utf-8")) == wanted
+    # Engines and readers of the adapter.
+    hand_over(run, "peft", None, print)
+    assert f"eos_token_id=[0, {done}])" in (run / "serving" / "peft" / "ask.py").read_text("utf-8")
+    capsys.readouterr()
+    assert main(["push", str(run), "me/done", "--dry-run"]) == 0
+    page = capsys.readouterr().out
+    assert f"max_new_tokens=200, eos_token_id=[0, {done}])" in page
+    assert "apply_chat_template" in page
+    for sent in ("generation_config.json", "chat_template.jinja", "conversation.json"):
+        assert f"bytes  {sent}\n" in page
     # A step's export is the run's own, file by file.
     assert main(["export", str(run), "--step", "2"]) == 0
     exported = run / "exports" / "step-00000002"
@@ -208,6 +218,19 @@ def test_a_base_that_ends_as_the_template_exports_nothing_more(tmp_path: Path) -
     assert "--generation-config" not in facts["command"]
     hand_over(run.folder, "peft", None, lambda _: None)
     assert "eos_token_id" not in (run.folder / "serving" / "peft" / "ask.py").read_text("utf-8")
+
+
+def test_the_line_for_vllm_names_the_end_and_the_template(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(CHATML, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<eos>")
+    tokenizer.chat_template = None
+    base = save_base(tmp_path / "base", tokenizer)
+    made = learned_by_heart(tmp_path / "made", base, learn=False, lora={"r": 4}, data={"chat_template": CHATML})
+    facts = hand_over(made.folder, "vllm", None, lambda _: None)
+    folder = Path(facts["folder"])
+    assert f"--chat-template {folder}/chat_template.jinja --generation-config {folder}" in facts["command"]
+    assert "/v1/chat/completions" in facts["ask"]
+    assert json.loads((folder / "generation_config.json").read_text("utf-8"))["eos_token_id"] == [0, 2]
+    assert (folder / "chat_template.jinja").read_text("utf-8") == CHATML
 
 
 @pytest.mark.slow
