@@ -244,7 +244,7 @@ def test_an_answer_ends_where_the_training_ended_it(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(template, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<eos>")
     tokenizer.chat_template = None
     base = save_base(tmp_path / "base", tokenizer, head_dim=32, initializer_range=0.3)
-    run = learned_by_heart(tmp_path / "made", base, lora={"r": 64}, data={"chat_template": template})
+    run = learned_by_heart(tmp_path / "made", base, lora={"r": 32, "lora_alpha": 128}, data={"chat_template": template})
     facts = hand_over(run.folder, "vllm", None, print)
     answers = {}
     with served(shlex.split(facts["command"]), tmp_path) as port:
