@@ -43,7 +43,7 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 7
+VERSION = 8
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",

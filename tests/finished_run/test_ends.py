@@ -280,7 +280,8 @@ def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
     base = save_base(tmp_path / "base", tokenizer, HEADERS if name == "glm4moe" else None, initializer_range=0.3)
     file = tmp_path / "own.jinja"
     file.write_text(text, "utf-8")
-    run = learned_by_heart(tmp_path / "made", base, lora={"r": 32, "lora_alpha": 128}, data={"chat_template": str(file)})
+    lora = {"r": 32, "lora_alpha": 128}
+    run = learned_by_heart(tmp_path / "made", base, lora=lora, data={"chat_template": str(file)})
     file.unlink()
     right, ends = expected(run), {tokenizer.convert_tokens_to_ids(stop), 0}
     adapter = AutoTokenizer.from_pretrained(run.folder / "adapter")
