@@ -281,7 +281,7 @@ def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(text, "utf-8")
     lora = {"r": 32, "lora_alpha": 128}
-    run = learned_by_heart(tmp_path / "made", base, lora=lora, data={"chat_template": str(file)})
+    run = learned_by_heart(tmp_path / "made", base, lora=lora, steps=1500, data={"chat_template": str(file)})
     file.unlink()
     right, ends = expected(run), {tokenizer.convert_tokens_to_ids(stop), 0}
     adapter = AutoTokenizer.from_pretrained(run.folder / "adapter")
