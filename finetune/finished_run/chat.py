@@ -98,7 +98,7 @@ def open_run(run_dir: Path) -> ChatSession:
         base = Participant("base", adapted, adapted.disable_adapter)
     else:
         base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
-    return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data), base, tuned)
+    return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned)
 
 
 def chat_loop(

@@ -27,6 +27,7 @@ from finetune.finished_run.scores import (
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
+from finetune.model.generate import end_tokens, without_settings
 from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
@@ -75,7 +76,7 @@ def measure(
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
     tokenizer = load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, recipe.data)
+    encoder = Encoder(tokenizer, recipe.data, recipe.model)
     asked = None
     if request.generate:
         try:
@@ -318,7 +319,8 @@ def task_figures(
             names = [name for name, uses in templated.items() if uses is uses_template]
             if not names:
                 continue
-            with fitting(device):
+            ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
+            with fitting(device), without_settings(model, **ends):
                 try:
                     evaluation = simple_evaluate(
                         language_model,

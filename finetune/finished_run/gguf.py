@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from finetune.files import (
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
 from finetune.finished_run.merge_command import in_words, merge_run
-from finetune.finished_run.ollama import PromptText, go_template, modelfile
+from finetune.finished_run.ollama import PromptText, ends_of, go_template, modelfile
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
@@ -79,7 +79,8 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     try:
         with disk_errors(file):
             aside.mkdir()
-            facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer))
+            ends = ends_of(run, source, tokenizer)
+            facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
             folder.mkdir(exist_ok=True)
             sync(aside / file.name)
             os.replace(aside / file.name, file)
@@ -88,12 +89,17 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         remove_folder(aside)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
     facts |= {"quantization": quantization, "modelfile": None, "notes": []}
+    notes = []
+    if nameless := facts.pop("ends_without_name", []):
+        texts = ", ".join(map(str, tokenizer.convert_ids_to_tokens(nameless)))
+        notes = [f"a GGUF names three end tokens; llama.cpp may not stop on {texts}"]
     commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
     try:
         template, facts["notes"] = go_template(run, tokenizer)
+        facts["notes"] += notes
     except FinetuneError as error:
         (folder / "Modelfile").unlink(missing_ok=True)  # an earlier one names an earlier file
-        facts["notes"] = [f"no Modelfile: {error}"]
+        facts["notes"] = [f"no Modelfile: {error}", *notes]
     else:
         write_text(folder / "Modelfile", modelfile(run, source, tokenizer, template, file.name))
         facts["modelfile"] = str(folder / "Modelfile")
@@ -157,10 +163,13 @@ def _whole_model(run: FinishedRun, prompts: int, say: Say) -> Path:
     return merged
 
 
-def _converted(python: Path, source: Path, file: Path, quantization: str, add_bos: bool) -> dict[str, Any]:
+def _converted(
+    python: Path, source: Path, file: Path, quantization: str, add_bos: bool, ends: Sequence[int]
+) -> dict[str, Any]:
     """Run the converter. Returns tensors per type, and how many matrices fitted no K-block."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     words = [str(source), str(file), quantization, "yes" if add_bos else "no", version, sysconfig.get_path("purelib")]
+    words.append(",".join(map(str, ends)))
     # The kit's PYTHONPATH may name another `gguf` than the converter's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     place = f"{source}: the converter of {python}"

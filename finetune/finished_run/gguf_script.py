@@ -3,7 +3,7 @@
 That converter brings a `gguf` of its own, so it cannot live in the kit's environment. This file imports nothing from
 the kit. `gguf.py` runs it and reads the JSON object in its output's last line.
 
-    python gguf_script.py MODEL FILE f16|q8_0|q4_k_m yes|no|own PYTHON_VERSION SITE_PACKAGES
+    python gguf_script.py MODEL FILE f16|q8_0|q4_k_m yes|no|own PYTHON_VERSION SITE_PACKAGES END_TOKENS
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import json
 import runpy
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ADD_BOS = "tokenizer.ggml.add_bos_token"
+# An engine stops on these three: end of sequence, of turn and of message. The converter writes the tokenizer's eos.
+END_NAMES = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 K_QUANT_BLOCK = 256  # numbers in one block of a K-quant: a row must be a multiple of it
 Q8_BLOCK = 32  # numbers in one block of Q8_0
 
 
-def convert(model: str, file: Path, kind: str, add_bos: str) -> None:
-    """Run the converter on the folder `model`. With `add_bos` yes or no, the file says so to every engine."""
+def convert(model: str, file: Path, kind: str, add_bos: str, ends: Sequence[int]) -> None:
+    """Run the converter on the folder `model`. With `add_bos` yes or no, the file says so to every engine.
+
+    `ends` get the file's names for end tokens that are free, in this order.
+    """
     import gguf as library
 
     gguf: Any = library  # one of its methods is replaced
@@ -31,6 +37,11 @@ def convert(model: str, file: Path, kind: str, add_bos: str) -> None:
         if add_bos != "own":
             # kv_data is the writer's own public list, one dictionary per output file.
             writer.kv_data[0][ADD_BOS] = gguf.GGUFValue(value=add_bos == "yes", type=gguf.GGUFValueType.BOOL)
+        named = {kind: value.value for kind in END_NAMES if (value := writer.kv_data[0].get(kind)) is not None}
+        free = [name for name in END_NAMES if name not in named]
+        unnamed = [end for end in ends if end not in named.values()]
+        for name, end in zip(free, unnamed, strict=False):
+            writer.kv_data[0][name] = gguf.GGUFValue(value=end, type=gguf.GGUFValueType.UINT32)
         write_header(writer, *arguments, **options)
 
     gguf.GGUFWriter.write_header_to_file = with_our_bos
@@ -129,12 +140,14 @@ def facts_of_gguf(file: Path) -> dict[str, Any]:
     return {
         "tensors": dict(Counter(tensor.tensor_type.name for tensor in reader.tensors)),
         "add_bos": None if field is None else bool(field.contents()),
+        "ends": [int(named.contents()) for name in END_NAMES if (named := reader.get_field(name)) is not None],
         "not_finite": next((tensor.name for tensor in floats if not np.isfinite(tensor.data).all()), None),
     }
 
 
 def main() -> None:
-    model, target, kind, add_bos, version, site_packages = sys.argv[1:]
+    model, target, kind, add_bos, version, site_packages, listed = sys.argv[1:]
+    ends = [int(end) for end in listed.split(",") if end]
     here = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # the kit's gguf.py is here
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
@@ -145,14 +158,15 @@ def main() -> None:
         import libgguf  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # absent: say so before the work
 
         half = file.with_name(f"{file.name}.f16")
-        convert(model, half, "f16", add_bos)
+        convert(model, half, "f16", add_bos, ends)
         unfitting = quantize(half, file)
         found = facts_of_gguf(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
         half.unlink()
     else:
-        convert(model, file, kind, add_bos)
+        convert(model, file, kind, add_bos, ends)
         found = None
     facts = facts_of_gguf(file)
+    facts["ends_without_name"] = [end for end in ends if end not in facts["ends"]]
     facts |= {"unfitting": unfitting, "not_finite": found or facts["not_finite"]}
     print(json.dumps(facts), flush=True)
 

@@ -32,6 +32,7 @@ from finetune.model.build import configuration
 from finetune.model.packaged import resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, auto_class
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import GENERATION, adapter_ends
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import refuse_slow_patterns
@@ -134,7 +135,7 @@ def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]
 def _for_peft(run: FinishedRun, folder: Path) -> HandOver:
     if run.recipe.lora is None:
         raise FinetuneError(f"{run.folder}: all weights were trained, so there is no adapter; use --for transformers")
-    script = _script_of_an_adapter(run.recipe)
+    script = _script_of_an_adapter(run)
 
     def write(target: Path) -> None:
         shutil.copytree(run.product, target)
@@ -175,6 +176,8 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
         options += ["--revision", recipe.model.revision]
     if (run.product / TEMPLATE).is_file():  # vLLM takes the base's otherwise, and training may have had another
         options += ["--chat-template", f"{path}/{TEMPLATE}"]
+    if (run.product / GENERATION).is_file():  # the base's lists other end tokens
+        options += ["--generation-config", path]
     command = ["vllm", "serve", _base(recipe), *verdict.flags, "--lora-modules", lora_module(name, path), *options]
     outcome, words = "accepted", f"the adapter as it is, rank {verdict.rank}"
     if verdict.outcome == "converted":
@@ -245,10 +248,12 @@ def _script_of_a_model(recipe: Recipe, automatic: str) -> str:
         trust=trust,
         load=f'model = {automatic}.from_pretrained(folder, dtype="auto"{trust})',
         variables=recipe.data.chat_template_kwargs,
+        ends="",
     )
 
 
-def _script_of_an_adapter(recipe: Recipe) -> str:
+def _script_of_an_adapter(run: FinishedRun) -> str:
+    recipe = run.recipe
     section, automatic = recipe.model, auto_class(configuration(recipe)).__name__
     options: dict[str, Any] = {"dtype": section.dtype}
     if section.revision != "main":
@@ -272,6 +277,7 @@ def _script_of_an_adapter(recipe: Recipe) -> str:
         trust=trust,
         load=f"{load}model = PeftModel.from_pretrained(base, folder).eval()",
         variables=recipe.data.chat_template_kwargs,
+        ends="".join(f", eos_token_id={ends}" for ends in [adapter_ends(run.product)] if ends),
     )
 
 
@@ -291,6 +297,6 @@ else:
     chat = [{{"role": "user", "content": sys.argv[1]}}]
     settings = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
     prompt = tokenizer.apply_chat_template(chat, **settings, **{variables!r})
-answer = model.generate(**prompt.to(model.device), max_new_tokens=64, do_sample=False)
+answer = model.generate(**prompt.to(model.device), max_new_tokens=64, do_sample=False{ends})
 print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 '''

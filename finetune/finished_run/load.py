@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,10 +18,12 @@ from transformers.utils import logging as transformers_logging
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.own_layers.compute import compute_layers
+from finetune.data.readers import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
 from finetune.model.build import load_base
+from finetune.model.generate import stop_on
 from finetune.model.new_tokens import add_rows
 from finetune.model.packaged import folder_of
 from finetune.model.quantization import unpacked_weight
@@ -28,6 +31,8 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import not_finished_yet, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
+from finetune.tokens.conversation import Conversation, read_conversation
+from finetune.tokens.encoder import Encoder
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_other_code, refuse_unknown_code
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
@@ -41,6 +46,19 @@ class FinishedRun:
 
     folder: Path
     recipe: Recipe
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """How chats are written and answers end: recorded by the training, or found again for an earlier release's run.
+
+        Raises FinetuneError for a damaged record.
+        """
+        if recorded := read_conversation(self.folder):
+            return recorded
+        data = self.recipe.data
+        with suppress(FinetuneError, BadRow):  # a tokenizer or a template that does not load; its users say so
+            return Encoder(load_run_tokenizer(self), data, self.recipe.model).conversation()
+        return Conversation({}, data.date_string, data.chat_template_kwargs, {})
 
     @property
     def product(self) -> Path:
@@ -70,6 +88,10 @@ def finished_run(run_dir: Path) -> FinishedRun:
 def recipe_of_run(resolved: Path) -> Recipe:
     """The recipe in a run's folder, for a verb that loads its model. Raises FinetuneError."""
     recipe = recipe_from_resolved(resolved)
+    recorded = read_conversation(resolved.parent)
+    if recipe.data.chat_template and recorded is not None:  # the file that it names may have changed, or be gone
+        data = recipe.data.model_copy(update={"chat_template": recorded.templates["default"]})
+        recipe = recipe.model_copy(update={"data": data})
     # recipe.yaml may be a stranger's. Code that this user never accepted must not run.
     if recipe.model.trust_remote_code:
         refuse_unknown_code(resolved.parent, recipe.model.name_or_path, recipe.model.revision)
@@ -89,7 +111,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     settings = look_at_adapter(run.product)
     if bad := first_not_finite(run.product / ADAPTER_WEIGHTS):
         raise NotFinite(f"{run.product / ADAPTER_WEIGHTS}: not finite: {bad}; export an earlier step: finetune export")
-    base = _load(run.recipe, device, with_loss=with_loss)
+    base = _load(run, device, with_loss=with_loss)
     # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
@@ -126,16 +148,18 @@ def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
 
 def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:
     """The base, or the model of a run that trained all weights, in `model.dtype` and evaluation mode."""
-    return _load(run.recipe, device, str(run.product) if tuned else None, with_loss=with_loss).eval()
+    return _load(run, device, str(run.product) if tuned else None, with_loss=with_loss).eval()
 
 
-def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
+def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
+    recipe = run.recipe
     if not with_loss:
         # Answers and comparisons have no packed rows to isolate, and answers need a key-value cache.
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
         add_rows(model, recipe.model, fill=path is None)  # a tuned model's file has the new tokens' rows
+        stop_on(model, run.conversation.stops.values())
         if with_loss:
             refuse_unsuitable(model, recipe).taught_to(model)
         else:

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -189,6 +188,12 @@ def go_template(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     return joints.go_template(), notes
 
 
+def ends_of(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: the training's, then others that the converted folder names."""
+    listed = ends_by_settings(generation_settings(source), tokenizer)
+    return list(dict.fromkeys([*run.conversation.stops.values(), *listed]))
+
+
 def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, template: str, gguf: str) -> str:
     """The Modelfile's text.
 
@@ -199,29 +204,36 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
     """
     config = read_object(source / "config.json")
     config = config.get("text_config", config)
-    settings = generation_settings(source, config)
-    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends_by_settings(settings, tokenizer)]
+    settings = generation_settings(source)
+    texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(ends_of(run, source, tokenizer))]
     positions = config.get("max_position_embeddings", USUAL_CONTEXT)
     lines = [
         f"FROM ./{gguf}",
         f'TEMPLATE """{template}"""',
-        *(f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts),
+        *(f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts if text),
         f"PARAMETER num_ctx {min(positions, max(run.recipe.data.max_length, USUAL_CONTEXT))}",
     ]
     # Ollama's own values (1.1 for repetitions) are not the ones with which the samples in the report were written.
     lines.append(f"PARAMETER repeat_penalty {settings.repetition_penalty or 1.0:g}")
     if settings.do_sample:
-        sampling = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-        lines += [f"PARAMETER {name} {value:g}" for name, value in sampling.items() if value is not None]
+        # transformers' own values hold where the settings are silent, not Ollama's (0.8, 40, 0.9 and no min_p).
+        for name, usual in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0), ("min_p", None)):
+            value = getattr(settings, name)
+            if value is None:
+                value = usual
+            if value is not None:
+                lines.append(f"PARAMETER {name} {value:g}")
     else:
         lines.append("PARAMETER temperature 0")
     return "\n".join(lines) + "\n"
 
 
-def generation_settings(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
+def generation_settings(folder: Path) -> GenerationConfig:
     """The folder's generation settings, or the end tokens that its config.json names. Raises FinetuneError."""
     file = folder / "generation_config.json"
     if not file.is_file():
+        config = read_object(folder / "config.json")
+        config = config.get("text_config", config)
         return GenerationConfig(eos_token_id=config.get("eos_token_id"))
     with in_one_line(lambda error: FinetuneError(f"{file}: cannot be read: {words_of(error)}; correct it")):
         return GenerationConfig.from_pretrained(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,11 +49,11 @@ OBJECTIVE_TAGS = {"supervised": "sft", "dpo": "dpo", "kto": "kto"}
 CARD_TEMPLATE = "model_card.md.jinja"
 
 
-def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = True) -> str:
+def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = True, ends: Sequence[int] = ()) -> str:
     """Render README.md: this module collects the facts, model_card.md.jinja holds the text.
 
-    With `is_chat` the tokenizer has a chat template, which the example uses. The metadata pass
-    `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
+    With `is_chat` the tokenizer has a chat template, which the example uses. `ends` are an adapter's own end
+    tokens. The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -99,6 +99,7 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
         auto_class=auto_class,
         adapter=adapter,
         is_chat=is_chat,
+        ends=list(ends),
         question=json.dumps((run.recipe.samples.prompts or ["Hello! What can you do?"])[0], ensure_ascii=False),
         template_settings="".join(
             f", {name}={value!r}" for name, value in run.recipe.data.chat_template_kwargs.items()

@@ -32,7 +32,7 @@ WHOLE_MODEL = (
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
 )
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json")
 WEIGHT_FILES = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
 TOKENIZER = (
     "tokenizer.json",
@@ -46,7 +46,16 @@ TOKENIZER = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-RUN = ("recipe.yaml", "receipt.json", "metrics.jsonl", "report.html", "loss.png", "rewards.png", "memory.png")
+RUN = (
+    "recipe.yaml",
+    "receipt.json",
+    "conversation.json",
+    "metrics.jsonl",
+    "report.html",
+    "loss.png",
+    "rewards.png",
+    "memory.png",
+)
 # Every word of these is a token: one that looks like a path is not a path.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 # These quote answers of models, which may name anybody's folders.

@@ -1,14 +1,15 @@
 """A model's answers to prompts: the samples before and after training, and the stream in `finetune chat`.
 
 Training runs under an attention without a cache. Answering borrows the model for a while with transformers' own kernel,
-and returns it unchanged.
+and returns it unchanged. A greedy answer takes the likeliest token each time: of the base's generation settings only
+the end tokens count, because beams, penalties and least lengths would give other answers.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -119,8 +120,7 @@ def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, int64 [prompts, longest], each prompt at the end of its row.
 
-    A row is padded with its own first token. Penalties for repeated tokens, which generation settings may ask for, look
-    at the padding too, and the usual padding token is often the one that ends an answer.
+    A row is padded with its own first token, because the usual padding token is often the one that ends an answer.
     """
     longest = max(map(len, prompts))
     rows = [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -139,14 +139,15 @@ def computing_device(model: nn.Module) -> torch.device:
 def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any) -> Tensor:
     """Prompts and answers, [prompts, longest prompt + longest answer]; padded after an answer's end."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
-    with warnings.catch_warnings():
+    ends = end_tokens(model, tokenizer)
+    with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
         # Of weights in host memory, which each forward gathers on the GPU.
         warnings.filterwarnings(
             "ignore", message=r"You are calling \.generate\(\) with the `input_ids` being on a device"
         )
         return generate(
             **batch,
-            eos_token_id=end_tokens(model, tokenizer),
+            eos_token_id=ends or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **options,
         )
@@ -163,6 +164,31 @@ def _answers(
         text = str(tokenizer.decode(row[:length], skip_special_tokens=True)).strip()
         answers.append(Answer(text, row[length - 1] in ends))
     return answers
+
+
+@contextmanager
+def without_settings(model: nn.Module, **settings: Any) -> Iterator[None]:
+    """Within the block, the model has `settings` alone for its generation settings. generate() reads a base's own ones
+    for whatever its caller leaves out."""
+    inner = decoder_parts(model)
+    own = inner.generation_config
+    inner.generation_config = GenerationConfig(**settings)
+    try:
+        yield
+    finally:
+        inner.generation_config = own
+
+
+def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
+    """Add the tokens that end the training's answers to the model's generation settings, which answers and exports
+    follow. Returns the tokens that the settings lacked."""
+    settings = getattr(decoder_parts(model), "generation_config", None)
+    listed = getattr(settings, "eos_token_id", None)
+    own = [token for token in (listed if isinstance(listed, list) else [listed]) if token is not None]
+    lacking = [token for token in stops if token not in own]
+    if settings is not None and lacking:
+        settings.eos_token_id = [*own, *lacking]
+    return lacking
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -150,6 +150,13 @@ def base_file(section: ModelSection, name: str) -> Path | None:
         raise not_loaded(name, section.name_or_path, error) from error
 
 
+def own_end_tokens(section: ModelSection) -> list[int]:
+    """The ids on which the model's own settings end an answer: generation_config.json's, else config.json's."""
+    file = base_file(section, "generation_config.json") or base_file(section, "config.json")
+    listed = read_object(file).get("eos_token_id") if file else None
+    return [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
+
+
 def weights_are_here(name: str, revision: str) -> bool:
     """Whether the weights of `model.name_or_path` are on this machine: a folder, a package's, or in the Hub's cache."""
     files = ("model.safetensors", "model.safetensors.index.json")

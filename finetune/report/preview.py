@@ -113,7 +113,7 @@ def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, A
         prepared = prepare(recipe, tokenizer)
     except DataError as error:
         refused = [Oddity("error", mistake) for mistake in error.mistakes]
-    shown_rows = list(islice(_rows_in_turn(recipe.data, Encoder(tokenizer, recipe.data)), rows))
+    shown_rows = list(islice(_rows_in_turn(recipe.data, Encoder(tokenizer, recipe.data, recipe.model)), rows))
     roles: Counter[str] = Counter()
     for entry in recipe.data.sets:
         for _, example, _ in RowReader(resolve(entry)).rows():

@@ -16,12 +16,29 @@ from finetune.wording import counted
 
 # Exports of other steps: their folder in the run's folder, their record, and the run's records copied beside it.
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
-EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
+EXPORTED_RECORDS = (
+    "recipe.yaml",
+    "receipt.json",
+    "environment.json",
+    "conversation.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+)
 
 # What the last `finetune eval` measured, and its answers.
 EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
 
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor
+
+
+GENERATION = "generation_config.json"  # transformers' name for it; in adapter/ only with the training's own ends
+
+
+def adapter_ends(adapter: Path) -> list[int]:
+    """The tokens that end an adapter's answers; empty if the base's own settings have them. Raises FinetuneError."""
+    file = adapter / GENERATION
+    listed = read_object(file).get("eos_token_id") if file.is_file() else []
+    return [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
 
 
 def require_run_folder(run_dir: Path) -> Path:

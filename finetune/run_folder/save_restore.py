@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -18,12 +18,14 @@ from finetune.model.base_identity import BASE_CONTENT, base_identity, recorded_b
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
+from finetune.model.generate import stop_on
 from finetune.model.on_top import is_on_top, stack, start_file
-from finetune.model.packaged import published_name
+from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.saving.manifest import sha256_of
 from finetune.run_folder.tensor_checks import not_finite
@@ -33,6 +35,8 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
+from finetune.tokens.conversation import read_conversation
+from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.safetensors_header import add_metadata
 
@@ -176,6 +180,11 @@ def export_weights(
         weights: The trained weights by the model's own names, unsharded and in `export_dtype`.
     """
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
+    conversation = read_conversation(folder)
+    stops: list[int] = []
+    if conversation is not None:
+        tokenizer, stops = conversation.applied_to(tokenizer), [*conversation.stops.values()]
+        stop_on(model, stops)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         rests_on = recorded_base(folder) or base_identity(recipe.model)
@@ -183,11 +192,28 @@ def export_weights(
         if is_on_top(recipe):
             _refuse_another_below(recipe)
             below = recipe
-        section = recipe.model
         return export_adapter(
-            any_model, weights, tokenizer, folder, base=base, below=below, section=section, rests_on=rests_on
+            any_model,
+            weights,
+            tokenizer,
+            folder,
+            base=base,
+            below=below,
+            section=recipe.model,
+            rests_on=rests_on,
+            settings=_settings_with(stops, recipe, model),
         )
     return export_model(any_model, weights, tokenizer, folder, dtype=dtype, section=recipe.model)
+
+
+def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module) -> dict[str, Any] | None:
+    """The base's generation settings with the training's stop tokens; None if its own list them already."""
+    own = own_end_tokens(recipe.model)
+    if set(stops) <= set(own):
+        return None
+    file = base_file(recipe.model, GENERATION)
+    settings = read_object(file) if file else decoder_parts(model).generation_config.to_diff_dict()
+    return settings | {"eos_token_id": [*own, *(stop for stop in stops if stop not in own)]}
 
 
 def _refuse_another_below(recipe: Recipe) -> None:
@@ -212,6 +238,7 @@ def export_adapter(
     below: Recipe | None = None,
     rests_on: Mapping[str, Any] = MappingProxyType({}),
     section: ModelSection | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> Path:
     """Write run_dir/adapter, complete or not at all. Plain `PeftModel.from_pretrained` loads it.
 
@@ -225,6 +252,7 @@ def export_adapter(
         section: The base, whose spelling of the tokenizer's settings stays; None: the library's.
         rests_on: The base's identity. Its commit becomes adapter_config.json's `revision`; its content goes into the
             weight file's metadata, where readers of adapters look for nothing.
+        settings: generation_config.json for engines that answer with the adapter; None: the base's holds.
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, rests_on.get("commit")
@@ -247,6 +275,8 @@ def export_adapter(
         write_json(config_file, saved)
         if rests_on.get("content"):
             add_metadata(folder / WEIGHTS, {BASE_CONTENT: str(rests_on["content"])})
+        if settings is not None:
+            write_json(folder / GENERATION, settings)
         save_tokenizer(tokenizer, folder, section)
 
     return _publish(run_dir / "adapter", write)

@@ -11,7 +11,8 @@ Three renderings show the model's text in turn i, because inference renders in t
 
 The answer is `turn` after `prompt`. It ends with the stop token, the turn's last control token. Some templates write
 one more token after every document (Phi-3: end-of-text); that token is not part of the turn. A token that also stands
-between one answer's calls is not a stop token.
+between one answer's calls is not a stop token. In a few templates (GLM 4 MoE) nothing ends a turn but the next turn's
+header. If the model's own settings end an answer on that header's token, it is the stop token, after the last turn too.
 
 The last message's answer always follows its exact prompt. In some templates a finished turn does not begin as the
 prompt ends (DeepSeek-R1's prompt opens a thinking block). Then the answer is put after the prompt, or the row is
@@ -30,7 +31,7 @@ The examples below shorten <|im_start|>user\\n to <user>, <|im_start|>assistant\
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,6 +118,7 @@ class _Answer:
     token: str  # the stop token: <end>
     literals: list[Span]
     is_plain: bool  # whether the template itself writes this text
+    added: int  # characters at its end that the template writes only if another turn follows: the next header's token
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,18 @@ class _Habits:
     stop: str | None  # an answer's stop token
     closing: str  # text after a document's last turn
     between: frozenset[str]  # tokens between one answer's calls
+    headers: tuple[str, str]  # text up to the next turn's control token, after an answer in words and one with calls
 
 
 class SpanFinder:
     """Finds the assistant's spans with one template."""
 
-    def __init__(self, render: Renderer, special_tokens: Collection[str]) -> None:
+    def __init__(
+        self, render: Renderer, special_tokens: Collection[str], own_ends: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        """`own_ends` reads the tokens on which the model's own settings end an answer."""
         self._render = render
+        self._own_ends = own_ends
         self.special = any_of(special_tokens)
         self._habits_of: dict[bool, _Habits] = {}  # by whether there are tools
 
@@ -246,26 +253,38 @@ class SpanFinder:
             begin = before.turn_begin(index)
             text, literals, texts_end = self._put_after_prompt(before, chat, tools)
         token = self._find_stop(chat.messages, text, literals, len(prompt), texts_end, tools)
-        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain)
+        added = max(0, token.end() - len(text))
+        if added:
+            text = token.string
+        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain, added)
 
     def _find_stop(
         self, messages: Messages, text: str, literals: Collection[Span], start: int, texts_end: int, tools: Tools
     ) -> re.Match[str]:
-        """The stop token: it ends text[start:], after the answer's own texts. Raises BadRow.
+        """The stop token: it ends text[start:], after the answer's own texts. The match's string is the text up to it
+        or longer. Raises BadRow.
 
         Hello<end>\\n                      -> <end>
         Hello<|end|>\\n<|endoftext|>       -> <|end|>, if every document ends with \\n<|endoftext|> (Phi-3)
-        Hello                             -> refused: the model would not stop
+        Hello                             -> <user> in Hello<user>, if the model's own settings end an answer on it
+        Hello                             -> else refused: the model would not stop
         Hel<end>lo<end>                   -> refused: the model would stop too early
         """
         habits, number = self._habits(tools), len(messages)
         has_calls = bool(messages[-1].get("tool_calls"))
-        for ended in dict.fromkeys([text.removesuffix(habits.closing), text]):
+        header = habits.headers[has_calls]
+        for ended in dict.fromkeys([text.removesuffix(habits.closing), text, text + header]):
             tokens = [token for token in self.special.finditer(ended, start) if token.span() not in literals]
             if not tokens or ended[tokens[-1].end() :].strip() or tokens[-1].start() < texts_end:
                 continue
             if has_calls and tokens[-1].group() in habits.between:
                 continue
+            if tokens[-1].end() > len(text) and tokens[-1].group() not in self._own_ends():
+                raise BadRow(
+                    f"the chat template ends an answer with the next turn's {tokens[-1].group()} alone, on which the "
+                    f"model's own settings do not stop (turn {number}); add it to eos_token_id in the model's "
+                    "generation_config.json, or give data.chat_template one that ends its turns"
+                )
             inside = {token.group() for token in tokens[:-1]} & {tokens[-1].group(), habits.stop}
             if inside:
                 raise BadRow(
@@ -400,7 +419,7 @@ class SpanFinder:
         texts_end = whole.texts_end(index)
         if text.startswith(prompt) and texts_end <= len(text) and whole.text.startswith(text[:texts_end]):
             token = self._find_stop(beginning, text, whole.literals, len(prompt), texts_end, tools)
-            if whole.text.startswith(text[: token.end()]):
+            if whole.text.startswith(token.string[: token.end()]):
                 return (len(prompt), token.end()), True, token.group()
         alone = self._render_chat(beginning, tools, text=text)
         answer = self._find_answer(alone, tools, prompt)
@@ -437,7 +456,7 @@ class SpanFinder:
             start = self._find_header_end(whole, tools, begin, matched, index)
         start = min(start, texts_start)
         # The closing text, from the answer's own texts to its stop <end>, must follow the texts in history too.
-        shift = len(answer.text) - len(alone.text)
+        shift = len(answer.text) - answer.added - len(alone.text)
         closing = answer.text[alone.marked.last[index] + shift : answer.stop]
         texts_end = whole.marked.last[index]
         stop = texts_end + len(closing)
@@ -530,6 +549,14 @@ class SpanFinder:
             f"remove {removed}, or give data.chat_template one that writes it"
         )
 
+    def _header_after(self, ended: str, followed: str) -> str:
+        """The text that a following turn begins with, up to its control token; empty if it begins with words."""
+        rest = followed.removeprefix(ended)
+        token = self.special.search(rest)
+        if not followed.startswith(ended) or token is None or rest[: token.start()].strip():
+            return ""
+        return rest[: token.end()]
+
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
@@ -546,13 +573,14 @@ class SpanFinder:
         probe_tools = [_PROBE_TOOL] if has_tools else None
         question: dict[str, Any] = {"role": "user", "content": "a"}
         answer: dict[str, Any] = {"role": "assistant", "content": _PROBE}
-        stop, closing, between = None, "", frozenset[str]()
+        stop, closing, between, headers = None, "", frozenset[str](), ["", ""]
         try:
             ended = self._render([question, answer], probe_tools).rpartition(_PROBE)[2]
             tokens = self.special.findall(ended)
             if tokens:
                 stop = tokens[-1]
             followed = self._render([question, answer, question], probe_tools).rpartition(_PROBE)[2]
+            headers[0] = self._header_after(ended, followed)
             turn_end = ended[: self._common_pieces(ended, followed)]
             if own_tokens := [*self.special.finditer(turn_end)]:  # else the last turn has a stop token of its own
                 stop, closing = own_tokens[-1].group(), ended[own_tokens[-1].end() :]
@@ -569,11 +597,15 @@ class SpanFinder:
                 for token in [*self.special.finditer(text)][:-1]
                 if not header or not text[token.end() :].lstrip().startswith(header)
             ) - {stop}
+            called = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}]
+            result = {"role": "tool", "content": "a", "tool_call_id": _PROBE_CALL["id"], "name": "look"}
+            ended, followed = (self._render(chat, probe_tools) for chat in (called, [*called, result]))
+            headers[1] = self._header_after(ended, followed)
         except BadRow:
             pass
         if not self.special.search(closing) and not closing.strip():
             closing = ""
-        self._habits_of[has_tools] = _Habits(stop, closing, between)
+        self._habits_of[has_tools] = _Habits(stop, closing, between, (headers[0], headers[1]))
         return self._habits_of[has_tools]
 
 

@@ -23,7 +23,7 @@ from finetune.data.row_reader import ReadRow, RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
-from finetune.recipe.schema import Data, EvalFraction, Recipe
+from finetune.recipe.schema import Data, EvalFraction, ModelSection, Recipe
 from finetune.tokens.cache import (
     CHUNK_ROWS,
     ONE_ANSWER,
@@ -72,8 +72,9 @@ def check_documents(recipe: Recipe) -> list[str] | None:
     if file is None or recipe.model.trust_remote_code or all(source.kind == "hub" for source in sources):
         return None
     try:
-        tokenizer = _tokenizer(recipe, file.parent)
-        encoder = Encoder(tokenizer, data)
+        model = recipe.model.model_copy(update={"name_or_path": str(file.parent)})
+        tokenizer = _tokenizer(recipe, model)
+        encoder = Encoder(tokenizer, data, model)
     except FinetuneError:
         if Path(recipe.model.name_or_path).is_dir():
             raise
@@ -118,14 +119,14 @@ def check_reference(recipe: Recipe) -> list[str]:
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
     if recipe.preferences is None or file is None or recipe.model.trust_remote_code:
         return []
-    return [*refuse_other_tokens(recipe, _tokenizer(recipe, file.parent), [], offline=True)]
+    model = recipe.model.model_copy(update={"name_or_path": str(file.parent)})
+    return [*refuse_other_tokens(recipe, _tokenizer(recipe, model), [], offline=True)]
 
 
-def _tokenizer(recipe: Recipe, folder: Path) -> PreTrainedTokenizerBase:
-    """A folder's tokenizer. Only this function imports transformers, because that takes two seconds."""
+def _tokenizer(recipe: Recipe, model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer in `model`'s folder. Only this function imports transformers, because that takes two seconds."""
     from finetune.model.new_tokens import add_to_tokenizer, read_tokenizer
 
-    model = recipe.model.model_copy(update={"name_or_path": str(folder)})
     with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
         tokenizer = read_tokenizer(model)
     if recipe.model.new_tokens:

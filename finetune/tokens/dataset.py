@@ -14,6 +14,7 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import ONE_ANSWER, StoredDocuments, content_key, nothing_left, stored_documents
+from finetune.tokens.conversation import Conversation
 from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
@@ -35,6 +36,7 @@ class Prepared:
     fingerprint: str  # content address for data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
+    conversation: Conversation  # how chats are written, and the tokens that end the answers
     pool: DocumentPool  # every document; `split` holds indices into it
     split: Split
 
@@ -112,7 +114,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     Any number of processes may call it at once. Raises DataError with every row's mistake (file:line: mistake; remedy).
     """
     data, seed = recipe.data, recipe.training.seed
-    encoder = Encoder(tokenizer, data)
+    encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
     keys: list[str] = []
     stores: list[StoredDocuments] = []
@@ -166,6 +168,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
         facts=facts,
         prompts=_sample_prompts(recipe, encoder, pool, split),
+        conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),
         pool=pool,
         split=split,
     )

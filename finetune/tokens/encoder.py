@@ -20,9 +20,11 @@ import numpy as np
 from finetune.data.formats import Chat, Content, Judged, Pair, Passage, by_turn, documents_in
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
-from finetune.recipe.schema import Data
+from finetune.model.packaged import own_end_tokens
+from finetune.recipe.schema import Data, ModelSection
 from finetune.tokens.assistant_spans import Rendered, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, Form, read_source
+from finetune.tokens.conversation import Conversation
 from finetune.tokens.marks import OmittedFromHistory, ReasoningAfterClosedBlock, Span, texts_of
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
@@ -65,10 +67,16 @@ class SamplePrompt:
 class Encoder:
     """Tokenises rows with one tokenizer and one data section. Needs neither model nor torch."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-        """Raises FinetuneError for a slow tokenizer."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, model: ModelSection | None = None) -> None:
+        """Raises FinetuneError for a slow tokenizer.
+
+        Args:
+            model: Its settings say whether it ends an answer with the next turn's header. They are read if a template
+                writes no other end.
+        """
         self._tokenizer = tokenizer
         self._data = data
+        self._model = model
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
         self._finders: dict[tuple[str, Form], SpanFinder] = {}  # by the template's variables
@@ -186,6 +194,25 @@ class Encoder:
         if isinstance(ids, list):
             return sorted(ids)
         return [ids]
+
+    def conversation(self, stops: Iterable[int] | None = None) -> Conversation:
+        """How chats are written, and `stops`, the ids that end the rows' answers; None: what ends a probe's answer."""
+        templates: Mapping[str, str] = {}
+        if self._data.chat_template:
+            templates = {"default": read_source(self._data.chat_template)}
+        elif own := self._tokenizer.chat_template:
+            templates = own if isinstance(own, dict) else {"default": own}
+        if stops is None:
+            stops = self.token_ids(self._probe().stops) if templates else []
+        ids = sorted({*stops})
+        tokens = self._tokenizer.convert_ids_to_tokens(ids)
+        stops_by_token = dict(zip(tokens, ids, strict=True))
+        return Conversation(templates, self._data.date_string, self._data.chat_template_kwargs, stops_by_token)
+
+    def _probe(self) -> Script:
+        """A question and its answer. Raises RowError."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        return self.script(Chat(messages, None, [False, True], self._data.chat_template_kwargs))
 
     def identity(self) -> dict[str, str]:
         """Digests of everything that decides tokens and masks, except data and settings."""
@@ -367,8 +394,13 @@ class Encoder:
                 self._finders.clear()
                 self._asks.clear()
             render = partial(self.template.render, variables=variables, form=form)
-            self._finders[key] = SpanFinder(render, self.texts.special)
+            self._finders[key] = SpanFinder(render, self.texts.special, self._own_ends)
         return self._finders[key]
+
+    def _own_ends(self) -> list[str]:
+        """The tokens on which the model's own settings end an answer."""
+        ids = own_end_tokens(self._model) if self._model else []
+        return [token for token in self._tokenizer.convert_ids_to_tokens(ids) if token]
 
     def _as_read_by_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Move each message's reasoning to the key that the template reads, if it reads one."""

@@ -1,10 +1,12 @@
 """Tokenises texts with marked spans into token ids and labels.
 
-Ordinary texts go to the tokenizer in one piece. Two kinds are split before they are tokenised:
+Ordinary texts go to the tokenizer in one piece. Three kinds are split before they are tokenised:
 
 - a text that spells a control token, because it stays text;
 - an answer that would join its first characters with the header's last token. The model is prompted with the header
-  alone, so it must learn to continue from there.
+  alone, so it must learn to continue from there;
+- an answer after white space that the tokenizer cuts in another way at a text's end. GPT-2's pattern reads
+  "\\n\\nHi" as "\\n", "\\n", "Hi", and a prompt's last "\\n\\n" as one token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE = -100
+MOST_HEADER = 100  # letters, up to which a header is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class TextTokenizer:
         added_tokens = tokenizer.added_tokens_decoder.values()
         self.special = {str(token) for token in added_tokens if token.special} | set(tokenizer.all_special_tokens)
         self._pattern = any_of(self.special)
+        self._headers: dict[str, list[int]] = {}  # a header's tokens, without what follows
         ids = tokenizer.convert_tokens_to_ids(sorted(self.special))
         if isinstance(ids, int):
             ids = [ids]
@@ -85,6 +89,8 @@ class TextTokenizer:
             if not script.literals:
                 encoding = next(encodings)
                 spans = _token_spans(encoding, script.supervised)
+                if spans and not self._begin_as_prompted(script, encoding.ids, spans):
+                    spans = None
             try:
                 if encoding is None or spans is None:
                     documents.append(self.tokenise_cut(script))
@@ -93,6 +99,25 @@ class TextTokenizer:
             except BadRow as error:
                 documents.append(error)
         return documents
+
+    def _begin_as_prompted(self, script: Script, ids: list[int], spans: list[Span]) -> bool:
+        """Whether the tokens before each supervised span are those of the prompt alone.
+
+        Only white space before an answer depends on what follows. The comparison begins at the last control token.
+        """
+        for (start, _), (first, _) in zip(script.supervised, spans, strict=True):
+            if not script.text[:start][-1:].isspace():
+                continue
+            before = [match.end() for match in self._pattern.finditer(script.text, 0, start)]
+            header = script.text[before[-1] if before else 0 : start]
+            alone = self._headers.get(header)
+            if alone is None:
+                alone = self._tokenise_piece(header, as_text=False, first=not before)
+                if len(header) < MOST_HEADER:  # a template has few of them
+                    self._headers[header] = alone
+            if ids[max(0, first - len(alone)) : first] != alone:
+                return False
+        return True
 
     def call(self, texts: list[str], *, as_text: bool = False) -> Any:
         """Call the tokenizer for many texts. Nothing is added or truncated.

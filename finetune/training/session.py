@@ -37,6 +37,7 @@ from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.from_base import untrained_in_words
+from finetune.model.generate import stop_on
 from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
 from finetune.model.optimizers.fused_update import choose_update
@@ -205,6 +206,10 @@ def build(
         build_it = build_model if below is None else building_on_top(below)
         assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
         check_vocabulary(start.prepared, assembled.unwrapped_model)
+        stops = start.prepared.conversation.stops
+        if lacking := stop_on(assembled.unwrapped_model, stops.values()):
+            names = ", ".join(token for token, number in stops.items() if number in lacking)
+            log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
         if start.adapter is not None and below is None and first_step == 0:
             start_from(assembled, start.adapter)
         state = restore(recipe, assembled, first_step)

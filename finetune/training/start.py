@@ -37,6 +37,7 @@ from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import BASE, Claim, claim_run_folder, curve_identity
 from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
+from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder
 from finetune.tokens.second_model import refuse_other_tokens
@@ -123,7 +124,7 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
             print(wrapped(note, sys.stderr), file=sys.stderr)
     scored = None
     if recipe.eval.generate.every is not None:
-        scored = held_out_set(recipe, Encoder(tokenizer, recipe.data), prepared)
+        scored = held_out_set(recipe, Encoder(tokenizer, recipe.data, recipe.model), prepared)
 
     # This rank's share of every step. The stages of a pipeline share one, in micro-batches of one width.
     width = None
@@ -192,6 +193,7 @@ def _claim(
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
+        write_json(folder / CONVERSATION, prepared.conversation.as_json())
     if recipe.model.trust_remote_code:
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim

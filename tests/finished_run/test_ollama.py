@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import finished_run as open_finished
@@ -206,6 +206,14 @@ def test_the_modelfile(tmp_path: Path) -> None:
         "PARAMETER top_k 20",
         "PARAMETER top_p 0.95",
     ]
+    # Settings that sample and leave the rest to the library: its values, which are not Ollama's.
+    (base / "generation_config.json").write_text('{"eos_token_id": 2, "do_sample": true, "min_p": 0.1}', "utf-8")
+    written = dict(line.split()[1:] for line in modelfile(run, base, tokenizer, template, "x.gguf").splitlines()[-4:])
+    library = GenerationConfig()._get_default_generation_params()  # no public name has them; they are pinned here
+    assert {name: float(written[name]) for name in ("temperature", "top_k", "top_p")} == {
+        name: library[name] for name in ("temperature", "top_k", "top_p")
+    }
+    assert written["min_p"] == "0.1"
 
 
 def test_a_run_without_a_chat_template_gets_the_bare_prompt(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from finetune.errors import FinetuneError
 from finetune.finished_run import serving_rules
 from finetune.finished_run.hand_over import hand_over
 from finetune.finished_run.merge_command import merge_run
-from tests.support.models.tiny import save_tiny
+from tests.support.models.chat_families import byte_level_tokenizer
+from tests.support.models.tiny import CHATML, save_tiny
+from tests.support.runs.by_heart import PAIRS, learned_by_heart, save_base
 from tests.support.runs.finished import finished_run
 
 pytestmark = pytest.mark.slow
@@ -234,6 +236,27 @@ def test_the_printed_commands(tmp_path: Path) -> None:
     beginning = tokenizer.decode(expected.ids).rstrip("\ufffd")  # half a letter at the end
     assert len(beginning) > 5
     assert answer["choices"][0]["message"]["content"].startswith(beginning)
+
+
+def test_an_answer_ends_where_the_training_ended_it(tmp_path: Path) -> None:
+    """The base's settings end on <eos> alone, and it has no template: the printed command brings both."""
+    template = "{{ strftime_now('%Y') }}" + CHATML
+    tokenizer = byte_level_tokenizer(template, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<eos>")
+    tokenizer.chat_template = None
+    base = save_base(tmp_path / "base", tokenizer, head_dim=32, initializer_range=0.3)
+    run = learned_by_heart(tmp_path / "made", base, lora={"r": 32, "lora_alpha": 128}, data={"chat_template": template})
+    facts = hand_over(run.folder, "vllm", None, print)
+    answers = {}
+    with served(shlex.split(facts["command"]), tmp_path) as port:
+        for question in PAIRS:
+            ask = facts["ask"].replace("Define: Apology", question)
+            words = [word.replace(":8000", f":{port}") for word in shlex.split(ask)]
+            answer = json.loads(subprocess.run([*words, "-s"], capture_output=True, check=True, timeout=120).stdout)
+            answers[question] = (
+                answer["choices"][0]["message"]["content"].strip(),
+                answer["choices"][0]["finish_reason"],
+            )
+    assert answers == {question: (answer, "stop") for question, answer in PAIRS.items()}
 
 
 LIST = """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from finetune.model import generate
-from finetune.model.generate import answer, answering, computing_device, greedy_answers, left_padded
+from finetune.model.generate import answer, answering, computing_device, greedy_answers, left_padded, stop_on
 from tests.support.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -92,17 +92,54 @@ def test_each_prompt_ends_at_its_own_end(llama: Any) -> None:
     assert answers[0] == tokenizer.decode(rows[0][: lengths[0]], skip_special_tokens=True).strip()
 
 
-def test_padding_counts_as_no_repetition(llama: Any) -> None:
-    """A tokenizer without a padding token pads with the one that ends an answer; a penalty must not meet it there."""
+@torch.no_grad()
+def likeliest(model: nn.Module, prompt: list[int], ends: set[int]) -> list[int]:
+    """One token after the other, by the model's logits alone."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + NEW:
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "num_beams": {"num_beams": 4},
+    "min_new_tokens": {"min_new_tokens": NEW},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "bad words": {"suppress_tokens": list(range(100, 500))},
+    "forced end": {"forced_eos_token_id": 7},
+    "sampling": {"do_sample": True, "temperature": 5.0, "top_k": 3, "top_p": 0.5, "min_p": 0.01},
+    "shorter": {"max_new_tokens": 2, "max_length": 4},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_greedy_answer_follows_no_setting_but_the_ends(llama: Any, name: str) -> None:
     tokenizer = tiny_tokenizer()
-    plain = alone(llama, tokenizer)
-    tokenizer.pad_token = None
-    with torch.no_grad():  # the end is as likely as the likeliest other token, and one penalty makes it less so
-        llama.lm_head.weight[tokenizer.eos_token_id] = llama.lm_head.weight[100] * 1.01
-    llama.generation_config.repetition_penalty = 3.0
-    expected = alone(llama, tokenizer)
-    assert expected != plain
-    assert together(llama, tokenizer) == expected
+    first = likeliest(llama, PROMPTS[0], set())
+    ends = {tokenizer.eos_token_id, first[4]}
+    expected = [
+        tokenizer.decode(likeliest(llama, prompt, ends), skip_special_tokens=True).strip() for prompt in PROMPTS
+    ]
+    llama.generation_config.eos_token_id = [*ends]
+    llama.generation_config.update(**SETTINGS[name])
+    before = llama.generation_config.to_dict()
+    assert alone(llama, tokenizer) == together(llama, tokenizer) == expected
+    assert llama.generation_config.to_dict() == before
+
+
+def test_stop_on_adds_what_the_settings_lack(llama: Any) -> None:
+    settings = llama.generation_config
+    settings.eos_token_id = 2
+    assert stop_on(llama, [2]) == []
+    assert settings.eos_token_id == 2, "left as the base spells it"
+    assert stop_on(llama, [2, 9, 5]) == [9, 5]
+    assert settings.eos_token_id == [2, 9, 5]
+    settings.eos_token_id = None
+    assert stop_on(llama, [9]) == [9]
+    assert settings.eos_token_id == [9]
 
 
 def test_rows_are_padded_on_the_left_with_their_own_first_token() -> None:

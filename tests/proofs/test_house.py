@@ -41,7 +41,8 @@ launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks laun
 launch.with_parent
 measure.units
 model.known_configs model.packaged
-tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.dataset tokens.encoder
+tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.conversation tokens.dataset
+tokens.encoder
 tokens.estimate tokens.marks tokens.mixture tokens.packing tokens.tokenizer
 run_folder.facts run_folder.heartbeat
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files

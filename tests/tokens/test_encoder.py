@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import DataError
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
@@ -269,3 +273,25 @@ def test_a_real_tokenizer_gives_its_own_tokens_for_ordinary_rows() -> None:
         assert document.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
         learned = tokenizer.decode([label for label in document.labels if label != IGNORE])
         assert learned == f"{contents[1]}<|im_end|>{contents[3]}<|im_end|>"
+
+
+@pytest.mark.parametrize("tail", ["\\n\\n", "\\n", "  ", " \\n \\n\\n", "</think>\\n\\n"])
+def test_an_answer_follows_the_tokens_of_its_prompt_alone(tail: str) -> None:
+    """GPT-2's pattern leaves the last white space before a word to a token of its own, and joins it at a text's end."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words = ["Hello there\n\n\n\nHi  \n \n\n</think>\n\n  "] * 3
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(words, BpeTrainer(special_tokens=["<u>", "<a>", "<e>"], initial_alphabet=alphabet))
+    template = (
+        "{% for m in messages %}{{ ('<u>' if m.role == 'user' else '<a>TAIL') + m.content + '<e>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a>TAIL' }}{% endif %}"
+    ).replace("TAIL", tail)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>", chat_template=template)
+    asked = [{"role": "user", "content": "Hello"}]
+    encoder = Encoder(tokenizer, data_section())
+    document = encoded(encoder, {"messages": [*asked, {"role": "assistant", "content": "Hi"}]})
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    first = next(at for at, label in enumerate(document.labels) if label != -100)
+    assert document.input_ids[:first] == prompt == encoder.prompt_ids(asked)
+    assert tokenizer.decode(document.input_ids[first:]) == "Hi<e>"
