@@ -312,11 +312,14 @@ def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
         assert "no Modelfile: " in facts["notes"][0]
     for engine in ("vllm", "peft"):
         served = hand_over(run.folder, engine, None, lambda _: None)  # type: ignore[arg-type]
-        folder = Path(served["folder"])
-        assert ends <= {*json.loads((folder / "generation_config.json").read_text("utf-8"))["eos_token_id"]}
+        folder = Path(served["folder"]).resolve()
+        file = folder / "generation_config.json"
+        assert file.is_file() == (name != "glm4moe")  # whose base lists its end itself
+        if file.is_file():
+            assert ends <= {*json.loads(file.read_text("utf-8"))["eos_token_id"]}
         if engine == "vllm":
-            assert f"--generation-config {folder.resolve()}" in served["command"]
-            assert f"--chat-template {folder.resolve()}/chat_template.jinja" in served["command"]
+            assert (f"--generation-config {folder}" in served["command"]) == file.is_file()
+            assert f"--chat-template {folder}/chat_template.jinja" in served["command"]
             assert "/v1/chat/completions" in served["ask"]
 
 
