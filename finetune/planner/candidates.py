@@ -59,7 +59,9 @@ def for_model(model: str) -> Wanted:
     """Any method and row length for a model, on public chats."""
     data = with_template(schema.Data(train=[CHATS], eval=[HELD_OUT], truncation="right"), model)
     training = Training(num_train_epochs=EPOCHS)
-    recipe = Recipe(model=schema.ModelSection(name_or_path=model), data=data, training=training)
+    # A budget with a GPU: number formats that are left to the device are a GPU's, whatever this machine computes in.
+    budget, base = schema.Budget(gpus=1), schema.ModelSection(name_or_path=model)
+    recipe = Recipe(budget=budget, model=base, data=data, training=training)
     return Wanted(recipe, ROW_LENGTHS, METHODS, is_users=False)
 
 

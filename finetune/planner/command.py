@@ -385,7 +385,8 @@ def pick_in_words(
         overrides = list(words[1:])
         if model is not None:
             overrides.append(f"model.name_or_path={model}")
-        wanted = candidates.for_recipe(load_recipe(Path(words[0]), overrides).recipe)
+        loaded = load_recipe(Path(words[0]), overrides).formats_for(fastest_for(gpus.count))[0]
+        wanted = candidates.for_recipe(loaded.recipe)
     else:
         wanted = candidates.for_model(str(model))
     if options.price is not None:

@@ -164,7 +164,7 @@ def test_the_wheel_against_the_driver(
         pytest.skip("a driver is here")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(shutil, "which", lambda name: driver)
-    wheels = [finding for finding in doctor.check_devices() if finding.name == "wheels"]
+    wheels = [finding for finding in doctor.check_has_gpus() if finding.name == "wheels"]
     assert [finding.state for finding in wheels] == [state]
     assert words in wheels[0].seen
 
@@ -174,9 +174,9 @@ def test_a_gpu_that_torch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
         monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-        found = [(each.name, each.state, each.seen) for each in doctor.check_devices()][1:]
+        found = [(each.name, each.state, each.seen) for each in doctor.check_has_gpus()][1:]
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
-        old = list(doctor.check_devices())[1]
+        old = list(doctor.check_has_gpus())[1]
     assert found == [
         ("devices", "ok", "GPU 0: Card 0, 80.0 of 80.0 GiB free, bf16 yes"),
         ("wheels", "ok", f"torch {torch.__version__}, built for 13.0"),
@@ -310,7 +310,7 @@ def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pyt
     for name in (
         "check_libraries",
         "check_extras",
-        "check_devices",
+        "check_has_gpus",
         "check_pair",
         "check_accelerate",
         "check_variables",
