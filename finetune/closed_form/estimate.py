@@ -65,7 +65,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         (gpus is None, "on a CPU"),
         (family not in FAMILIES, f"the architecture {family}"),
         (strategy.kind not in RESERVED or strategy.offloaded, f"accelerate_config: {strategy.name}"),
-        (training.mixed_precision in ("fp8", "no"), f"training.mixed_precision: {training.mixed_precision}"),
+        (training.mixed_precision == "no", "training.mixed_precision: no"),
         (attention != "auto", f"model.attention: {attention}"),
         (config.get("attention_dropout"), "attention dropout"),
         (OPTIMIZERS[training.optim].moment_bytes is not None, f"training.optim: {training.optim}"),

@@ -20,8 +20,7 @@ from finetune.run_folder.facts import RunFacts, score_rows
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
 CARD_SAMPLES = 4
 SAMPLE_LETTERS = 600  # of a prompt or an answer; longer ones end in an ellipsis
-PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "fp8": "bf16 mixed, products in float8",
-              "no": "float32"}  # fmt: skip
+PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "no": "float32"}
 LEARNED_FROM = {"assistant": "the assistant's turns", "completion": "the last answer", "all": "all tokens",
                 "each_turn": "every answer of the assistant, as an example of its own"}  # fmt: skip
 TASK = "text-generation"

@@ -23,7 +23,6 @@ _LIBRARIES = (
     "numpy",
     "bitsandbytes",
     "deepspeed",
-    "torchao",
     "liger-kernel",
 )
 

@@ -30,7 +30,6 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
-from finetune.model.float8.layers import compute_in_float8
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.on_top import add_frozen_adapter, is_on_top
 from finetune.model.packaged import folder_of, resolve_model_path
@@ -77,8 +76,6 @@ def build_model(
     refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
-    if recipe.training.float8:
-        compute_in_float8(model)
     adapted: nn.Module = model
     if recipe.lora is None:
         _refuse_all_of_a_multimodal(model)

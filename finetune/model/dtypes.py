@@ -11,8 +11,8 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
 
-# training.mixed_precision -> the format of the computation, under fp8 of all but products; None: that of the weights.
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "no": None}
+# training.mixed_precision -> the format of the computation; None: that of the weights.
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -102,7 +102,7 @@ def plan_recipe(
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
     """
     strategy = strategy_of(recipe)
-    check_packages(recipe, strategy, on_cpu=gpus is None, plan=True)
+    check_packages(recipe, strategy, plan=True)
     check_combination(recipe, strategy, on_cpu=gpus is None)
     if gpus is not None:
         ranks = gpus.count * gpus.nodes

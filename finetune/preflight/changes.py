@@ -251,9 +251,6 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
         yield RecipeChange({"training.optim": plain}, note)
-    if training.float8:
-        note = "training.mixed_precision: bf16 instead of fp8, of which a CPU has no products"
-        yield RecipeChange({"training.mixed_precision": "bf16"}, note)
 
 
 def _schedule(training: Training) -> Iterator[RecipeChange]:

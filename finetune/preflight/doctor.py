@@ -38,7 +38,6 @@ FindingState = Literal["ok", "look", "bad"]
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
     "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
-    "torchao": ("torchao", "products in float8: pip install 'finetune[lowbit]'"),
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
     "openpyxl": ("openpyxl", "workbooks as data: pip install 'finetune[excel]'"),
     "lm-eval": ("lm_eval", "benchmarks by `finetune eval --tasks`: pip install 'finetune[eval]'"),
@@ -47,7 +46,7 @@ EXTRAS = {
 _MATTER = (
     r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"
     r"|HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|HUB_ENABLE_HF_TRANSFER|HUB_DISABLE_XET)|TRANSFORMERS_OFFLINE"
-    r"|FINETUNE_CACHE|FINETUNE_FLOAT8|FINETUNE_GGUF_PYTHON|SLURM_JOB_NUM_NODES|SLURM_NTASKS"
+    r"|FINETUNE_CACHE|FINETUNE_GGUF_PYTHON|SLURM_JOB_NUM_NODES|SLURM_NTASKS"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH"
 )
 _TRY_IMPORTS = """
@@ -165,7 +164,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     checks: dict[str, Callable[[], object]] = {
         "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
         "devices": lambda: check_has_gpu(recipe, launch),
-        "packages": lambda: check_packages(recipe, strategy, on_cpu=on_cpu),
+        "packages": lambda: check_packages(recipe, strategy),
         "strategy": lambda: check_combination(recipe, strategy, on_cpu=on_cpu),
         "trackers": lambda: check_trackers(recipe),
     }

@@ -82,7 +82,6 @@ def probe(
     Raises EnvironmentMismatch if loss or gradients differ from the library's; its line names a setting that is right.
     Raises FinetuneError for everything that `refuse_early` refuses.
     """
-    recipe = _without_float8(recipe)
     with tempfile.TemporaryDirectory(prefix="finetune-probe-") as name, _undisturbed(device):
         folder = Path(name)
         if offline:
@@ -98,13 +97,6 @@ def probe(
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
                 return _not_here(recipe, device, key)
             return _found_now(recipe, device, compute, folder / "model", key)
-
-
-def _without_float8(recipe: Recipe) -> Recipe:
-    """The recipe under bf16, because the rounding of float8 would hide everything that the probe looks for."""
-    if not recipe.training.float8:
-        return recipe
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"mixed_precision": "bf16"})})
 
 
 def _recalled(known: dict[str, Any]) -> ProbeResult:

@@ -128,7 +128,7 @@ _TOP: dict[str, AccelerateKey] = {
     "compute_environment": _launcher(_text, works=("LOCAL_MACHINE",)),
     "mixed_precision": AccelerateKey(
         _word,
-        works=("no", "fp16", "bf16", "fp8"),
+        works=("no", "fp16", "bf16"),
         same="no",
         owner=lambda recipe: recipe.training.mixed_precision,
         owner_key="training.mixed_precision",
@@ -229,12 +229,6 @@ _DYNAMO: dict[str, AccelerateKey] = {
         AccelerateKey(drops=True),
     ),
 }
-# Read only with training.mixed_precision: fp8.
-_FLOAT8: dict[str, AccelerateKey] = {
-    "fp8_backend": AccelerateKey(_upper, works=("AO",), drops=True, remedy="float8 is torchao's here; set AO"),
-    "fp8_enable_fsdp_float8_all_gather": AccelerateKey(_truth_value, works=(False,), drops=True),
-    "fp8_pad_inner_dim": AccelerateKey(_truth_value, works=(True, False), drops=True),
-}
 
 
 @dataclass(frozen=True)
@@ -249,7 +243,6 @@ SECTIONS = {
     "deepspeed_config": _Table(_ZERO, "", "DEEPSPEED"),
     "parallelism_config": _Table(_MESH, "", "FSDP"),
     "dynamo_config": _Table(_DYNAMO, "dynamo_"),
-    "fp8_config": _Table(_FLOAT8, "fp8_"),
 }
 # distributed_type -> the section and key that its file must have.
 _REQUIRED = {"FSDP": ("fsdp_config", "fsdp_version"), "DEEPSPEED": ("deepspeed_config", "zero_stage")}
@@ -279,8 +272,10 @@ def type_of(file: Mapping[str, Any]) -> str:
 def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
     """Read a file key by key. Without a recipe, a value that recipes decide is a mistake unless it is the default."""
     found, kind = Meaning(), type_of(file)
-    top = {name: value for name, value in file.items() if name not in SECTIONS}
+    top = {name: value for name, value in file.items() if name not in (*SECTIONS, "fp8_config")}
     found.settings = _read_keys(found, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
+    if file.get("fp8_config"):
+        found.mistakes.append(("fp8_config", "products in float8 are not offered; remove it"))
     for name, table in SECTIONS.items():
         section = file.get(name)
         if not isinstance(section, dict):
@@ -291,15 +286,6 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
             text = f"has no effect under distributed_type: {kind}; remove it, or set {table.read_under} there"
             found.mistakes.append((name, text))
             continue
-        if name == "fp8_config" and section:
-            reason = None
-            if recipe is not None and not recipe.training.float8:
-                reason = f"training.mixed_precision is {recipe.training.mixed_precision}"
-            elif str(file.get("mixed_precision")).lower() != "fp8":
-                reason = "mixed_precision is not fp8"
-            if reason is not None:
-                found.mistakes.append((name, f"has no effect: {reason}; remove it"))
-                continue
         settings = _read_keys(found, f"{name}.", section, table, recipe)
         # An empty parallelism_config asks for HSDP. If all its sizes are 1, it asks for nothing.
         if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):

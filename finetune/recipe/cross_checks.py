@@ -365,15 +365,9 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         total_steps = math.inf
     if total_steps is not None and (unsaved := unsaved_evaluations(recipe, total_steps)):
         yield CrossCheck("save_steps", *unsaved)
-    if training.pure_bf16 and training.accelerate_precision != "bf16":
+    if training.pure_bf16 and training.mixed_precision != "bf16":
         key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
         yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
-    if training.float8 and recipe.lora is not None:
-        problem = "fp8 is for training all weights; weights under adapters are frozen"
-        yield CrossCheck("training.mixed_precision", problem, "set it to bf16, or lora: null")
-    if training.float8 and training.keeps_products:
-        problem = "selective keeps products, and fp8 computes them inside its own functions"
-        yield CrossCheck("training.activation_checkpointing", problem, "set it to auto, true or false")
 
 
 def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -102,7 +102,7 @@ RENAMED: dict[str, str] = {
     "model_revision": "model.revision",
     "bf16": "training.mixed_precision: bf16",
     "fp16": "training.mixed_precision: fp16",
-    "fp8": "training.mixed_precision: fp8",
+    "fp8": "training.mixed_precision: bf16",
     "warmup_proportion": "training.warmup_ratio",
     "gradient_clipping": "training.max_grad_norm",
     "deepspeed": "accelerate_config",

@@ -56,9 +56,6 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     """Settings that DeepSpeed would refuse with a traceback, or compute in another number format."""
     training, name = recipe.training, f"accelerate_config: {strategy.name}"
     number_format, precision = training.mixed_precision, "training.mixed_precision"
-    if number_format == "fp8":
-        problem = f"fp8: {name} has one number format"
-        yield Unfit(precision, problem, "set bf16, or accelerate_config: fsdp2", {precision: "bf16"})
     if training.optim != DEFAULT:  # strategies/zero_state.py knows only this optimizer's state
         problem = f"{training.optim}: ZeRO shards state by elements, not by blocks"
         yield Unfit("training.optim", problem, f"set {DEFAULT}", {"training.optim": DEFAULT})
@@ -121,9 +118,6 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if recipe.quantization is not None and not recipe.quantization.load_in_4bit:
         problem, remedy = f"{name} does not split int8 weights yet", "set load_in_4bit, or take ddp"
         yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
-    if recipe.training.float8:
-        problem, remedy = f"{name} does not compute in float8 yet", "set bf16, or take fsdp2"
-        yield Unfit(precision, problem, remedy, {precision: "bf16"})
     if recipe.training.mixed_precision == "fp16":
         problem = f"the stages of {name} do not agree on fp16's loss scale"
         yield Unfit(precision, problem, "set bf16", {precision: "bf16"})

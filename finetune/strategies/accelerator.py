@@ -24,7 +24,6 @@ from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.measure.host_memory import usable_cores
-from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
 from finetune.paths import from_here
@@ -184,7 +183,7 @@ def _computes_on_cpu(launch: Launch) -> bool:
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = _computes_on_cpu(launch)
-    check_packages(recipe, strategy, on_cpu=on_cpu)
+    check_packages(recipe, strategy)
     check_combination(recipe, strategy, on_cpu=on_cpu)
     if problem := stages_problem(recipe, strategy, launch.world_size):
         raise EnvironmentMismatch(problem)
@@ -200,7 +199,6 @@ def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
         require_engine(strategy, on_cpu=on_cpu)
     for problem in unfit(recipe, strategy):
         raise EnvironmentMismatch(str(problem))
-    check_float8(recipe, on_cpu=on_cpu)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 
 
@@ -229,7 +227,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
     with silenced_deepspeed(), on_gpu:
         accelerator = Accelerator(
-            mixed_precision=recipe.training.accelerate_precision,
+            mixed_precision=recipe.training.mixed_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
             cpu=zero is None and on_cpu,
             fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
@@ -280,7 +278,7 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
     asked = {
         "strategy": "ddp" if strategy.schedule else strategy.kind,  # Accelerate has ranks, and no word for stages
         "world size": launch.world_size,
-        "mixed_precision": recipe.training.accelerate_precision,
+        "mixed_precision": recipe.training.mixed_precision,
         "gradient_accumulation_steps": 1,
         "dynamo_backend": "NO",
     }

@@ -13,14 +13,12 @@ from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES, gpu_of_rank
 from finetune.launch.launcher import Launch
-from finetune.model.float8.requirements import check_capability
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:
-    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower, and float8 on a
-    GPU without it.
+    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower.
 
     It looks at all ranks' GPUs on this machine, so that each rank reaches the same result. torch and Accelerate both
     count emulation as support. It also refuses a deterministic training if cuBLAS's workspace is not deterministic.
@@ -30,8 +28,6 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     _check_gpu_for_each(launch)
     own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
-    if recipe.training.float8:
-        check_capability(capability, torch.cuda.get_device_name(f"cuda:{index}"))
     remedies = list(_without_bfloat16(recipe))
     if capability >= AMPERE or not remedies:
         return

@@ -26,7 +26,7 @@ class NeededPackage:
         return importlib.util.find_spec(self.module) is not None
 
 
-def needed_packages(recipe: Recipe, strategy: Strategy, *, on_cpu: bool, plan: bool = False) -> Iterator[NeededPackage]:
+def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> Iterator[NeededPackage]:
     """The packages that training this recipe imports; `plan`: those that its plan imports."""
     if strategy.uses_engine:
         yield NeededPackage(f"accelerate_config: {strategy.name}", "deepspeed", "deepspeed", "DeepSpeed")
@@ -35,8 +35,6 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, on_cpu: bool, plan: b
         yield NeededPackage("quantization", "bitsandbytes", "qlora", "bitsandbytes")
     elif OPTIMIZERS[optim].library(sharded=strategy.shards_optimizer_state) == "bitsandbytes":
         yield NeededPackage(f"training.optim: {optim}", "bitsandbytes", "qlora", "bitsandbytes")
-    if recipe.training.float8 and not on_cpu:  # a CPU has no such products, with torchao or without
-        yield NeededPackage("training.mixed_precision: fp8", "torchao", "lowbit", "torchao")
     if plan:
         return
     files = [entry.data_files for entry in recipe.data.sets]
@@ -48,9 +46,9 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, on_cpu: bool, plan: b
         yield NeededPackage("eval.generate.metrics: chrf", "sacrebleu", "eval", "sacrebleu")
 
 
-def check_packages(recipe: Recipe, strategy: Strategy, *, on_cpu: bool, plan: bool = False) -> None:
+def check_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> None:
     """Refuse a recipe that needs packages which are not installed, all in one line. Raises EnvironmentMismatch."""
-    missing = [needed for needed in needed_packages(recipe, strategy, on_cpu=on_cpu, plan=plan) if not needed.is_here]
+    missing = [needed for needed in needed_packages(recipe, strategy, plan=plan) if not needed.is_here]
     if not missing:
         return
     what = " and ".join(f"{each.title} ({each.place})" for each in missing)

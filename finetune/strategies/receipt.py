@@ -24,7 +24,6 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
-from finetune.model.float8.layers import float8_facts
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -79,7 +78,6 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "adapted_layers": len(adapted_paths(model)),
         **computed_layers(accelerator, parts),
         **reach(model, decoder_parts(model), full_numel),
-        "float8": float8_facts(model),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
@@ -197,7 +195,6 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
         ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
         ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
-        ("training.mixed_precision: layers compute in float8", recipe.training.float8, receipt["float8"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),

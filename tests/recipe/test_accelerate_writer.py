@@ -186,8 +186,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Callable[[dict[str, Any
     "fp8": (
         {"distributed_type": "MULTI_GPU", "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "margin": 0}},
         [
-            ("mixed_precision: 'fp8': the recipe owns it", drop("mixed_precision")),
-            ("fp8_config: has no effect: training.mixed_precision is no; remove it", drop("fp8_config")),
+            ("mixed_precision: 'fp8'", drop("mixed_precision")),
+            ("fp8_config: products in float8 are not offered; remove it", drop("fp8_config")),
         ],
         "ddp",
     ),
@@ -537,14 +537,3 @@ def test_a_mesh_of_another_size_than_the_launch(tmp_path: Path) -> None:
     with pytest.raises(FinetuneError, match=r"2 ranks in 1 copy are 2 each; launch 4"):
         check_launch(recipe_with(str(file), {}), launch_of(Case({}, "fsdp2"), None))
     assert check_launch(recipe_with(str(file), {}), launch_of(Case({}, "fsdp2", ranks=4), None)).kind == "fsdp"
-
-
-def test_float8_of_recipe_and_file(tmp_path: Path) -> None:
-    recipe = recipe_with("ddp", {"training": {"mixed_precision": "fp8"}})
-    torchao = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
-    content = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp8", "fp8_config": torchao}
-    file = written(content, tmp_path / "mine.yaml")
-    assert read_strategy(str(file), recipe=recipe).plugin_settings(2, 2) == read_strategy("ddp").plugin_settings(2, 2)
-    file = written(content | {"fp8_config": {"backend": "TE"}}, file)
-    with pytest.raises(RecipeError, match=r"fp8_config.backend: 'TE': float8 is torchao's here; set AO"):
-        read_strategy(str(file), recipe=recipe)

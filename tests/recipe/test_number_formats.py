@@ -93,7 +93,6 @@ def test_a_recipe_for_a_cpu_follows_its_flags(flags: str, written: dict[str, Any
         ({"training": {"mixed_precision": "fp16"}}, ("fp16", "bfloat16")),
         ({"model": {"dtype": "bfloat16"}}, ("no", "bfloat16")),
         ({"lora": None}, ("no", "bfloat16")),  # the format of the export, which no processor decides
-        ({"lora": None, "training": {"mixed_precision": "fp8"}}, ("fp8", "bfloat16")),
         ({"lora": None, "training": {"pure_bf16": True}}, ("bf16", "bfloat16")),
         ({"quantization": {"load_in_4bit": True}}, ("bf16", "bfloat16")),
         ({"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}}, ("no", "float32")),

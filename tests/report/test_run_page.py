@@ -396,7 +396,6 @@ def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
     receipt |= {
         "data": {"documents": 252, "tokens": 20_481, "supervised_tokens": 8_313},
         "pipeline": None,
-        "float8": {},
     }
     (folder / "receipt.json").write_text(json.dumps(receipt))
     text = text_of(report(read_runs([folder])))
@@ -410,7 +409,6 @@ def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
     places = [text.index(words) for words in ("What was measured", "before!", "For the trainer", "Learning rate")]
     assert places == sorted(places)
     assert "pipeline" not in text
-    assert "float8" not in text
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,6 @@ def not_scaled(built: Built) -> None:
     other_autocast(built)
 
 
-def float8_missing(built: Built) -> None:
-    built.asks(lora=None, training=built.recipe.training.model_dump() | {"mixed_precision": "fp8"})
-
-
 def other_attention(built: Built) -> None:
     decoder_parts(built.unwrapped_model).config._attn_implementation = "eager"
 
@@ -160,7 +156,6 @@ CASES = (
     Case(other_autocast, "training.mixed_precision: number format of the computation: asked bfloat16, runs float16"),
     Case(scaled, "training.mixed_precision: loss scaling: asked False, runs True"),
     Case(not_scaled, "training.mixed_precision: loss scaling: asked True, runs False"),
-    Case(float8_missing, "training.mixed_precision: layers compute in float8: asked True, runs False"),
     Case(other_attention, "model.attention: asked varlen, runs eager"),
     Case(half_masters, "training.pure_bf16: number format of trained weights: asked float32, runs bfloat16"),
     Case(

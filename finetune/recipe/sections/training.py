@@ -57,11 +57,10 @@ class Training(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Added to that mean's root, by which AdamW divides.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused, or in 8 bits; paged: on CUDA, not sharded.")
-    mixed_precision: Literal["auto", "bf16", "fp16", "fp8", "no"] = Field(
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = Field(
         "auto",
         description="Number format for computation. auto: bf16 if the device has arithmetic for it; else fp16 on a "
-        "GPU, no on a CPU. A run keeps its choice. no: float32. fp16: losses are scaled. fp8: bf16, with the layers' "
-        "products in float8 (torchao); all weights must be trained.",
+        "GPU, no on a CPU. A run keeps its choice. no: float32. fp16: losses are scaled.",
     )
     pure_bf16: bool = Field(
         False, description="Trained weights and AdamW's state in bfloat16 too, with stochastic rounding."
@@ -95,18 +94,6 @@ class Training(Section):
         description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME; eval_METRIC: a score of "
         "eval.generate.metrics, or under dpo and kto eval_reward_accuracy or eval_reward_margin.",
     )
-
-    @property
-    def float8(self) -> bool:
-        """Whether products inside layers are in float8. Everything else is then as under bf16."""
-        return self.mixed_precision == "fp8"
-
-    @property
-    def accelerate_precision(self) -> str:
-        """Accelerate's `mixed_precision`. Float8 layers belong to the model, so Accelerate sees bf16."""
-        if self.float8:
-            return "bf16"
-        return self.mixed_precision
 
     @property
     def recompute_every(self) -> int:

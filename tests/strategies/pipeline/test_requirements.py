@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.model.float8.requirements import EMULATION_SWITCH
 from finetune.recipe.sections.pipelines import SCHEDULES
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch
@@ -63,12 +62,6 @@ def test_what_it_cannot_is_refused(changes: dict[str, Any], place: str) -> None:
 def test_four_bits_are_split() -> None:
     content = recipe(accelerate_config="gpipe", quantization={"load_in_4bit": True})
     assert check_launch(content, FOUR).schedule == "gpipe"
-
-
-def test_float8_is_refused_by_a_pipeline_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EMULATION_SWITCH, "emulate")
-    with pytest.raises(EnvironmentMismatch, match=r"^training.mixed_precision: gpipe does not compute in float8 yet; "):
-        check_launch(least_recipe(accelerate_config="gpipe", lora=None, training={"mixed_precision": "fp8"}), FOUR)
 
 
 def test_1f1b_wants_a_micro_batch_a_stage() -> None:

@@ -51,7 +51,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
     "pure_bf16": {"mixed_precision": "bf16", "pure_bf16": True},
 }
-FLOAT8 = {"fp8": {"mixed_precision": "fp8"}}  # not of the grid: torchao may not be installed
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "patterns": {"rank_pattern": {"q_proj": 9, "layers.2.mlp.up_proj": 17}, "exclude_modules": ["k_proj"]},
@@ -92,7 +91,7 @@ class Case:
             training=Training(
                 optim=self.optim,  # type: ignore[arg-type]
                 activation_checkpointing=self.checkpointing or False,
-                **(PRECISIONS | FLOAT8)[self.precision],
+                **PRECISIONS[self.precision],
             ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
         )
