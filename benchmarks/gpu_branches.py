@@ -35,6 +35,9 @@ SLOW_TESTS = ["proofs/test_recipes_on_gpu.py"]
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
+    "finetune/architecture/compiled/document_operator.py document_operator.gradients: slope.device.type == 'cuda'": (
+        "asked inside an operator that a GPU alone runs; tests/support/threaded_device.py has a device like it"
+    ),
     "finetune/model/optimizers/fused_update.py allocated_bytes: device.type != 'cuda'": (
         "a GPU's answer reads the allocator of CUDA; `benchmarks/gpu.py optimizer` asks it on a GPU"
     ),

@@ -481,7 +481,11 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Cou
 def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Iterator[Record]:
     """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
     lines = _csv_lines(stream, dialect)
-    first = next(lines, "")
+    try:
+        first = next(lines, "")
+    except BadRow as error:
+        yield 1, [], str(error)
+        return
     skipped = bool(SEPARATOR_LINE.fullmatch(first))
     if skipped:
         told[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0

@@ -36,7 +36,7 @@ from finetune.files import (
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
 from finetune.finished_run.merge_command import in_words, merge_run
-from finetune.finished_run.ollama import PromptText, ends_of, go_template, modelfile
+from finetune.finished_run.ollama import PromptText, end_tokens_of, go_template, modelfile
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
@@ -79,7 +79,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     try:
         with disk_errors(file):
             aside.mkdir()
-            ends = ends_of(run, source, tokenizer)
+            ends = end_tokens_of(run, source, tokenizer)
             facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
             folder.mkdir(exist_ok=True)
             sync(aside / file.name)

@@ -188,7 +188,7 @@ def go_template(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     return joints.go_template(), notes
 
 
-def ends_of(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens_of(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end an answer: the training's, then others that the converted folder names."""
     listed = ends_by_settings(generation_settings(source), tokenizer)
     return list(dict.fromkeys([*run.conversation.stops.values(), *listed]))
@@ -205,7 +205,7 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
     config = read_object(source / "config.json")
     config = config.get("text_config", config)
     settings = generation_settings(source)
-    texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(ends_of(run, source, tokenizer))]
+    texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens_of(run, source, tokenizer))]
     positions = config.get("max_position_embeddings", USUAL_CONTEXT)
     lines = [
         f"FROM ./{gguf}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def refuse_foreign(folder: Path, name: str, *, below: Path, later: Collection[st
         raise FinetuneError(f"{link}: is a link, through which nothing is written; remove it, or {OTHER_FOLDER}")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    record = read_object(folder / name) if (folder / name).is_file() else {}
+    record: dict[str, Any] = {}
+    with suppress(FinetuneError):  # a file that cannot be read makes no export either
+        record = read_object(folder / name)
     listed = record.get("files")
     if "run" not in record:
         raise FinetuneError(f"{folder}: is there and is not an earlier export; {OTHER_FOLDER}")

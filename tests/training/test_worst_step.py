@@ -323,7 +323,7 @@ def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, 
     names = in_folder(recipe)
     assert not {name for name in names if name.startswith(TEMPORARY_PREFIX)}, names
     left_by_a_start = {"recipe.yaml", "environment.json", "receipt.json", "run_state.json", "metrics.jsonl"}
-    assert names <= left_by_a_start | {".lock", ".state.lock"}
+    assert names <= left_by_a_start | {".lock", ".state.lock", "conversation.json"}
     state = json.loads((recipe.parent / "run" / "run_state.json").read_text("utf-8"))
     assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)
 
