@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE = -100
-MOST_HEADER = 100  # letters, up to which a header is remembered
+REMEMBERED_HEADER = 100  # letters, up to which a header is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class TextTokenizer:
             alone = self._headers.get(header)
             if alone is None:
                 alone = self._tokenise_piece(header, as_text=False, first=not before)
-                if len(header) < MOST_HEADER:  # a template has few of them
+                if len(header) < REMEMBERED_HEADER:  # a template has few of them
                     self._headers[header] = alone
             if ids[max(0, first - len(alone)) : first] != alone:
                 return False
