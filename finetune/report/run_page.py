@@ -216,7 +216,7 @@ def _told(run: ReportedRun) -> list[str]:
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     if trained and not run.facts.evaluated.get("general"):
         told.append(
-            "Not measured: what it unlearned. `finetune eval RUN --general` asks both models general questions."
+            "Not measured: what it unlearned; finetune eval RUN --general asks both models general questions.",
         )
     return told
 
