@@ -31,6 +31,7 @@ WHOLE_MODEL = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
+    "*.py",  # of a base with code of its own, which config.json names
 )
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json")
 WEIGHT_FILES = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}

@@ -34,11 +34,13 @@ def test_the_merged_model_arrives_whole(
     assert f"is not merged yet; first: finetune merge {run}" in capsys.readouterr().err
     assert main(["merge", str(run), "--verify", "2", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["agreement"]["candidates"]["own"]
+    (run / "merged" / "modeling_own.py").write_text("answer = 42\n")  # as of a base with code of its own
     assert main([*words, "--json"]) == 0
     pushed = json.loads(capsys.readouterr().out)
     assert "--merged" in pushed["command"]
     remote = set(hub.repository("me/merged").files())
     assert remote >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "recipe.yaml"}
+    assert hub.content("me/merged", "modeling_own.py") == b"answer = 42\n"
     assert not any(name.startswith(("adapter", "merge.json")) for name in remote)
     folder = tmp_path / "fetched"
     folder.mkdir()
