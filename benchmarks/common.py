@@ -23,17 +23,17 @@ from finetune.measure.host_memory import usable_cores
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.model.build import attention_name, build_model, load_tokenizer
-from finetune.model.optimizer import learning_rate_schedule, make_optimizer
+from finetune.model.optimizer import Schedule, make_optimizer
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_plan import plan_batches
 from finetune.training.cast_weights import cast_weights
-from finetune.training.loop import train
+from finetune.training.loop import take_steps
 from finetune.training.objectives import objective_of
-from finetune.training.run import Run
-from finetune.training.step import StepParts
+from finetune.training.run import Run, StepParts
+from finetune.training.run_output import RunOutput
 from tests.support.runs.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
@@ -109,16 +109,16 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
         max_grad_norm=recipe.training.max_grad_norm,
         weights=weights,
     )
+    output = RunOutput(recipe, plan.total_steps, writes=False)
     run = Run(
         recipe=recipe,
         plan=plan,
         parts=parts,
         train_rows=prepared.train,
         eval_rows=None,
-        learning_rate=learning_rate_schedule(recipe.training, plan.total_steps),
-        terminal=Terminal(plan.total_steps, silent=False, stream=io.StringIO()),
-        stop_requested=lambda: False,
-        write_metrics=write_metrics,
-        save=lambda state: None,
+        schedule=Schedule(recipe.training, plan.total_steps),
+        output=output,
     )
-    assert train(run, TrainState())
+    output.terminal = Terminal(plan.total_steps, silent=False, stream=io.StringIO())
+    output.write_metrics = write_metrics  # type: ignore[method-assign]
+    assert take_steps(run, TrainState())

@@ -1,7 +1,14 @@
 """The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`, or `finetune train RECIPE ...`.
 
-Reads the recipe, refuses what would not run as asked, prepares the data before any process group waits, and starts the
-session. However the run ends, run_state.json in its folder says how.
+A training is five pages, and each returns one frozen object for the next:
+
+    refuse    settings, launch, machine                    Checked   training/start.py
+    choose    every `auto`, base, tokenizer, probe         Choices
+    prepare   rows, steps, the claim on the run folder     Start
+    build     model, optimizer, receipt                    Built     training/session.py
+    train     worst step, loop, export                     Ended
+
+Reports and pushes follow from the run's folder alone. However the run ends, run_state.json there says how.
 """
 
 from __future__ import annotations
@@ -18,12 +25,14 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous
+from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous, RecipeError
 from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
+from finetune.redaction import known_secrets, secret_key
 
 if TYPE_CHECKING:
     from finetune.launch.launcher import Launch
+    from finetune.recipe.resolved import LoadedRecipe
     from finetune.recipe.schema import Recipe
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
@@ -48,15 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loaded = load_recipe(arguments[0], arguments[1:], here=True)
             announce(loaded.recipe)
             launch = set_up_process(loaded.recipe)
-            from finetune.hub.around_training import push_after_training
-            from finetune.training.session import train_and_report
-            from finetune.training.start import prepare_start
-
-            start = prepare_start(loaded, launch)
-            code = train_and_report(start)
-            if code == 0 and launch.is_main:
-                push_after_training(start.recipe)
-            return code
+            return run_training(loaded, launch)
     except FinetuneError as error:
         # All ranks fail alike, and one of them prints. If they did not find each other, one on each machine prints.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
@@ -69,6 +70,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # with words at a second Ctrl-C; a first one ends a start
         return 130
+
+
+def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
+    """Train from a loaded recipe to the report and the push. Returns the exit code: 0, or 130 after a signal."""
+    from finetune.training.run_output import RunOutput
+    from finetune.training.session import build, session, train
+    from finetune.training.start import choose, prepare, refuse
+
+    checked = refuse(loaded, launch)
+    choices = choose(checked)
+    start = prepare(choices)
+    code = 0
+    with RunOutput(start.recipe, start.plan.total_steps, silent=not launch.is_main, writes=start.writes) as output:
+        with session(start, output) as opened:
+            if opened is not None:  # else this run is finished already
+                code = train(build(opened)).exit_code
+        # No rank waits any more.
+        if start.writes:
+            from finetune.report.run_page import write_pages
+
+            write_pages(start.run_dir, print)
+    if code == 0 and start.recipe.hub.push and launch.is_main:
+        from finetune.hub.around_training import push_after_training
+
+        push_after_training(start.recipe)
+    return code
 
 
 def refuse_deleted_folder() -> None:
@@ -90,6 +117,16 @@ def announce(recipe: Recipe) -> None:
     print(wrapped(one_line(line), sys.stdout), flush=True)
 
 
+def refuse_secrets(recipe: Recipe) -> None:
+    """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
+    # Without a push, a value may equal a secret environment variable's: it may be a plain word.
+    known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
+    secret = secret_key(recipe.model_dump(mode="json"), known)
+    if secret is not None:
+        key, kind = secret
+        raise RecipeError([f"{key}: holds {kind}; remove it, and revoke it if it was ever shown"])
+
+
 def set_up_process(recipe: Recipe) -> Launch:
     """Set what libraries read when they are imported, and find out how this process was launched."""
     from finetune.launch.signals import die_with_launcher
@@ -102,7 +139,6 @@ def set_up_process(recipe: Recipe) -> Launch:
 
     bound_libraries()  # before torch loads, and so the next
     set_gpu_environment(deterministic=recipe.training.deterministic)
-    from finetune.hub.around_training import refuse_secrets
     from finetune.launch.launcher import read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
 

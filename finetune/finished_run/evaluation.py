@@ -27,8 +27,7 @@ from finetune.finished_run.scores import (
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
-from finetune.model.generate import end_tokens, without_settings
-from finetune.probe.padding import may_share_a_batch
+from finetune.model.generate import end_tokens, may_share_a_batch, without_settings
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS

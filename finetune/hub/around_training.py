@@ -7,26 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.errors import FinetuneError, HubUnreachable, RecipeError
+from finetune.errors import FinetuneError, HubUnreachable
 from finetune.hub.base_model import check_repository
 from finetune.hub.client import check_permission, check_visibility, retry
 from finetune.hub.push import RECORD, destination_of, push, refuse_offline
 from finetune.recipe.schema import Recipe
-from finetune.redaction import hide_secrets, known_secrets, secret_key
+from finetune.redaction import hide_secrets, known_secrets
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 ATTEMPTS_BEFORE = 2
-
-
-def refuse_secrets(recipe: Recipe) -> None:
-    """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
-    # Without a push, a value may equal a secret environment variable's: it may be a plain word.
-    known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
-    secret = secret_key(recipe.model_dump(mode="json"), known)
-    if secret is not None:
-        key, kind = secret
-        raise RecipeError([f"{key}: holds {kind}; remove it, and revoke it if it was ever shown"])
 
 
 def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = time.sleep) -> tuple[str, ...]:

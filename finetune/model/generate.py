@@ -8,7 +8,7 @@ the end tokens count, because beams, penalties and least lengths would give othe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -99,6 +99,12 @@ def greedy_answers(
 
         options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
     return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
+
+
+def may_share_a_batch(probed: Mapping[str, Any]) -> bool:
+    """Whether a probe's facts let prompts share a left-padded batch. Facts of a recipe without a probe do not."""
+    padding = probed.get("padding")
+    return isinstance(padding, Mapping) and padding.get("same") is True
 
 
 def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:

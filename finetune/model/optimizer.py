@@ -214,26 +214,44 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[int], float]:
+class Schedule:
     """The learning rate for steps 0 to `total_steps - 1`, above 0 in the first and the last.
 
-    Returns a pure function. transformers builds the shape around a throw-away optimizer with one parameter; only its
-    lambda is kept. Raises RecipeError if the shape refuses its arguments, the warmup is longer than the run, or steps
-    at either end would train nothing.
+    transformers builds the shape around a throw-away optimizer with one parameter; only its lambda is kept. Raises
+    RecipeError if the shape refuses its arguments, the warmup is longer than the run, or steps at either end would
+    train nothing.
     """
-    warmup = training.warmup_of(total_steps)
-    if warmup > total_steps:
-        raise RecipeError([_too_long(training, warmup, total_steps)])
-    factor = _shape(training, warmup, total_steps)
 
-    def rate(step: int) -> float:
-        if step >= warmup:
-            return training.learning_rate * factor(step)
+    def __init__(self, training: Training, total_steps: int) -> None:
+        self._highest, self._warmup = training.learning_rate, training.warmup_of(total_steps)
+        if self._warmup > total_steps:
+            remedy = f"set training.warmup_steps to at most {total_steps}, or train for more steps"
+            longer = f"a warmup of {counted(self._warmup, 'step')} is longer than the run of {total_steps:,}"
+            raise RecipeError([f"training.warmup_steps: {longer}; {remedy}"])
+        self._factor = _shape(training, self._warmup, total_steps)
+        self._refuse_idle_ends(training, total_steps)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        if step >= self._warmup:
+            return self._highest * float(self._factor(step))
         # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
-        return training.learning_rate * (1.0 if step + 1 == warmup else factor(step + 1))
+        return self._highest * (1.0 if step + 1 == self._warmup else float(self._factor(step + 1)))
 
-    _refuse_idle_ends(training, rate, total_steps)
-    return rate
+    def _refuse_idle_ends(self, training: Training, total_steps: int) -> None:
+        """Raises RecipeError where the first or the last steps have rate 0: they would cost time and train nothing."""
+        moving = next((step for step in range(total_steps) if self.rate(step) > 0), None)
+        if moving == 0 and self.rate(total_steps - 1) > 0:
+            return
+        if moving is None:
+            steps = counted(total_steps, "step")
+            problem = f"the highest rate of all {steps} is 0 (learning_rate {training.learning_rate:g})"
+        else:
+            ended = next(step for step in range(total_steps - 1, -1, -1) if self.rate(step) > 0)
+            first, until = (1, moving) if moving else (ended + 2, total_steps)
+            problem = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
+        remedy = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
+        raise RecipeError([f"training.lr_scheduler_type: {training.lr_scheduler_type}: {problem}; {remedy}"])
 
 
 def _shape(training: Training, warmup: int, total_steps: int) -> Callable[[int], float]:
@@ -252,31 +270,5 @@ def _shape(training: Training, warmup: int, total_steps: int) -> Callable[[int],
         place = "training.lr_scheduler_kwargs"
         raise RecipeError([f"{place}: {training.lr_scheduler_type} refuses these: {error}; correct them"]) from error
     assert isinstance(scheduler, LambdaLR)
-    factor = scheduler.lr_lambdas[0]
-    return lambda step: float(factor(step))
-
-
-def _too_long(training: Training, warmup: int, total_steps: int) -> str:
-    remedy = f"set training.warmup_steps to at most {total_steps}, or train for more steps"
-    warming = counted(warmup, "step")
-    return f"training.warmup_steps: a warmup of {warming} is longer than the run of {total_steps:,}; {remedy}"
-
-
-def _refuse_idle_ends(training: Training, rate: Callable[[int], float], total_steps: int) -> None:
-    """Raises RecipeError where the first or the last steps have rate 0: they would cost time and train nothing."""
-    shape, last = training.lr_scheduler_type, total_steps - 1
-    moving = next((step for step in range(total_steps) if rate(step) > 0), None)
-    if moving is None:
-        problem = (
-            f"the highest rate of all {counted(total_steps, 'step')} is 0 (learning_rate {training.learning_rate:g})"
-        )
-        raise RecipeError([f"training.lr_scheduler_type: {shape}: {problem}; {_REMEDY}"])
-    if moving == 0 and rate(last) > 0:
-        return
-    ended = next(step for step in range(last, -1, -1) if rate(step) > 0)
-    first, until = (1, moving) if moving else (ended + 2, total_steps)
-    idle = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
-    raise RecipeError([f"training.lr_scheduler_type: {shape}: {idle}; {_REMEDY}"])
-
-
-_REMEDY = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor

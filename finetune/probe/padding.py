@@ -7,7 +7,6 @@ row, through positions or chunks that are counted from its beginning, and throug
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,12 +43,6 @@ def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> d
     if not math.isfinite(largest):
         return {"same": False, "difference": None, "reason": "logits are not finite"}
     return {"same": largest <= SAME, "difference": largest, "reason": None}
-
-
-def may_share_a_batch(probed: Mapping[str, Any]) -> bool:
-    """Whether a probe's facts allow it. Facts without an answer, of a recipe that was not probed here, do not."""
-    padding = probed.get("padding")
-    return isinstance(padding, Mapping) and padding.get("same") is True
 
 
 def _largest_difference(model: nn.Module, small: SmallModel, device: torch.device) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder, sync, write_json
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.schema import Training
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
@@ -105,8 +105,8 @@ def _before_a_short_step(run_dir: Path, planned: Asked, newest: Checkpoint) -> t
 
 def _in_words(asked: Asked, planned: Asked, start: int) -> str:
     """Describe the learning rate, and whether the curve equals that of a run planned with the new length."""
-    training, rate = asked.training, learning_rate_schedule(asked.training, asked.steps)
-    before = learning_rate_schedule(planned.training, planned.steps)
+    training, rate = asked.training, Schedule(asked.training, asked.steps).rate
+    before = Schedule(planned.training, planned.steps).rate
     finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
     # Equal rates for all finished steps, as with a constant schedule, make the longer run's curve that of a new run.
     if all(before(step) == rate(step) for step in range(start)):

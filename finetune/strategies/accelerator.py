@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from finetune.strategies.zero import zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
 
-Hold = Callable[[], AbstractContextManager[Any]]
 # What a launcher would set, for a single process: engines that shard need a process group even for one rank.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -287,7 +286,7 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
 
 
-def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Hold:
+def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> AbstractContextManager[Any]:
     """The context for every micro-batch in a step except the last.
 
     Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time: unsharded they
@@ -296,12 +295,13 @@ def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn
     there anyway.
     """
     if strategy.uses_engine:  # DeferredStepEngine sees to it itself
-        return nullcontext
+        return nullcontext()
     if strategy.shards_modules:
         if strategy.gathers_once:
-            return lambda: weights_kept(model)
-        return nullcontext
-    return lambda: accelerator.no_sync(model)
+            return weights_kept(model)
+        return nullcontext()
+    context: AbstractContextManager[Any] = accelerator.no_sync(model)
+    return context
 
 
 def silence_libraries(launch: Launch) -> None:

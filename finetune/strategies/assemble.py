@@ -42,7 +42,7 @@ from finetune.strategies.pipeline.build import parts_of_recipe, staged
 from finetune.strategies.pipeline.layout import Parts
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
-from finetune.strategies.zero_state import flat_ranges, full_weights, zero_gathers
+from finetune.strategies.zero_state import flat_ranges, full_shape, full_weights, zero_gathers
 
 # How long the ranks wait for the one that reads: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
@@ -124,6 +124,18 @@ def assemble(
     compute_layers(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     return Assembled(model, unwrapped, optimizer)
+
+
+def check_vocabulary(model: nn.Module, largest: int) -> None:
+    """Refuse data whose largest token id has no row in the embeddings. Raises FinetuneError."""
+    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    embeddings = getattr(embeddings, "original_module", embeddings)  # peft's wrapper computes its own weight
+    rows = full_shape(embeddings.weight)[0]
+    if largest >= rows:
+        raise FinetuneError(
+            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )
 
 
 def agree_on_structure(recipe: Recipe) -> None:

@@ -6,8 +6,9 @@ Data, seed and global_batch_size alone decide a step's rows. All functions here 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -15,10 +16,19 @@ import torch
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import ROW_ORDER, seeded_order
 
-__all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step", "without_learning"]
+__all__ = [
+    "Answers",
+    "Documents",
+    "MicroBatch",
+    "changed_tensors",
+    "micro_batches",
+    "prefetch",
+    "rows_of_step",
+    "without_learning",
+]
 
 
-class MicroBatch(TypedDict, total=False):
+class MicroBatch(TypedDict):
     """One forward's input: flat [1, tokens] with all rows' documents, or [rows, longest] padded right.
 
     Two documents with 3 and 2 tokens, as a flat batch with width 6. The sixth token is an unsupervised document. Only
@@ -36,8 +46,23 @@ class MicroBatch(TypedDict, total=False):
     position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
     shift_labels: torch.Tensor  # int64, each position's target; IGNORE at each document's last
     supervised: torch.Tensor  # int64, positions with a target other than IGNORE, counted through all rows
-    cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
-    document_lengths: tuple[int, ...]  # on the host, so that attention reads them without a sync; flat only
+    cu_seq_lens: NotRequired[torch.Tensor]  # int32 [documents + 1], flat only
+    # On the host, so that attention reads them without a sync; flat only.
+    document_lengths: NotRequired[tuple[int, ...]]
+    answers: NotRequired[Answers]  # preferences only; no argument of the model
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an objective on preferences knows of a micro-batch's answers, in the order of its documents."""
+
+    units: int  # pairs or judged answers of this rank
+    lengths: tuple[int, ...]  # supervised tokens of each answer
+    tokens: torch.Tensor  # the same, float32 [answers]
+    reference: torch.Tensor  # float32 [answers]: the reference's log-probability
+    units_a_token: float = 0.0  # pairs alone: the step's pairs for each chosen token of it
+    desirable: torch.Tensor | None = None  # judged answers alone: bool [answers]
+    mismatched: MicroBatch | None = None  # judged answers alone: the same prompts, each with another answer
 
 
 def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, total_rows: int) -> np.ndarray:
@@ -121,11 +146,10 @@ def _flat_batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int | No
         if tokens < width:
             documents.append(_unsupervised_document(width - tokens))
     ends = np.cumsum([0] + [len(ids) for ids, _ in documents])
-    return MicroBatch(
-        **_joined([documents], int(ends[-1])),
-        cu_seq_lens=torch.from_numpy(ends.astype(np.int32)),
-        document_lengths=tuple(np.diff(ends).tolist()),
-    )
+    batch = _joined([documents], int(ends[-1]))
+    batch["cu_seq_lens"] = torch.from_numpy(ends.astype(np.int32))
+    batch["document_lengths"] = tuple(np.diff(ends).tolist())
+    return batch
 
 
 def _unsupervised_document(tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +181,7 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
 
 def without_learning(batch: MicroBatch) -> MicroBatch:
     """The micro-batch for a rank that computes no loss."""
-    return cast(MicroBatch, {**batch, "supervised": batch["supervised"][:0]})
+    return {**batch, "supervised": batch["supervised"][:0]}
 
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
@@ -171,14 +195,14 @@ def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_bloc
     device = torch.device(device)
     if device.type == "cpu" or not non_blocking:
         for batch in batches:
-            yield _with_tensors(batch, lambda tensor: tensor.to(device))
+            yield changed_tensors(batch, lambda tensor: tensor.to(device))
         return
     module: Any = torch.get_device_module(device)
     copying_stream = module.Stream(device)
     ahead: tuple[MicroBatch, torch.Event] | None = None
     for batch in batches:
         with module.stream(copying_stream):
-            copied = _with_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            copied = changed_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
             is_copied = copying_stream.record_event()
         if ahead is not None:
             yield _wait_for_copy(*ahead)
@@ -197,16 +221,21 @@ def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
         tensor.record_stream(present_stream)
         return tensor
 
-    return _with_tensors(batch, use)
+    return changed_tensors(batch, use)
 
 
-def _with_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-    changed: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            changed[key] = change(value)
-        elif isinstance(value, dict):  # a nested batch
-            changed[key] = _with_tensors(cast(MicroBatch, value), change)
-        else:
-            changed[key] = value
-    return cast(MicroBatch, changed)
+def changed_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+    """The batch with each tensor replaced by `change` of it, also in its answers."""
+    result: Any = {key: _changed(value, change) for key, value in batch.items()}
+    return result  # type: ignore[no-any-return]  # the keys are the batch's
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Answers):
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        return replace(value, **{name: _changed(part, change) for name, part in parts.items()})
+    if isinstance(value, dict):  # the mismatched batch
+        return changed_tensors(value, change)  # type: ignore[arg-type]
+    return value

@@ -49,7 +49,7 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
             guard.left_off = left_off
             return guard
         for path, reason in found.items():
-            run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
+            run.output.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:

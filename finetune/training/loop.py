@@ -55,7 +55,7 @@ class QueuedStep:
     pending: PendingStep
 
 
-def train(run: Run, state: TrainState) -> bool:
+def take_steps(run: Run, state: TrainState) -> bool:
     """Train from `state.step` to the end, or to a signal. Returns whether the end was reached.
 
     On a GPU a step is read after the next one is queued, so that the device never waits for the host. When this
@@ -64,7 +64,7 @@ def train(run: Run, state: TrainState) -> bool:
     plan, parts = run.plan, run.parts
     objective, device = parts.objective, parts.accelerator.device
     overlaps = host_works_ahead(run)
-    seeds = Seeds(plan, device, state.step, run.terminal.log)
+    seeds = Seeds(plan, device, state.step, run.output.terminal.log)
     queued: deque[QueuedStep] = deque()
     last_ready_at = 0.0  # when the step that was read last was computed
     stop = False
@@ -76,7 +76,7 @@ def train(run: Run, state: TrainState) -> bool:
             rows = plan.rows_of(step)
             planned_count = objective.planned_count(run.train_rows, rows)
             micro_steps = plan.micro_steps_of(run.train_rows, rows)
-            learning_rate = run.learning_rate(step)
+            learning_rate = run.schedule.rate(step)
             set_learning_rate(parts.optimizer, learning_rate)
             try:
                 pending = optimizer_step(
@@ -85,17 +85,26 @@ def train(run: Run, state: TrainState) -> bool:
                     micro_steps=micro_steps,
                     planned_count=planned_count,
                     seed=seeds.seed_of(step),
-                    stop=run.stop_requested(),
+                    stop=run.stop_requested(state.step),
                 )
             except NotFinite as error:
                 raise NotFinite(_name_rows(run, step, rows, str(error))) from error
             seeds.check(step, micro_steps)
             if overlaps:
                 pending.enqueue_copy()
-            supervised_tokens = int(run.train_rows.supervised[rows].sum())
-            waited, queued_at = batches.seconds - waited_before, time.perf_counter()
-            facts = (planned_count, supervised_tokens, learning_rate, started_at, queued_at, waited)
-            queued.append(QueuedStep(step, rows, *facts, pending))
+            queued.append(
+                QueuedStep(
+                    step=step,
+                    rows=rows,
+                    units=planned_count,
+                    supervised_tokens=int(run.train_rows.supervised[rows].sum()),
+                    learning_rate=learning_rate,
+                    started_at=started_at,
+                    queued_at=time.perf_counter(),
+                    data_wait_seconds=batches.seconds - waited_before,
+                    pending=pending,
+                )
+            )
 
             # Read and log finished steps: all of them before an evaluation, a save or a stop.
             evaluates, saves = needs_evaluation(run, step + 1), needs_save(run, step + 1)
@@ -143,11 +152,13 @@ def train(run: Run, state: TrainState) -> bool:
             if saved:
                 with parts.phases("save"):
                     state.loss_scaler = scaler_state(parts.accelerator)
-                    run.save(state)
+                    if run.checkpoints is not None:
+                        run.checkpoints.save(state)
             if logged or saved:
                 for line in parts.phases.lines(state.step):
                     run.write_metrics(line)
-    run.wait_for_saves()
+    if run.checkpoints is not None:
+        run.checkpoints.saves.finish()
     return is_over(run, state)
 
 
@@ -165,7 +176,7 @@ def needs_evaluation(run: Run, step: int) -> bool:
 
 def needs_scores(run: Run, step: int) -> bool:
     """Whether a scored generation follows this many finished steps."""
-    if run.score is None:
+    if run.scorer is None:
         return False
     return step == run.plan.total_steps or step % steps_of(run.recipe, run.plan.total_steps)["score_steps"] == 0
 
@@ -323,7 +334,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
         parts.objective,
         run.eval_sets,
         parts.weights,
-        run.terminal.progress,
+        run.output.terminal.progress,
     )
 
 
@@ -334,7 +345,7 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
         raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, losses)
     run.write_metrics(line)
-    run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
+    run.output.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
     if not run.recipe.best_by_score:
         metric = run.recipe.training.metric_for_best_model.removeprefix("eval_")
         state.compare(losses[metric], higher_is_better=run.recipe.best_is_highest)
@@ -342,8 +353,8 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
 
 
 def _score_and_compare(run: Run, state: TrainState) -> None:
-    assert run.score is not None
-    line = run.score(state.step)
+    assert run.scorer is not None
+    line = run.scorer.score(state.step)
     if run.recipe.best_by_score:
         metric = run.recipe.training.metric_for_best_model.removeprefix("eval_")
         state.compare(line[f"score_{metric}"], higher_is_better=True)
@@ -355,7 +366,7 @@ def _say_early_stop(run: Run, state: TrainState) -> None:
         what = "loss"
         if run.recipe.best_is_highest:
             what = "score" if run.recipe.best_by_score else "reward"
-        run.terminal.log(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
+        run.output.terminal.log(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
         if state.window.records:
             _log(run, state)
 
@@ -363,7 +374,7 @@ def _say_early_stop(run: Run, state: TrainState) -> None:
 def _log(run: Run, state: TrainState) -> None:
     line = state.window.flush(run.parts.accelerator.device)
     run.write_metrics(line)
-    run.terminal.step(line)
+    run.output.terminal.step(line)
 
 
 def _name_rows(run: Run, step: int, indices: np.ndarray, reason: str) -> str:

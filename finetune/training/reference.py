@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,17 @@ from finetune.measure.metrics import Terminal
 from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
-from finetune.strategies.assemble import assemble
-from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.strategies.assemble import assemble, check_vocabulary
+from finetune.tokens.batches import prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
 from finetune.tokens.second_model import as_reference, reference_section
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
-from finetune.training.objectives.answers import AnswerBatch, answer_batches, model_inputs
+from finetune.training.objectives.answers import AnswerInputs, answer_batches, model_inputs
 from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
-from finetune.training.run import Run, check_vocabulary
+from finetune.training.run import Run
 from finetune.training.start import Start
 
 KEPT_IN_RUN = "reference.json"  # in the run folder
@@ -48,8 +48,10 @@ AGREEING = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays
 VALUES = ("answers", "mismatched", "held_out")
 
 
-def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int) -> dict[str, Any] | None:
-    """Give the objective its reference, on every rank; None if it needs none. Returns the receipt's facts.
+def find_reference(
+    run: Run, start: Start, unwrapped: nn.Module, first_step: int
+) -> tuple[ReferenceValues, dict[str, Any]] | None:
+    """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
 
     Args:
         unwrapped: The model without the strategy's wrapper, as it is before the first step.
@@ -61,7 +63,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
         return None
     assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(start, section)
-    log = run.terminal.log
+    log = run.output.terminal.log
     own_file, kept_file = start.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
@@ -73,9 +75,8 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
                 f"{own_file}: the reference of this run's start is not there, or it is another run's or a shorter "
                 "run's; restore the file, or start again with training.resume=never"
             )
-        objective.reference = reference
         log(_line(section, shapes, key, "from the run folder"))
-        return {"kind": section.reference, "key": key, "from": "the run folder"}
+        return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
         computing = partial(as_the_base, unwrapped)
@@ -90,7 +91,6 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
         if reference is None:
             source = "computed"
             reference = _computed(forwards, objective, shapes)
-    objective.reference = reference
     if start.writes and start.launch.is_main:
         content = _as_json(key, reference)
         write_sealed(own_file, content)
@@ -98,7 +98,7 @@ def find_reference(run: Run, start: Start, unwrapped: nn.Module, first_step: int
             kept_file.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(kept_file, content)
     log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
-    return {"kind": section.reference, "key": key, "from": source}
+    return reference, {"kind": section.reference, "key": key, "from": source}
 
 
 def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
@@ -127,7 +127,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
     with as_reference(recipe):
         assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
-        check_vocabulary(rows, assembled.unwrapped_model)
+        check_vocabulary(assembled.unwrapped_model, rows.facts["largest_token_id"])
     forwards = Forwards(
         accelerator,
         assembled.model,
@@ -163,9 +163,9 @@ class Forwards:
     @classmethod
     def of(cls, run: Run) -> Forwards:
         """Of a run that was built."""
-        parts = run.parts
+        parts, terminal = run.parts, run.output.terminal
         held_out = _held_out_sets(run.eval_rows, run.eval_sets)
-        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, run.terminal)
+        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, terminal)
 
 
 def _held_out_sets(rows: Rows | None, sets: Mapping[str, Rows]) -> list[Rows]:
@@ -250,17 +250,18 @@ def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int
 
 
 def _log_probabilities(
-    forwards: Forwards, batches: list[tuple[AnswerBatch, list[int]]], what: str
+    forwards: Forwards, batches: list[AnswerInputs], what: str
 ) -> Iterator[tuple[np.ndarray, list[int]]]:
     """Each micro-batch's answers' log-probabilities on this rank, float32, with their places."""
     model, device = forwards.model, forwards.accelerator.device
     model.eval()
     try:
         with torch.no_grad(), forwards.weights.cast():
-            on_device = prefetch(cast(list[MicroBatch], [batch for batch, _ in batches]), device, True)
-            for number, (batch, (_, places)) in enumerate(zip(on_device, batches, strict=True), 1):
+            on_device = prefetch([inputs.batch for inputs in batches], device, True)
+            for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 forwards.terminal.progress(f"reference: {what}, micro-batch {number} of {len(batches)}")
-                yield (-model(**model_inputs(batch))).float().cpu().numpy(), places
+                log_probability = -model(**model_inputs(batch, inputs.lengths))
+                yield log_probability.float().cpu().numpy(), inputs.places
     finally:
         model.train()
 
@@ -287,7 +288,7 @@ def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
 
 
 def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
-    """The sum over all ranks, of which one has each value and the others zeros."""
+    """Sum over ranks. One rank holds each value, the others hold zero."""
     tensor: Tensor = accelerator.reduce(torch.from_numpy(values).to(accelerator.device), reduction="sum")
     result: np.ndarray = tensor.cpu().numpy()
     return result

@@ -1,58 +1,109 @@
-"""A run as the loop sees it.
+"""What one training works with: the parts that compute a step, and the run around them.
 
-Which object holds which:
-
-    Start       known before the process group: recipe, launch, strategy, tokenizer, prepared data, plan, claim
-      Launch      this process's rank and world size
-      Prepared    training and held-out rows, prompts
-      BatchPlan   which rows make a step, and this rank's share of them
-      Claim       rank 0's lock on the run folder, and the checkpoint to start from
-    Session     one process's training (training/session.py): Start, Accelerator, RunOutput, Progress, and then
-      Assembled   what the strategy built: model, optimizer, pipeline
-      Run         what the loop needs: rows, plan, schedule, and functions that write and save
-        StepParts   what computes one step: model, optimizer, objective, weights, pipeline
-      TrainState  what a checkpoint keeps beside tensors: the step, the best evaluation, the loss scale
-      Progress    step and phase, for heartbeats and messages
+`build` (training/session.py) makes both. Neither changes afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate import Accelerator
 from torch import nn
 
-from finetune.errors import FinetuneError, RecipeError
-from finetune.measure.metrics import Terminal
-from finetune.model.build import decoder_parts
-from finetune.recipe.cross_checks import steps_between, unsaved_evaluations
+from finetune.launch.signals import StopRequest
+from finetune.measure.phases import Phases
+from finetune.model.optimizer import Schedule
+from finetune.recipe.cross_checks import steps_between
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.run_folder.save_restore import save
+from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.zero_state import full_shape
-from finetune.tokens.dataset import Prepared
+from finetune.run_folder.trained_change import trained_checksums
+from finetune.run_folder.watchdog import Progress
+from finetune.strategies.accelerator import accumulating
+from finetune.strategies.assemble import Assembled
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.step import StepParts
+from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
+from finetune.training.objectives import Objective
+from finetune.training.run_output import RunOutput
+
+if TYPE_CHECKING:
+    from finetune.strategies.pipeline.schedule import Pipeline
+    from finetune.training.scored_answers import Scorer
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Everything that computes a step, the same in every step of a run."""
+
+    accelerator: Accelerator
+    model: nn.Module  # as the strategy wrapped it
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    phases: Phases
+    max_grad_norm: float | None
+    strategy: Strategy | None = None  # None: one rank, which has no gradients to reduce
+    weights: CastWeights = AS_THEY_ARE  # 16-bit copies that forward and backward compute with
+    pipeline: Pipeline | None = None  # computes all micro-batches of a step; None: one after another
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """The context for every micro-batch in a step except the last."""
+        if self.strategy is None:
+            return nullcontext()
+        return accumulating(self.accelerator, self.strategy, self.model)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Keeps a run's steps: in its folder, and on the Hub where the recipe names a branch."""
+
+    recipe: Recipe
+    assembled: Assembled
+    saves: Saves
+    output: RunOutput
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint; it may be complete only later. Every rank calls it."""
+        # Every rank takes part in the checksums. A checkpoint in which nothing has changed yet is not pushed.
+        push = None
+        if self.recipe.hub.checkpoints is not None and trained_checksums(self.assembled) != state.start_checksums:
+            push = partial(self.output.push_checkpoint, state.step)
+        save(self.recipe, self.assembled, state, self.saves, push)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop trains with; training/session.py builds it."""
+    """What the loop trains with."""
 
     recipe: Recipe
     plan: BatchPlan
     parts: StepParts
     train_rows: Rows
     eval_rows: Rows | None
-    learning_rate: Callable[[int], float]  # by step, counted from 0
-    terminal: Terminal
-    stop_requested: Callable[[], bool]
-    write_metrics: Callable[[dict[str, Any]], None]
-    save: Callable[[TrainState], None]  # may return before the checkpoint is written
-    wait_for_saves: Callable[[], None] = lambda: None  # until background saves are complete
+    schedule: Schedule  # of the learning rate
+    output: RunOutput
+    stop: StopRequest = field(default_factory=StopRequest)
+    progress: Progress = field(default_factory=Progress)
+    checkpoints: Checkpoints | None = None  # None: no step is kept, as in a measurement
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, if there are several
-    score: Callable[[int], dict[str, Any]] | None = None  # answers, scores and writes a line; None: nothing is scored
+    scorer: Scorer | None = None  # None: no answers are scored
+
+    def stop_requested(self, step: int) -> bool:
+        """Whether this rank was told to stop, or its last checkpoint failed. The loop asks once a step."""
+        self.progress.reached(step)
+        return bool(self.stop) or (self.checkpoints is not None and self.checkpoints.saves.failed)
+
+    def write_metrics(self, line: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl."""
+        self.progress.reached(line["step"])
+        self.output.write_metrics(line)
 
 
 def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
@@ -64,21 +115,3 @@ def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
     if recipe.eval.generate.every is not None:
         steps["score_steps"] = steps_between(recipe.eval.generate.every, total_steps)
     return steps
-
-
-def check_best(recipe: Recipe, total_steps: int) -> None:
-    """Refuse a best evaluation that may have no checkpoint to export. Raises RecipeError."""
-    if unsaved := unsaved_evaluations(recipe, total_steps):
-        raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
-
-
-def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
-    """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
-    embeddings: Any = decoder_parts(model).get_input_embeddings()
-    embeddings = getattr(embeddings, "original_module", embeddings)  # peft's wrapper computes its own weight
-    rows, largest = full_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
-    if largest >= rows:
-        raise FinetuneError(
-            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
-            "use the tokenizer that belongs to the model"
-        )

@@ -1,4 +1,4 @@
-"""Rank 0's output during a run: receipt, metrics, samples, pages, trackers, checkpoints to the Hub.
+"""Rank 0's output during a run: receipt, metrics, samples, the open page, trackers, checkpoints to the Hub.
 
 Every rank has these objects, so that no caller asks for its rank. On other ranks they do nothing.
 """
@@ -9,34 +9,65 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from finetune.files import append_lines, write_json
-from finetune.hub.checkpoints import CheckpointPusher
 from finetune.measure.metrics import Terminal
-from finetune.report.run_page import write_page, write_pages
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.folder import mark_step
 from finetune.strategies.receipt import add_optimizer_state
-from finetune.training.start import Start
-from finetune.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from finetune.hub.checkpoints import CheckpointPusher
+    from finetune.training.start import Start
+    from finetune.training.trackers import Trackers
 
 SECONDS_BETWEEN_STATES = 1.0  # and a hundred times what the last one took: 12 ms here, for each is synced
 SECONDS_BETWEEN_PAGES = 60.0  # drawing takes half a second of CPU for 1,000 steps
 
 
 class RunOutput:
-    """The lines of a run, to its folder, the terminal and its trackers."""
+    """The lines of a run, to its folder, the terminal and its trackers.
 
-    def __init__(self, start: Start) -> None:
-        self.terminal = Terminal(start.plan.total_steps, silent=not start.launch.is_main)
-        self._run_dir, self._writes = start.run_dir, start.writes
-        self._trackers, self._pusher = Trackers(start.recipe), CheckpointPusher(start.recipe)
+    Leaving the block gives trackers the report and closes them. After a success it also waits for checkpoints that are
+    still on their way to the Hub.
+    """
+
+    def __init__(self, recipe: Recipe, total_steps: int, *, silent: bool = False, writes: bool = True) -> None:
+        """
+        Args:
+            silent: This rank prints nothing.
+            writes: This rank writes the run's folder.
+        """
+        self.terminal = Terminal(total_steps, silent=silent)
+        self._recipe, self._writes = recipe, writes
+        self._trackers: Trackers | None = None
+        self._pusher: CheckpointPusher | None = None
         self._state_due = -math.inf
         self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self._recipe.run_dir)
+
+    def __enter__(self) -> RunOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._trackers is not None:
+            self._trackers.finish()
+        if self._pusher is not None:
+            self._pusher.close(wait=kind is None)
+
     def open_trackers(self, first_step: int) -> None:
         """Call it after the Accelerator is made. A `first_step` above 0 continues an earlier start's report."""
-        if self._writes:
+        if self._writes and self._recipe.report_to:
+            from finetune.training.trackers import Trackers
+
+            self._trackers = Trackers(self._recipe)
             self._trackers.start(first_step)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
@@ -44,40 +75,36 @@ class RunOutput:
         report.html is drawn again, once a minute at most."""
         if self._writes:
             append_lines(self._run_dir / "metrics.jsonl", [line])
-            self._trackers.log(line)
+            if self._trackers is not None:
+                self._trackers.log(line)
             if (began := time.monotonic()) >= self._state_due:
                 mark_step(self._run_dir, line["step"])
                 ended = time.monotonic()
                 self._state_due = ended + max(SECONDS_BETWEEN_STATES, 100 * (ended - began))
             if line["kind"] == "eval" and time.monotonic() - self._page_drawn >= SECONDS_BETWEEN_PAGES:
+                from finetune.report.run_page import write_page
+
                 write_page(self._run_dir, self.terminal.log)
                 self._page_drawn = time.monotonic()
 
     def write_samples(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Write lines of samples.jsonl as soon as each is computed. All ranks call it, so that all of them compute
-        it."""
+        """Write lines of samples.jsonl as soon as each is computed. Call it on every rank: generating is collective."""
         written = []
         for line in lines:
             if self._writes:
                 append_lines(self._run_dir / "samples.jsonl", [line])
                 written.append(line)
-        self._trackers.log_samples(written)
+        if self._trackers is not None:
+            self._trackers.log_samples(written)
 
     def push_checkpoint(self, step: int) -> None:
         """Send the checkpoint of this step to the Hub, in the background."""
         if self._writes:
+            if self._pusher is None:
+                from finetune.hub.checkpoints import CheckpointPusher
+
+                self._pusher = CheckpointPusher(self._recipe)
             self._pusher.push(step)
-
-    def write_pages(self) -> None:
-        """The run's pages, complete; when no rank waits any more."""
-        if self._writes:
-            write_pages(self._run_dir, print)
-
-    def close(self, *, wait: bool) -> None:
-        """Give trackers the report and close them; `wait` for checkpoints that are still on their way to the Hub."""
-        if self._writes:
-            self._trackers.finish()
-            self._pusher.close(wait=wait)
 
 
 class Receipt:

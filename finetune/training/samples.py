@@ -19,13 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from finetune.architecture.flash_kernels import FlashKernel
 from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.measure.units import GIB
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
-from finetune.probe.padding import may_share_a_batch
+from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate_run
 from finetune.training.run import Run
-from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
 from finetune.wording import counted
 
@@ -44,20 +42,20 @@ class Questions:
         return len(self.batches) * self.max_new_tokens
 
 
-def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, kernel: FlashKernel) -> None:
+def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -> None:
     """Answers and held-out loss before training. The loss uses the steps' kernel."""
-    write_samples(start, run, parts, output, when="before", step=0)
+    write_samples(start, run, parts, when="before", step=0)
     if run.eval_rows is not None:
         with kernel.active():
             losses = evaluate_run(run)
         line = eval_line(0, losses)
         run.write_metrics(line)
-        run.terminal.log(f"before training: {evaluation_in_words(line)}")
-    if run.score is not None:
-        run.score(0)
+        run.output.terminal.log(f"before training: {evaluation_in_words(line)}")
+    if run.scorer is not None:
+        run.scorer.score(0)
 
 
-def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
+def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
     sharded, pipeline = start.strategy.shards_parameters, parts.pipeline
     joined = sharded or pipeline is not None
@@ -71,10 +69,10 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
     if joined:
         again = " The same again after training." if when == "before" else ""
         gathered = parts.bytes_gathered(start.strategy, asked.forwards) if sharded else None
-        run.terminal.log(cost_in_words(asked, gathered) + again)
+        run.output.terminal.log(cost_in_words(asked, gathered) + again)
 
     def show(text: str) -> None:
-        run.terminal.progress(f"samples {when} training: {text}")
+        run.output.terminal.progress(f"samples {when} training: {text}")
 
     model, device = parts.unwrapped_model, run.parts.accelerator.device
     with run.parts.weights.cast():
@@ -83,7 +81,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
         else:
             with pipeline.answering(model):
                 answers = list(samples(model, start.tokenizer, asked, device, show, together=False, cached=False))
-    output.write_samples({"when": when, "step": step} | answer for answer in answers)
+    run.output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
 def questions(start: Start, *, shared: bool) -> Questions:

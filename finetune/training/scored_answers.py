@@ -8,8 +8,9 @@ all answers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,14 +21,20 @@ from finetune.data.formats import Judged
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
+from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
-from finetune.strategies.pieces import Ranks
+from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
 from finetune.wording import counted, first_lines
+
+if TYPE_CHECKING:
+    from finetune.strategies.assemble import Assembled
+    from finetune.training.run import StepParts
+    from finetune.training.run_output import RunOutput
+    from finetune.training.start import Start
 
 MOST_NEW_TOKENS = 1024
 SPARE_TOKENS = 8  # of an answer that is longer than every reference
@@ -267,3 +274,35 @@ def score_line_in_words(line: Mapping[str, Any]) -> str:
     """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
     means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means) + f" ({counted(line['rows'], 'answer')})"
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Answers and scores a run's held-out rows while it trains."""
+
+    start: Start
+    parts: StepParts
+    assembled: Assembled
+    output: RunOutput
+
+    def score(self, step: int) -> dict[str, Any]:
+        """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
+        from finetune.training.samples import shared_by_all
+
+        asked, accelerator, model = self.start.scored, self.parts.accelerator, self.assembled.unwrapped_model
+        pipeline, terminal = self.assembled.pipeline, self.output.terminal
+        assert asked is not None
+        how = Answering(
+            shared=shared_by_all(accelerator, may_share_a_batch(self.start.probed)),
+            device=accelerator.device,
+            ranks=all_ranks(),
+            sharded=self.start.strategy.shards_parameters,
+            staged=pipeline is not None,
+        )
+        with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
+            answers = generated_answers(model, self.start.tokenizer, asked, how, terminal.progress)
+        line = score_line(step, scores_on_all(asked, answers, how.ranks))
+        self.output.write_metrics(line)
+        when = f"step {step}" if step else "before"
+        terminal.log(f"{when}: {score_line_in_words(line)}")
+        return line

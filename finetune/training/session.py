@@ -1,23 +1,19 @@
-"""One training session, from what is known before the process group to the exit code.
+"""The last two of a training's five pages: `build` makes everything that trains, `train` trains it.
 
-process_group          the ranks meet; a signal to stop becomes a flag
-  watchdog             heartbeats; a failure is recorded in run_state.json
-    build              model, optimizer and receipt, as of the first step
-    try_worst_step     fast paths compared, then the step that takes most memory
-    compare_with_reference   preferences: the reference's log-probabilities
-    train              the loop (training/loop.py)
-    finish             answers after, export, the last lines
-pages                  when no rank waits any more
+    session       the ranks meet; a signal to stop becomes a flag; heartbeats, saves and errors are looked after
+      build       model, optimizer, receipt, schedule and output, as of the first step           -> Built
+      train       worst step, reference, answers before, the loop, export and answers after      -> Ended
+
+`refuse`, `choose` and `prepare` come before (training/start.py). finetune/train.py calls all five.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +22,6 @@ from finetune.architecture.compiled.choice import compile_as_asked
 from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
 from finetune.errors import Stopped
-from finetune.hub.start_adapter import building_on_top, start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
@@ -39,9 +34,7 @@ from finetune.model.build import build_model, decoder_parts
 from finetune.model.from_base import untrained_in_words
 from finetune.model.generate import stop_on
 from finetune.model.on_top import is_on_top
-from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
-from finetune.model.optimizers.fused_update import choose_update
-from finetune.probe.padding import may_share_a_batch
+from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
@@ -49,110 +42,100 @@ from finetune.run_folder.best import describe_exported, forget_lost_best, weight
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
-from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
+from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save_temporary
 from finetune.run_folder.saving.background import Saves, saves_in_background
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
 from finetune.run_folder.watchdog import Progress, watchdog
-from finetune.strategies.accelerator import accumulation_context, build_accelerator, use_all_cores
-from finetune.strategies.assemble import Assembled, assemble
+from finetune.strategies.accelerator import build_accelerator, use_all_cores
+from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.loss_scaling import load_scaler_state
-from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
-from finetune.strategies.zero import release_engine, remove_swap
-from finetune.training.cast_weights import CastWeights, cast_weights
+from finetune.training.cast_weights import cast_weights
 from finetune.training.formats import check_same_formats
 from finetune.training.guard import compare_fast_paths
-from finetune.training.loop import train
+from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
-from finetune.training.reference import find_reference, keep_second_model
-from finetune.training.run import Run, check_vocabulary, steps_of
+from finetune.training.run import Checkpoints, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
-from finetune.training.samples import look_before, shared_by_all, write_samples
-from finetune.training.scored_answers import (
-    Answering,
-    generated_answers,
-    score_line,
-    score_line_in_words,
-    scores_on_all,
-)
+from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
-from finetune.training.step import StepParts
 from finetune.training.worst_step import measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
 
 @dataclass(frozen=True)
 class Session:
-    """A training that was built: the strategy's parts, the loop's Run, and its output."""
+    """What lives as long as the process group."""
+
+    start: Start
+    accelerator: Accelerator
+    output: RunOutput
+    progress: Progress
+    phases: Phases
+    saves: Saves
+
+
+@dataclass(frozen=True)
+class Built:
+    """A training that is ready for its first step."""
 
     start: Start
     assembled: Assembled
     run: Run
     state: TrainState
     receipt: Receipt
-    output: RunOutput
     kernel: FlashKernel  # that computes the steps' packed attention
     compiled: CompiledLayers
-    measured: dict[str, Phase]  # phases of loading, the comparison and the worst step
+    loading: Mapping[str, Phase]  # measured while the model was loaded
 
 
-def train_and_report(start: Start) -> int:
-    """Train; then, when no rank waits any more, write the run's pages and close its trackers. Returns 0 or 130."""
-    output, ended_well, code = RunOutput(start), False, 0
-    log = output.terminal.log
-    try:
-        with process_group(start) as accelerator:
-            if start.writes and start.launch.world_size > 1:
-                clear_heartbeats(start.run_dir)
-            first_step = _agree_on_first_step(accelerator, start.claim)
-            if first_step is None:
-                again = "to train again: training.resume=never, or another output_dir"
-                log(f"{start.run_dir}: this run is finished; {again}")
-            else:
-                check_same_formats(accelerator, start.recipe, start.formats)
-                start = agree_on_recomputation(accelerator, start)
-                device, progress = accelerator.device, Progress(step=first_step)
-                output.terminal.memory_of = peak_of(device)
-                # The memory of loading and of the worst step is always measured. On CUDA reading the allocator's peak
-                # is free. Elsewhere each operation is watched.
-                watch = start.recipe.measure_phases or device.type != "cuda"
-                phases = Phases(device, enabled=True, watch=watch)
-                with (
-                    watchdog(start.recipe, accelerator, start.launch, progress),
-                    out_of_memory_explained(start, progress, phases),
-                    saves_in_background(start.recipe, log) as saves,
-                ):
-                    keep_second_model(start, accelerator, output.terminal)
-                    session = build(start, accelerator, output, progress, phases, saves)
-                    try_worst_step(session)
-                    progress.phase = "reference"
-                    compare_with_reference(session)
-                    if session.state.step == 0:
-                        progress.phase = "looking before"
-                        look_before(start, session.run, session.assembled, output, session.kernel)
-                    progress.phase = "training"
-                    deterministic = deterministic_algorithms(start.recipe.training.deterministic, device)
-                    with session.kernel.active(), deterministic, start.stop.finishes_step():
-                        reached_end = train(session.run, session.state)
-                    session.receipt.add("compiled", session.compiled.facts())
-                    if reached_end:
-                        progress.phase = "export"
-                        finish(session)
-                    else:
-                        _say_stopped(session)
-                        code = Stopped.exit_code
-                    accelerator.wait_for_everyone()
-        output.write_pages()
-        ended_well = True
-        return code
-    finally:
-        output.close(wait=ended_well)
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended, if no error ended it."""
+
+    step: int  # the last one
+    reached_end: bool  # else a signal stopped it
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.reached_end else Stopped.exit_code
 
 
 @contextmanager
-def process_group(start: Start) -> Iterator[Accelerator]:
+def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
+    """Everything around `build` and `train`. None: this run is finished, and a line says so.
+
+    Every rank enters it. A failure goes to run_state.json, and one of memory becomes DoesNotFit.
+    """
+    with _process_group(start) as accelerator:
+        if start.writes and start.launch.world_size > 1:
+            clear_heartbeats(start.run_dir)
+        first_step = _agree_on_first_step(accelerator, start.claim)
+        if first_step is None:
+            again = "to train again: training.resume=never, or another output_dir"
+            output.terminal.log(f"{start.run_dir}: this run is finished; {again}")
+            yield None
+            return
+        check_same_formats(accelerator, start.recipe, start.formats)
+        start = agree_on_recomputation(accelerator, start)
+        device, progress = accelerator.device, Progress(step=first_step)
+        output.terminal.memory_of = peak_of(device)
+        # The memory of loading and of the worst step is always measured. On CUDA reading the allocator's peak is free.
+        # Elsewhere each operation is watched.
+        phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
+        with (
+            watchdog(start.recipe, accelerator, start.launch, progress),
+            out_of_memory_explained(start, progress, phases),
+            saves_in_background(start.recipe, output.terminal.log) as saves,
+        ):
+            yield Session(start, accelerator, output, progress, phases, saves)
+            accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _process_group(start: Start) -> Iterator[Accelerator]:
     """The Accelerator, once the ranks have met. While the block runs, a signal to stop sets `start.stop`."""
     with rendezvous(start.launch):
         accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
@@ -161,9 +144,14 @@ def process_group(start: Start) -> Iterator[Accelerator]:
         try:
             yield accelerator
         finally:
-            release_engine(accelerator)
+            if start.strategy.uses_engine:
+                from finetune.strategies.zero import release_engine
+
+                release_engine(accelerator)
             accelerator.end_training()
-            if start.writes:
+            if start.writes and start.strategy.uses_engine:
+                from finetune.strategies.zero import remove_swap
+
                 remove_swap(start.recipe)
 
 
@@ -192,50 +180,23 @@ def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
     training = start.recipe.training.model_copy(update={"activation_checkpointing": runs})
     reason = "another rank's device has less memory"
     line = f"activation checkpointing: {recomputation_in_words(runs)}, because {reason}"
-    chosen = start.recomputation | {"runs": runs, "why": reason, "line": line}
+    chosen = {**start.recomputation, "runs": runs, "why": reason, "line": line}
     return replace(start, recipe=start.recipe.model_copy(update={"training": training}), recomputation=chosen)
 
 
-def build(
-    start: Start, accelerator: Accelerator, output: RunOutput, progress: Progress, phases: Phases, saves: Saves
-) -> Session:
-    """Model, optimizer and receipt as of step `progress.step`."""
-    recipe, first_step, device, log = start.recipe, progress.step, accelerator.device, output.terminal.log
+def build(opened: Session) -> Built:
+    """Model, optimizer and receipt as of the first step. Every rank calls it."""
+    start, accelerator, output, phases = opened.start, opened.accelerator, opened.output, opened.phases
+    recipe, first_step, log = start.recipe, opened.progress.step, opened.output.terminal.log
+    if recipe.preferences is not None:
+        from finetune.training.reference import keep_second_model
+
+        keep_second_model(start, accelerator, output.terminal)
     with phases("load"):
-        below = start.adapter if is_on_top(recipe) else None
-        build_it = build_model if below is None else building_on_top(below)
-        assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
-        check_vocabulary(start.prepared, assembled.unwrapped_model)
-        stops = start.prepared.conversation.stops
-        if lacking := stop_on(assembled.unwrapped_model, stops.values()):
-            names = ", ".join(token for token, number in stops.items() if number in lacking)
-            log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
-        if start.adapter is not None and below is None and first_step == 0:
-            start_from(assembled, start.adapter)
-        state = restore(recipe, assembled, first_step)
-        load_scaler_state(accelerator, state.loss_scaler)
-        log(forget_lost_best(recipe, state))
-        if first_step == 0:
-            state.start_checksums = trained_checksums(assembled)
+        assembled, state = _load(opened)
     give_back_freed_memory()
     output.open_trackers(first_step)
     assembled.model.train()  # DeepSpeed's returns nothing
-
-    def stop_requested() -> bool:  # called once a step
-        progress.reached(state.step)
-        return bool(start.stop) or saves.failed
-
-    def write_metrics(line: dict[str, Any]) -> None:
-        progress.reached(line["step"])
-        output.write_metrics(line)
-
-    def save_and_push(state: TrainState) -> None:
-        # Every rank takes part in the checksums. A checkpoint in which nothing has changed yet is not pushed.
-        push = None
-        if recipe.hub.checkpoints is not None and trained_checksums(assembled) != state.start_checksums:
-            push = partial(output.push_checkpoint, state.step)
-        save(recipe, assembled, state, saves, push)
-
     parts = StepParts(
         accelerator=accelerator,
         model=assembled.model,
@@ -243,10 +204,15 @@ def build(
         objective=objective_of(recipe),
         phases=phases,
         max_grad_norm=recipe.training.max_grad_norm,
-        skip_gradient_sync=accumulation_context(accelerator, start.strategy, assembled.model),
+        strategy=start.strategy,
         weights=cast_weights(recipe, start.strategy, assembled.unwrapped_model),
         pipeline=assembled.pipeline,
     )
+    scorer = None
+    if start.scored is not None:
+        from finetune.training.scored_answers import Scorer
+
+        scorer = Scorer(start, parts, assembled, output)
     run = Run(
         recipe=recipe,
         plan=start.plan,
@@ -254,66 +220,65 @@ def build(
         train_rows=start.prepared.train,
         eval_rows=start.prepared.eval,
         eval_sets=start.prepared.eval_sets,
-        learning_rate=learning_rate_schedule(recipe.training, start.plan.total_steps),
-        terminal=output.terminal,
-        stop_requested=stop_requested,
-        write_metrics=write_metrics,
-        save=save_and_push,
-        wait_for_saves=saves.finish,
-        score=scoring_of(start, accelerator, assembled, output, parts.weights) if start.scored else None,
+        schedule=start.schedule,
+        output=output,
+        stop=start.stop,
+        progress=opened.progress,
+        checkpoints=Checkpoints(recipe, assembled, opened.saves, output),
+        scorer=scorer,
     )
     receipt = _begin_receipt(start, accelerator, assembled, output)
-
-    loading = phases.seen
+    loading = dict(phases.seen)
     if recipe.measure_phases:
         for line in phases.lines(state.step):
             run.write_metrics(line)
     phases.take()
     phases.enabled = recipe.measure_phases
 
-    progress.phase = "worst step first"
+    opened.progress.phase = "worst step first"
     decoder = decoder_parts(assembled.unwrapped_model)
-    compiled = compile_as_asked(recipe, start.strategy, decoder, device, log)
+    compiled = compile_as_asked(recipe, start.strategy, decoder, accelerator.device, log)
     computes = receipt.content["dtypes"]["compute"].partition(",")[0]
-    kernel = choose_flash_kernel(recipe, device, getattr(torch, computes))
+    kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    with deterministic_algorithms(recipe.training.deterministic, device):
-        update = choose_update(recipe, unwrap_optimizer(assembled.optimizer), device)
-    if update is not None:
-        update.agree(partial(accelerator.reduce, reduction="sum"), device)
-        receipt.add("optimizer_update", update.facts())
-        log(str(update))
-    return Session(start, assembled, run, state, receipt, output, kernel, compiled, dict(loading))
+    if recipe.training.pure_bf16:
+        from finetune.model.optimizers.fused_update import choose_update
+
+        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
+            update = choose_update(recipe, unwrap_optimizer(assembled.optimizer), accelerator.device)
+        if update is not None:
+            update.agree(partial(accelerator.reduce, reduction="sum"), accelerator.device)
+            receipt.add("optimizer_update", update.facts())
+            log(str(update))
+    return Built(start, assembled, run, state, receipt, kernel, compiled, loading)
 
 
-def scoring_of(
-    start: Start, accelerator: Accelerator, assembled: Assembled, output: RunOutput, weights: CastWeights
-) -> Callable[[int], dict[str, Any]]:
-    """A function that answers the scored rows with the weights after `step` steps, and writes and returns the line."""
-    asked, pipeline, device = start.scored, assembled.pipeline, accelerator.device
-    assert asked is not None
+def _load(opened: Session) -> tuple[Assembled, TrainState]:
+    """The model as of the first step, and the state that the loop goes on from."""
+    start, accelerator, first_step = opened.start, opened.accelerator, opened.progress.step
+    recipe, log, build_it = start.recipe, opened.output.terminal.log, build_model
+    below = start.adapter if is_on_top(recipe) else None
+    if below is not None:
+        from finetune.training.start_adapter import building_on_top
 
-    def score(step: int) -> dict[str, Any]:
-        how = Answering(
-            shared=shared_by_all(accelerator, may_share_a_batch(start.probed)),
-            device=device,
-            ranks=all_ranks(),
-            sharded=start.strategy.shards_parameters,
-            staged=pipeline is not None,
-        )
-        with weights.cast(), pipeline.answering(assembled.unwrapped_model) if pipeline else nullcontext():
-            answers = generated_answers(
-                assembled.unwrapped_model, start.tokenizer, asked, how, output.terminal.progress
-            )
-        line = score_line(step, scores_on_all(asked, answers, how.ranks))
-        output.write_metrics(line)
-        output.terminal.log(
-            f"step {step}: {score_line_in_words(line)}" if step else f"before: {score_line_in_words(line)}"
-        )
-        return line
+        build_it = building_on_top(below)
+    assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
+    check_vocabulary(assembled.unwrapped_model, start.prepared.facts["largest_token_id"])
+    stops = start.prepared.conversation.stops
+    if lacking := stop_on(assembled.unwrapped_model, stops.values()):
+        names = ", ".join(token for token, number in stops.items() if number in lacking)
+        log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
+    if start.adapter is not None and below is None and first_step == 0:
+        from finetune.training.start_adapter import start_from
 
-    return score
+        start_from(assembled, start.adapter)
+    state = restore(recipe, assembled, first_step)
+    load_scaler_state(accelerator, state.loss_scaler)
+    log(forget_lost_best(recipe, state))
+    if first_step == 0:
+        state.start_checksums = trained_checksums(assembled)
+    return assembled, state
 
 
 def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled, output: RunOutput) -> Receipt:
@@ -349,89 +314,115 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     return receipt
 
 
-def try_worst_step(session: Session) -> None:
+def train(built: Built) -> Ended:
+    """Train a built run, and export it if no signal stops it. Every rank calls it."""
+    start, run, state, progress = built.start, built.run, built.state, built.run.progress
+    log, device = run.output.terminal.log, run.parts.accelerator.device
+    measured = dict(built.loading) | _try_worst_step(built)
+    progress.phase = "reference"
+    if start.recipe.preferences is not None:
+        run = _with_reference(built)
+    if state.step == 0:
+        progress.phase = "looking before"
+        look_before(start, run, built.assembled, built.kernel)
+    progress.phase = "training"
+    deterministic = deterministic_algorithms(start.recipe.training.deterministic, device)
+    with built.kernel.active(), deterministic, start.stop.finishes_step():
+        reached_end = take_steps(run, state)
+    built.receipt.add("compiled", built.compiled.facts())
+    if reached_end:
+        progress.phase = "export"
+        _finish(built, run, measured)
+    else:
+        command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
+        line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
+        log(line)
+        if start.launch.is_main:
+            repeat_after_launcher(line)
+    return Ended(state.step, reached_end)
+
+
+def _try_worst_step(built: Built) -> dict[str, Phase]:
     """Compare the parts chosen for speed with the library's modules, then try the step that takes most memory.
 
-    It leaves weights and optimizer as they were. Layers are compiled in it.
+    It leaves weights and optimizer as they were. Layers are compiled in it. Returns what its phases took.
     """
-    start, run, receipt, compiled = session.start, session.run, session.receipt, session.compiled
-    device, deterministic = run.parts.accelerator.device, start.recipe.training.deterministic
+    start, run, receipt, compiled = built.start, built.run, built.receipt, built.compiled
+    accelerator, log = run.parts.accelerator, run.output.terminal.log
+    device, deterministic = accelerator.device, start.recipe.training.deterministic
 
-    with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as compared:
-        guard = compare_fast_paths(run, session.assembled.unwrapped_model, compiled, session.kernel)
-    session.measured.update(compared)
+    with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
+        guard = compare_fast_paths(run, built.assembled.unwrapped_model, compiled, built.kernel)
     receipt.add("guard", guard.facts())
     if guard.left_off:
-        receipt.add("flash_kernel", session.kernel.facts())
-        for name, facts in computed_layers(run.parts.accelerator, session.assembled).items():
+        receipt.add("flash_kernel", built.kernel.facts())
+        for name, facts in computed_layers(accelerator, built.assembled).items():
             receipt.add(name, facts)
 
     try:
-        with session.kernel.active(), deterministic_algorithms(deterministic, device):
+        with built.kernel.active(), deterministic_algorithms(deterministic, device):
             worst = worst_step_first(
                 run,
-                lambda: save_temporary(start.recipe, session.assembled),
-                lambda folder: restore_temporary(session.assembled, folder),
+                lambda: save_temporary(start.recipe, built.assembled),
+                lambda folder: restore_temporary(built.assembled, folder),
             )
     finally:
         if start.writes:
             remove_temporary(start.recipe)
-    session.measured.update(worst.phases)
+    measured |= worst.phases
     give_back_freed_memory()
     give_back_cached_memory(device)
-    run.terminal.log(str(worst))
+    log(str(worst))
     receipt.add("worst_step_first", worst.facts())
-    compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), device)
-    run.terminal.log(str(compiled))
+    compiled.agree(partial(accelerator.reduce, reduction="sum"), device)
+    log(str(compiled))
     receipt.add("compiled", compiled.facts())
-    receipt.add("memory", memory_facts(plan_request(start), session.measured, device))
+    receipt.add("memory", memory_facts(plan_request(start), {**built.loading, **measured}, device))
+    return measured
 
 
-def compare_with_reference(session: Session) -> None:
-    """Give an objective on preferences the log-probabilities of its reference."""
-    start, run = session.start, session.run
+def _with_reference(built: Built) -> Run:
+    """The run, with an objective that knows its reference's log-probabilities."""
+    from finetune.training.reference import find_reference
+
+    start, run = built.start, built.run
     deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.parts.accelerator.device)
-    with session.kernel.active(), deterministic:
-        facts = find_reference(run, start, session.assembled.unwrapped_model, session.state.step)
-    if facts is not None:
-        session.receipt.add("reference", facts)
+    with built.kernel.active(), deterministic:
+        found = find_reference(run, start, built.assembled.unwrapped_model, built.state.step)
+    if found is None:
+        return run
+    reference, facts = found
+    built.receipt.add("reference", facts)
+    return replace(run, parts=replace(run.parts, objective=objective_of(start.recipe, reference)))
 
 
-def _say_stopped(session: Session) -> None:
-    start, step = session.start, session.state.step
-    command = mark_run(start.run_dir, "stopped", step=step) if start.writes else ""
-    line = f"stopped and saved at step {step}; continue with:\n  {command}"
-    session.output.terminal.log(line)
-    if start.launch.is_main:
-        repeat_after_launcher(line)
-
-
-def finish(session: Session) -> None:
-    """Answers after training, the export, and the last lines."""
-    start, state, assembled, output = session.start, session.state, session.assembled, session.output
-    log = output.terminal.log
+def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
+    """Answers after, the export, and the last lines."""
+    start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
+    log = run.output.terminal.log
     exported = weights_to_export(start.recipe, assembled, state)
     unchanged = unchanged_tensors(assembled, state.start_checksums)
-    session.receipt.add("change", {"unchanged_tensors": unchanged})
+    receipt.add("change", {"unchanged_tensors": unchanged})
     log(describe_change(unchanged, state.start_checksums))
-    write_samples(start, session.run, assembled, output, when="after", step=state.step)
+    write_samples(start, run, assembled, when="after", step=state.step)
     folder = export(start.recipe, assembled, start.tokenizer, write=start.writes)
-    if start.writes:
-        memory = memory_facts(plan_request(start), session.measured, session.run.parts.accelerator.device)
-        session.receipt.add("memory", memory)
-        log(describe_memory(memory))
-        session.receipt.add("export", exported.as_json())
-        mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
-        log(describe_exported(exported, state))
-        if start.recipe.lora is None:
-            for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
-                log(line)
-        log(only_by_peft(start.recipe, start.run_dir))
-        if start.recipe.preferences is not None:
-            facts = read_run(start.run_dir, start.recipe)
-            rows = start.recipe.training.global_batch_size
-            log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
-        run = str(start.run_dir)
-        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run])}")
-        log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run, '--general'])}")
-        log(f"serve it: {shlex.join(['finetune', 'export', run, '--for', 'ollama'])}")
+    if not start.writes:
+        return
+    memory = memory_facts(plan_request(start), measured, run.parts.accelerator.device)
+    receipt.add("memory", memory)
+    log(describe_memory(memory))
+    receipt.add("export", exported.as_json())
+    mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
+    log(describe_exported(exported, state))
+    if start.recipe.lora is None:
+        for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
+            log(line)
+    log(only_by_peft(start.recipe, start.run_dir))
+    if start.recipe.preferences is not None:
+        facts = read_run(start.run_dir, start.recipe)
+        rows = start.recipe.training.global_batch_size
+        log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
+    run_dir = str(start.run_dir)
+    log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
+    log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
+    log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")

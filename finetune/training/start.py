@@ -1,6 +1,11 @@
-"""Everything that is known about a run before its first process group: checked, chosen and prepared.
+"""Three of a training's five pages, before the first process group: `refuse`, `choose` and `prepare`.
 
-The first refusal ends the start. Only rank 0 writes, and only at the end, when it claims the run folder.
+    refuse    settings, launch, machine, trackers and the Hub     -> Checked
+    choose    base, tokenizer, recomputation; the probe           -> Choices
+    prepare   rows, steps, and rank 0's claim on the run folder   -> Start
+
+The first refusal ends the start. Only rank 0 writes, and only at the end, when it claims the run folder. `build` and
+`train` follow in training/session.py.
 """
 
 from __future__ import annotations
@@ -9,25 +14,25 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
-from finetune.closed_form.recomputation import Chosen, choose_recomputation
+from finetune.errors import RecipeError
 from finetune.files import write_json, write_text
-from finetune.hub.around_training import check_before_training
-from finetune.hub.start_adapter import StartAdapter, find_start_adapter
 from finetune.launch.launcher import Launch, continue_command
 from finetune.launch.signals import StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
 from finetune.model.build import attention_name, load_tokenizer
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
+from finetune.recipe.cross_checks import unsaved_evaluations
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.number_formats import ChosenFormats
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
@@ -37,34 +42,59 @@ from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import BASE, Claim, claim_run_folder, curve_identity
 from finetune.run_folder.longer import Asked
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
+from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
-from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder
-from finetune.tokens.second_model import refuse_other_tokens
 from finetune.training.batch_notes import batch_notes
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.training.formats import choose_formats, slow_formats_note
-from finetune.training.run import check_best
-from finetune.training.scored_answers import ScoredSet, held_out_set
-from finetune.training.trackers import check_trackers
-from finetune.untrusted.model_code import trust_code
+
+if TYPE_CHECKING:
+    from finetune.training.scored_answers import ScoredSet
+    from finetune.training.start_adapter import StartAdapter
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A recipe that this launch and machine can train. Only number formats are chosen, because checks need them."""
+
+    loaded: LoadedRecipe
+    launch: Launch
+    strategy: Strategy
+    device: torch.device
+    formats: ChosenFormats
+    command: str  # continues the run
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The recipe with every `auto` decided, and what it names: base, tokenizer, adapter."""
+
+    checked: Checked
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    base: Mapping[str, Any]  # the base's identity
+    recomputation: Mapping[str, Any]  # the choice of `auto`, with its reason; empty if the recipe names it
+    probed: Mapping[str, Any]  # the probe's result for the model
+    adapter: StartAdapter | None  # a new run starts from it
 
 
 @dataclass(frozen=True)
 class Start:
-    """The facts before the first process group. They do not change."""
+    """The facts before the first process group."""
 
     recipe: Recipe
     launch: Launch
     strategy: Strategy
     tokenizer: PreTrainedTokenizerBase
-    prepared: Prepared
+    prepared: dataset.Prepared
     plan: BatchPlan
+    schedule: Schedule  # of the learning rate
     adapter: StartAdapter | None  # that a new run starts from
     claim: Claim | None  # rank 0's alone
     stop: StopRequest
-    probed: dict[str, Any]  # the probe's result for the model
-    recomputation: dict[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
+    probed: Mapping[str, Any]  # the probe's result for the model
+    recomputation: Mapping[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
     formats: ChosenFormats  # what `auto` chose
     scored: ScoredSet | None = None  # rows whose answers are scored in training
 
@@ -78,52 +108,73 @@ class Start:
         return self.claim is not None and self.claim.status != "finished"
 
 
-def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
-    """Refuse what would not run as asked, prepare the data, and claim the run folder. Raises FinetuneError."""
+def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
+    """Refuse settings that this launch or machine cannot train. Reads no data and no weights. Raises FinetuneError."""
     loaded, formats = choose_formats(loaded, launch)
-    recipe = loaded.recipe
-    command = continue_command(launch, resume=recipe.training.resume)
-    device = device_of(launch)
-
+    recipe, device = loaded.recipe, device_of(launch)
     strategy = check_launch(recipe, launch)
-    check_trackers(recipe)
+    if recipe.report_to:
+        from finetune.training.trackers import check_trackers
+
+        check_trackers(recipe)
     notes = [
         *launch_notes(launch, strategy),
         *strategy.notes,
         *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision),
-        *check_before_training(recipe),
     ]
-    if launch.is_main:
-        if slow := slow_formats_note(recipe, device):
-            notes.append(slow)
-        for note in notes:
-            print(wrapped(note, sys.stderr), file=sys.stderr)
+    if recipe.hub.push or recipe.hub.checkpoints:
+        from finetune.hub.around_training import check_before_training
+
+        notes += check_before_training(recipe)
+    if launch.is_main and (slow := slow_formats_note(recipe, device)):
+        notes.append(slow)
+    _note(launch, *notes)
+    command = continue_command(launch, resume=recipe.training.resume)
+    return Checked(loaded, launch, strategy, device, formats, command)
+
+
+def choose(checked: Checked) -> Choices:
+    """Decide what `auto` leaves open, and find what the recipe names. Probes the model. Raises FinetuneError."""
+    recipe, launch = checked.loaded.recipe, checked.launch
     # A resumed run goes on with its own base, also if the Hub's branch has moved. A new one keeps to one commit.
     asked = recipe.model.revision
     recorded = recorded_base(Path(recipe.run_dir)) if recipe.training.resume != "never" else None
     recipe = at_recorded_commit(recipe, recorded)
     tokenizer = load_tokenizer(recipe)
     base = base_identity(recipe.model)
-    if launch.is_main and recipe.model.revision != asked:
+    if recipe.model.revision != asked:
         branch = folder_of(recipe.model.name_or_path, asked)
         if branch is not None and branch.name != recipe.model.revision:
-            print(
-                f"model.revision: {asked} is {branch.name[:12]} now; this run goes on with its own base, "
-                f"{recipe.model.revision[:12]}",
-                file=sys.stderr,
-            )
+            moved = f"model.revision: {asked} is {branch.name[:12]} now"
+            _note(launch, f"{moved}; this run goes on with its own base, {recipe.model.revision[:12]}")
     recipe = at_recorded_commit(recipe, base)
 
-    recomputation = own_recomputation(recipe, launch)
-    recipe = recomputation.recipe
-    probed = probe(recipe, device)
-    adapter = find_start_adapter(recipe)
-    prepared = prepare(recipe, tokenizer)
-    for note in refuse_other_tokens(recipe, tokenizer, [store.tokens for store in prepared.pool.stores]):
-        if launch.is_main:
-            print(wrapped(note, sys.stderr), file=sys.stderr)
+    recomputation: Mapping[str, Any] = {}
+    if recipe.training.activation_checkpointing == "auto":
+        recipe, recomputation = own_recomputation(recipe, launch)
+    probed = probe(recipe, checked.device).as_json()
+    adapter = None
+    if recipe.model.adapter is not None:
+        from finetune.training.start_adapter import find_start_adapter
+
+        adapter = find_start_adapter(recipe)
+    return Choices(checked, recipe, tokenizer, base, recomputation, probed, adapter)
+
+
+def prepare(choices: Choices) -> Start:
+    """Tokenise the data, plan every step, and claim the run folder. Raises FinetuneError."""
+    checked, recipe, tokenizer = choices.checked, choices.recipe, choices.tokenizer
+    launch, strategy = checked.launch, checked.strategy
+    prepared = dataset.prepare(recipe, tokenizer)
+    if recipe.preferences is not None:
+        from finetune.tokens.second_model import refuse_other_tokens
+
+        used = [store.tokens for store in prepared.pool.stores]
+        _note(launch, *refuse_other_tokens(recipe, tokenizer, used))
     scored = None
     if recipe.eval.generate.every is not None:
+        from finetune.training.scored_answers import held_out_set
+
         scored = held_out_set(recipe, Encoder(tokenizer, recipe.data, recipe.model), prepared)
 
     # This rank's share of every step. The stages of a pipeline share one, in micro-batches of one width.
@@ -140,11 +191,12 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
         stages=strategy.stage_count(launch.world_size),
         width=width,
     )
-    learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
-    check_best(recipe, plan.total_steps)
+    schedule = Schedule(recipe.training, plan.total_steps)
+    if unsaved := unsaved_evaluations(recipe, plan.total_steps):  # a best evaluation without a checkpoint to export
+        raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
     claim = None
     if launch.is_main:
-        claim = _claim(loaded, prepared, adapter, base, command)
+        claim = _claim(choices, prepared)
         if claim.status != "finished":
             print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
     return Start(
@@ -154,46 +206,58 @@ def prepare_start(loaded: LoadedRecipe, launch: Launch) -> Start:
         tokenizer=tokenizer,
         prepared=prepared,
         plan=plan,
-        adapter=adapter,
+        schedule=schedule,
+        adapter=choices.adapter,
         claim=claim,
         stop=StopRequest(),
-        probed=probed.as_json(),
-        recomputation=recomputation.facts,
-        formats=formats,
+        probed=choices.probed,
+        recomputation=choices.recomputation,
+        formats=checked.formats,
         scored=scored,
     )
 
 
-def own_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
-    """`auto`'s choice for this rank's device. training/session.py takes the most that any rank chose."""
+def own_recomputation(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]]:
+    """`auto`'s choice for this rank's device, and its facts. training/session.py takes the most that any rank chose."""
+    from finetune.closed_form.recomputation import choose_recomputation
+
     device, gpus = device_of(launch), None
     if device.type == "cuda":
         gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
-    return choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
+    chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
+    return chosen.recipe, chosen.facts
 
 
-def _claim(
-    loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, base: Mapping[str, Any], command: str
-) -> Claim:
+def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
     """Rank 0 locks the run's folder and writes the facts known at the start."""
+    # The recipe as the user wrote it: `auto` stays, and so does a branch's name.
+    loaded, adapter = choices.checked.loaded, choices.adapter
     recipe = loaded.recipe
-    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(base)}
+    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         identity |= {"adapter fingerprint": adapter.sha256}
     claim = claim_run_folder(
         Path(recipe.run_dir),
         resume=recipe.training.resume,
         identity=identity,
-        command=command,
+        command=choices.checked.command,
         asked=Asked(recipe.training, len(prepared.train)),
     )
-    for note in claim.notes:
-        print(wrapped(note, sys.stderr), file=sys.stderr)
+    _note(choices.checked.launch, *claim.notes)
     if claim.status != "finished":
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
         write_json(folder / CONVERSATION, prepared.conversation.as_json())
     if recipe.model.trust_remote_code:
+        from finetune.untrusted.model_code import trust_code
+
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim
+
+
+def _note(launch: Launch, *lines: str) -> None:
+    """Print lines about the start on rank 0."""
+    if launch.is_main:
+        for line in lines:
+            print(wrapped(line, sys.stderr), file=sys.stderr)

@@ -6,42 +6,18 @@ The optimizer step is the unit for every log, schedule, checkpoint and claim. It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
 
-from finetune.measure.phases import Phases
 from finetune.tokens.batches import MicroBatch
-from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
-from finetune.training.objectives import Objective
+from finetune.training.run import StepParts
 from finetune.training.seeds import seed_generators
 from finetune.training.update import PendingStep, clip_and_update
-
-if TYPE_CHECKING:
-    from finetune.strategies.pipeline.schedule import Pipeline
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Everything that computes a step, the same in every step of a run."""
-
-    accelerator: Accelerator
-    model: nn.Module  # as the strategy wrapped it
-    optimizer: torch.optim.Optimizer
-    objective: Objective
-    phases: Phases
-    max_grad_norm: float | None
-    skip_gradient_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered except in the last micro-step
-    weights: CastWeights = AS_THEY_ARE  # 16-bit copies that forward and backward compute with
-    pipeline: Pipeline | None = None  # computes all micro-batches of a step; None: one after another
 
 
 def optimizer_step(
@@ -95,7 +71,7 @@ def optimizer_step(
                 is_last = index == micro_steps - 1
                 accelerator.sync_gradients = is_last
                 seed_generators(accelerator.device, seed, index)
-                with nullcontext() if is_last else parts.skip_gradient_sync():
+                with nullcontext() if is_last else parts.accumulating():
                     with phases("forward"):
                         loss = objective.loss(parts.model, batch)
                     value = loss.total.detach()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,10 +27,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from finetune.errors import NotFinite
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.strategies.loss_scaling import loss_scale, lowest_scale
-
-if TYPE_CHECKING:
-    from finetune.training.objectives import Objective
-    from finetune.training.step import StepParts
+from finetune.training.objectives import Objective
+from finetune.training.run import StepParts
 
 
 @dataclass(frozen=True)
@@ -141,9 +139,9 @@ def _update_on_device(parts: StepParts, tally: Tensor) -> Tensor:
     norm_of = gradient_norm if parts.pipeline is None else parts.pipeline.gradient_norm
     norm = norm_of(inner).to(tally.device)
     keep_refusal_flag(inner, tally.device)
-    checked = torch.cat([tally[:3], norm.reshape(1), inner.found_inf.reshape(1)])
-    # The sum is 0, or nan if a fact is not finite. So it differs from a raised flag, and nan differs from everything.
-    torch.ne((checked - checked).sum(), inner.found_inf, out=inner.found_inf)
+    facts = torch.cat([tally[:3], norm.reshape(1), inner.found_inf.reshape(1)])  # the flag as earlier steps left it
+    step_is_finite = torch.isfinite(facts).all()
+    inner.found_inf.copy_(inner.found_inf.bool() | ~step_is_finite)  # once raised, the flag stays
     inner.grad_scale = None
     if parts.max_grad_norm is not None:
         # torch's clip_grad_norm_ multiplies by max / (norm + 1e-6) where that is below 1.
@@ -152,8 +150,8 @@ def _update_on_device(parts: StepParts, tally: Tensor) -> Tensor:
     inner.zero_grad()
     inner.grad_scale = None
     if len(tally) == 3:
-        return checked
-    return torch.cat([checked, tally[3:]])
+        return facts
+    return torch.cat([facts, tally[3:]])
 
 
 def _update_on_host(parts: StepParts, tally: Tensor, planned_count: int) -> StepResult:

@@ -70,7 +70,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
         EnvironmentMismatch: the checkpoint cannot be written.
     """
     began = time.perf_counter()
-    run.terminal.progress("worst step first: saving a checkpoint to try")
+    run.output.terminal.progress("worst step first: saving a checkpoint to try")
     scaler = scaler_state(run.parts.accelerator)
     folder = save()
     saved = time.perf_counter()
@@ -86,10 +86,10 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
                     keep_refusal_flag(run.parts.optimizer, device)
             tokens = _step(run)
         if run.eval_rows is not None:
-            run.terminal.progress("worst step first: evaluating the longest held-out rows")
+            run.output.terminal.progress("worst step first: evaluating the longest held-out rows")
             _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
-    run.terminal.progress("worst step first: reading the checkpoint back")
+    run.output.terminal.progress("worst step first: reading the checkpoint back")
     restore(folder)
     load_scaler_state(run.parts.accelerator, scaler)
     restored = time.perf_counter()
@@ -116,7 +116,7 @@ def _phases_shown(run: Run) -> Iterator[None]:
     def show(phase: str) -> None:
         begun[phase] += 1
         doing = words.get(phase, f"{phase} of micro-batch {min(begun[phase], times)} of {times}")
-        run.terminal.progress(f"worst step first: {doing}")
+        run.output.terminal.progress(f"worst step first: {doing}")
 
     run.parts.phases.entered = show
     try:

@@ -22,7 +22,8 @@ from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.pipeline.timeline import Computation
 from finetune.tokens.batches import MicroBatch, without_learning
 from finetune.training.objectives.supervised import Supervised
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import StepParts
+from finetune.training.step import optimizer_step
 from lectures.pipeline.played import PLAYED, PlayedStep, let_layers_sleep
 
 _TIMEOUT = timedelta(seconds=120)

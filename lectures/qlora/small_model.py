@@ -28,7 +28,8 @@ from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import assemble
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives.supervised import Supervised
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import StepParts
+from finetune.training.step import optimizer_step
 
 RECIPE_FILE = "recipe.json"
 LAYERS, WIDTH, VOCABULARY, TOKENS = 6, 512, 8192, 256

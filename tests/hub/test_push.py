@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
 from finetune.files import append_lines, write_json
-from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
+from finetune.hub.around_training import check_before_training, push_after_training
 from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
@@ -35,6 +35,7 @@ from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import find_secret
 from finetune.run_folder.save_restore import export_adapter
+from finetune.train import refuse_secrets
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.server import TOKEN, WRITER
 from tests.support.models.tiny import tiny_model, tiny_tokenizer, write_chats

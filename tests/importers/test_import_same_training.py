@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.recipe.loader import load_recipe
 from tests.support.models.tiny import write_chats
 
@@ -84,7 +84,7 @@ def test_the_imported_recipe_takes_trls_steps(keys: dict[str, Any], tiny_llama: 
     assert main(["import", str(config), "-o", str(recipe)]) == 0
     training, rates = load_recipe(recipe).recipe.training, None
     if "warmup_steps" in keys:  # transformers begins at rate 0, and trains nothing in the first step
-        rate = learning_rate_schedule(training, keys["num_train_epochs"])
+        rate = Schedule(training, keys["num_train_epochs"]).rate
         rates = [rate(step) for step in range(keys["num_train_epochs"])]
     words = [str(tiny_llama), str(rows), str(tmp_path / "trl"), json.dumps(values), json.dumps(rates)]
     theirs = run(["-c", THEIR_TRAINER, *words], tmp_path)

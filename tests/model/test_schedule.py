@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import get_scheduler
 
 from finetune.errors import RecipeError
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.schema import Scheduler, Training
 
@@ -47,7 +47,7 @@ def transformers_rates(name: str, warmup: int, total: int, kwargs: dict[str, Any
 
 def rates_of(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[float]:
     training = Training(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=warmup)
-    rate = learning_rate_schedule(training, total)
+    rate = Schedule(training, total).rate
     return [rate(step) for step in range(total)]
 
 
@@ -87,9 +87,9 @@ def test_no_step_is_at_rate_0(name: str, total: int) -> None:
 
 
 def test_warmup_ratio_rounds_up_and_steps_win() -> None:
-    by_ratio = learning_rate_schedule(Training(warmup_ratio=0.1, lr_scheduler_type="linear"), 11)
+    by_ratio = Schedule(Training(warmup_ratio=0.1, lr_scheduler_type="linear"), 11).rate
     assert [by_ratio(0), by_ratio(1)] == pytest.approx([2e-4 / 2, 2e-4])
-    by_steps = learning_rate_schedule(Training(warmup_ratio=0.1, warmup_steps=4, lr_scheduler_type="linear"), 11)
+    by_steps = Schedule(Training(warmup_ratio=0.1, warmup_steps=4, lr_scheduler_type="linear"), 11).rate
     assert by_steps(0) == pytest.approx(2e-4 / 4)
     assert (Training(warmup_ratio=0.1).warmup_of(11), Training(warmup_steps=4).warmup_of(11)) == (2, 4)
 
@@ -125,7 +125,7 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
 )
 def test_steps_that_would_train_nothing_are_refused_with_the_numbers(training: dict[str, Any], text: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(text)):
-        learning_rate_schedule(Training(**training), 11)
+        Schedule(Training(**training), 11)
 
 
 ODD: list[Any] = [
@@ -154,7 +154,7 @@ def test_a_number_that_gives_no_schedule_is_refused_by_its_place(name: str, argu
                 refused += 1
                 continue
             try:
-                rate = learning_rate_schedule(training, total)
+                rate = Schedule(training, total).rate
             except RecipeError as error:
                 assert "is 0" in str(error)  # noqa: PT017  # how many steps a run has is known only then
                 continue

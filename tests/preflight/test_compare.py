@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.preflight import compare_report
 from finetune.preflight import comparison as comparison_module
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
@@ -119,7 +119,7 @@ def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -
     planned = comparison(recipe, overrides=words, strategies="single", steps=5)
     overrides = [word for word in job_command(planned, planned.rows[0]) if "=" in word]
     training = load_recipe(recipe, overrides).recipe.training
-    rate = learning_rate_schedule(training, 5)
+    rate = Schedule(training, 5).rate
     assert [rate(step) / 1e-3 for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert any("training.warmup_steps=5" in note for note in notes(planned))
     assert comparison(recipe).rows[0].shortened == ()

@@ -27,7 +27,7 @@ from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
-from finetune.model.optimizer import learning_rate_schedule
+from finetune.model.optimizer import Schedule
 from finetune.model.small import LARGEST, shrunken_config
 from finetune.preflight import rehearsal as rehearsals
 from finetune.preflight.changes import (
@@ -313,7 +313,7 @@ class TestChanges:
         given = "training.lr_scheduler_kwargs={num_decay_steps: 100, num_stable_steps: 900}"
         words = ["training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=50", given]
         _, after, _ = rehearsed(write_recipe(tmp_path, "x"), *words)
-        rate = learning_rate_schedule(after.training, STEPS)  # which refuses rates of 0 at the end
+        rate = Schedule(after.training, STEPS).rate  # which refuses rates of 0 at the end
         assert min(rate(step) for step in range(STEPS)) > 0
 
 

@@ -21,7 +21,7 @@ from finetune.run_folder.checkpoint import (
 )
 from finetune.run_folder.saving.manifest import self_hash, sha256_of
 from finetune.train import main
-from finetune.training import loop, run_output, samples, start, worst_step
+from finetune.training import loop, samples, worst_step
 from tests.support.hub import running_hub
 from tests.support.hub.processes import run_python
 from tests.support.models.tiny import save_tiny, write_chats
@@ -239,8 +239,8 @@ class TestNothingTrained:
             def close(self, *, wait: bool) -> None:
                 pass
 
-        monkeypatch.setattr(run_output, "CheckpointPusher", Pusher)
-        monkeypatch.setattr(start, "check_before_training", lambda recipe: ())
+        monkeypatch.setattr("finetune.hub.checkpoints.CheckpointPusher", Pusher)
+        monkeypatch.setattr("finetune.hub.around_training.check_before_training", lambda recipe: ())
         words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed

@@ -20,7 +20,6 @@ from finetune.strategies.assemble import Assembled
 from finetune.train import main
 from finetune.training import loop, worst_step
 from finetune.training.run import Run
-from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
 from tests.support.runs.cells import launch
 from tests.support.runs.curve_table import skip_where_missing
@@ -84,7 +83,7 @@ def test_answers_after_training_are_those_of_the_exported_weights(
     """And what a longer run sets aside is named by their step."""
     asked: list[tuple[str, dict[str, torch.Tensor]]] = []
 
-    def look(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
+    def look(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
         tensors = model_tensors(parts.unwrapped_model)
         asked.append((when, {name: tensor.detach().clone() for name, tensor in tensors.items()}))
 
@@ -232,7 +231,7 @@ def test_a_damaged_best_is_a_line(
 ) -> None:
     """Found by its hashes at the end; the line names what still can be exported, and that works."""
     recipe = overfitting(tmp_path, tiny_llama, sets)
-    run, original = tmp_path / "run", loop.train
+    run, original = tmp_path / "run", loop.take_steps
 
     def spoil_the_best(*given: Any) -> bool:
         finished = original(*given)
@@ -243,7 +242,7 @@ def test_a_damaged_best_is_a_line(
         return finished
 
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.training.session.train", spoil_the_best)
+        patch.setattr("finetune.training.session.take_steps", spoil_the_best)
         assert main([str(recipe)]) == 2
     best = saved_steps(run)[0]
     errors = capsys.readouterr().err

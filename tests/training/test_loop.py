@@ -18,11 +18,13 @@ from torch import nn
 
 from finetune.measure.metrics import StepRecord, Terminal
 from finetune.model.build import build_model
+from finetune.model.optimizer import Schedule
 from finetune.run_folder.train_state import TrainState
 from finetune.training.batch_plan import BatchPlan, plan_batches
-from finetune.training.loop import NotFinite, evaluate, train
+from finetune.training.loop import NotFinite, evaluate, take_steps
 from finetune.training.objectives.supervised import Supervised
 from finetune.training.run import Run
+from finetune.training.run_output import RunOutput
 from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
 from tests.support.models.tiny import Documents, flat_batch
@@ -196,26 +198,26 @@ def seeds_of_a_run(
     *,
     steps: int = 4,
     draws: Callable[[int], bool] = lambda _: True,
-    terminal: Terminal | None = None,
+    stream: io.StringIO | None = None,
 ) -> list[int]:
     """Of one of three ranks in steps of two micro-batches, each of one row a rank."""
     requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=steps, seed=seed)
     rows, model = Documents([5] * 6), SeesSeeds(draws)
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
+    output = RunOutput(requested, steps, silent=True, writes=False)
+    if stream is not None:
+        output.terminal = Terminal(steps, silent=False, stream=stream)
     run = Run(
         recipe=requested,
         parts=step_parts(accelerator, model, torch.optim.SGD(model.parameters())),
         train_rows=rows,
         eval_rows=None,
         plan=plan_batches(requested, len(rows), world_size=3, rank=rank, flat=True),
-        learning_rate=lambda _: 1e-3,
-        terminal=terminal or Terminal(steps, silent=True),
-        stop_requested=lambda: False,
-        write_metrics=lambda _: None,
-        save=lambda _: None,
+        schedule=Schedule(requested.training, steps),
+        output=output,
     )
-    assert train(run, TrainState(step=first_step))
+    assert take_steps(run, TrainState(step=first_step))
     return model.seeds
 
 
@@ -250,8 +252,7 @@ def test_a_model_that_draws_nothing_is_seeded_where_it_is_looked_at_alone(tmp_pa
 
 def test_one_that_draws_later_is_seen_and_said(tmp_path: Path) -> None:
     stream = io.StringIO()
-    terminal = Terminal(103, silent=False, stream=stream)
-    seeds = seeds_of_a_run(tmp_path, steps=103, draws=lambda forward: forward > 20, terminal=terminal)
+    seeds = seeds_of_a_run(tmp_path, steps=103, draws=lambda forward: forward > 20, stream=stream)
     assert "step 101: the model drew random numbers, in step 1 it drew none" in stream.getvalue()
     assert len(set(seeds[200:])) == 6, "from then on each micro-batch is seeded"
     assert seeds[200:] == seeds_of_a_run(tmp_path, steps=103, first_step=100)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from finetune.hub.start_adapter import find_start_adapter
 from finetune.model.text_part import answering_part
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
+from finetune.training.start_adapter import find_start_adapter
 from tests.support.models.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
 from tests.support.models.tiny import write_chats
 from tests.support.runs.finished import finished_run

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,15 +11,8 @@ from finetune.training.run_output import SECONDS_BETWEEN_PAGES, RunOutput
 from tests.support.runs.recipes import least_recipe
 
 
-def start_in(folder: Path) -> Any:
-    """What a run's output needs to know of its start."""
-    return SimpleNamespace(
-        plan=SimpleNamespace(total_steps=9),
-        launch=SimpleNamespace(is_main=True),
-        run_dir=folder,
-        writes=True,
-        recipe=least_recipe(output_dir=str(folder)),
-    )
+def output_in(folder: Path) -> RunOutput:
+    return RunOutput(least_recipe(output_dir=str(folder)), 9)
 
 
 def test_a_slow_disk_is_asked_for_the_state_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +24,7 @@ def test_a_slow_disk_is_asked_for_the_state_less_often(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(run_output.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(run_output, "mark_step", slow)
-    output = RunOutput(start_in(tmp_path))
+    output = output_in(tmp_path)
     for step in range(1, 13):
         output.write_metrics({"kind": "train", "step": step, "loss": 1.0})
         now[0] += 1.0
@@ -46,8 +37,8 @@ def test_the_page_is_drawn_at_evaluations_and_not_again_within_a_minute(
     now, drawn, steps = [1000.0], [], []
     monkeypatch.setattr(run_output, "mark_step", lambda _, step: steps.append(step))
     monkeypatch.setattr(run_output.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(run_output, "write_page", lambda *_: drawn.append(now[0]))
-    output = RunOutput(start_in(tmp_path))
+    monkeypatch.setattr("finetune.report.run_page.write_page", lambda *_: drawn.append(now[0]))
+    output = output_in(tmp_path)
     for step, (seconds, kind) in enumerate([(1, "eval"), (60, "train"), (0, "eval"), (59, "eval"), (1, "eval")]):
         now[0] += seconds
         output.write_metrics({"kind": kind, "step": step, "loss": 1.0})

@@ -55,10 +55,10 @@ def test_the_best_step_by_a_score(
     tiny_llama: Path, rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores of 0.25, 0.5 and 0.5 after the steps: the first of the highest is exported."""
-    from finetune.training import session
+    from finetune.training import scored_answers
 
     values = iter([0.0, 0.25, 0.5, 0.5])
-    monkeypatch.setattr(session, "scores_on_all", lambda asked, *_: {"exact": [next(values)] * len(asked.items)})
+    monkeypatch.setattr(scored_answers, "scores_on_all", lambda asked, *_: {"exact": [next(values)] * len(asked.items)})
     best = {"metric_for_best_model": "eval_exact", "load_best_model_at_end": True, "max_steps": 3}
     recipe = scoring(tmp_path / "run", tiny_llama, rows, training=best, save_steps=1)
     assert main([str(recipe)]) == 0

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
-from finetune.hub.start_adapter import StartAdapter
 from finetune.model.base_identity import BASE_CONTENT, content_of
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
+from finetune.training.start_adapter import StartAdapter
 from finetune.untrusted.safetensors_header import add_metadata
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.processes import run_python

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +26,7 @@ from finetune.model.quantization import empty_int8_weights, plain_quantized_weig
 from finetune.recipe.schema import Recipe
 from finetune.strategies import fsdp
 from finetune.strategies.fsdp import replace_tensor, ties_kept
-from finetune.tokens.batches import MicroBatch
+from finetune.tokens.batches import MicroBatch, changed_tensors
 
 OnParameter = Callable[[nn.Parameter], None]
 
@@ -189,10 +189,4 @@ def host_pages() -> Iterator[None]:
 
 def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch as fake tensors; non-tensor entries unchanged."""
-    fakes: dict[str, Any] = dict(batch)
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            fakes[key] = mode.from_tensor(value)
-        elif isinstance(value, dict):  # a batch inside of this one
-            fakes[key] = fake_batch(mode, cast(MicroBatch, value))
-    return cast(MicroBatch, fakes)
+    return changed_tensors(batch, mode.from_tensor)

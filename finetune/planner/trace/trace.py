@@ -52,7 +52,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.tensor_checks import largest_magnitude
-from finetune.strategies.accelerator import accumulation_context, build_accelerator
+from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.pipeline.build import parts_of_recipe
@@ -60,7 +60,8 @@ from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch, without_learning
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import objective_of
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import StepParts
+from finetune.training.step import optimizer_step
 
 STEPS = 2  # the first makes the optimizer's state at its end, so the second has it beside everything else
 # Accelerate sets these for its own plugins, and the next Accelerator in this process reads them again.
@@ -170,7 +171,7 @@ class TraceEnvironment:
             objective=objective_of(recipe),
             phases=recorder.phases,
             max_grad_norm=recipe.training.max_grad_norm,
-            skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
+            strategy=strategy,
             weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
             pipeline=parts.pipeline,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from finetune.architecture import attention
 from finetune.model.build import attention_name
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.tokens.batches import MicroBatch, micro_batches
+from finetune.tokens.batches import MicroBatch, changed_tensors, micro_batches
 from finetune.training.objectives.answers import planned_answers
 
 
@@ -38,15 +38,16 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
         return batches_with_lengths(recipe, ((tokens,) * recipe.data.answers_a_row,) * rows, count, flat=flat)
     ids = torch.full((rows, tokens), 3)
     positions = torch.arange(tokens).repeat(rows, 1)
-    batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
+    supervised = torch.arange(ids.numel())
+    batch = MicroBatch(input_ids=ids, position_ids=positions, shift_labels=ids, supervised=supervised)
     if flat:
-        batch = {key: value.reshape(1, -1) for key, value in batch.items()}
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+        batch = MicroBatch(input_ids=ids, position_ids=positions, shift_labels=ids, supervised=supervised)
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
     elif recipe.data.packing or rows > 1:
         positions[-1, tokens // 2 :] -= tokens // 2
-    batch["supervised"] = torch.arange(ids.numel())
-    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(count)]
+    return [changed_tensors(batch, lambda tensor: tensor.contiguous().clone()) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,3 @@ def batches_with_lengths(
         return [made() for _ in range(count)]
     lengths = [length for row in rows for length in row]
     return [planned_answers(recipe.data.unit, lengths, made) for _ in range(count)]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.contiguous().clone()
-    return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,12 +22,15 @@ from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import ChosenRows, LossSum, Reduce
 from finetune.training.objectives.answers import (
-    AnswerBatch,
+    AnswerInputs,
     IdsAndLabels,
     answer_batches,
     mismatched_document,
     model_inputs,
 )
+
+BY_ANSWER = ["reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "logps_chosen", "logps_rejected"]
+BY_TOKEN = ["logp_chosen_by_token", "logp_rejected_by_token"]
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,13 @@ class Pairs:
     unit: Literal["pairs"] = "pairs"
     needs_whole_step = False
 
-    def __init__(self, settings: Dpo) -> None:
-        self._settings = settings
-        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
-        self.metric_names: tuple[str, ...] = (
-            *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
-            *("logps_chosen", "logps_rejected", "logp_chosen_by_token", "logp_rejected_by_token"),
-            *(("kl_by_token",) if settings.needs_reference else ()),
-        )
+    def __init__(self, settings: Dpo, reference: ReferenceValues | None = None) -> None:
+        """`reference`: None stands for zeros, as in the worst step, which is undone."""
+        self._settings, self._reference = settings, reference
+        names = BY_ANSWER + BY_TOKEN
+        if settings.needs_reference:
+            names = [*names, "kl_by_token"]
+        self.metric_names: tuple[str, ...] = tuple(names)
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
         """A row is a pair."""
@@ -60,19 +62,18 @@ class Pairs:
 
     def count(self, batch: MicroBatch) -> int:
         """This rank's pairs."""
-        return cast(AnswerBatch, batch)["units"]
+        return batch["answers"].units
 
     def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """This rank's micro-batches of a step's pairs; the documents of each pair are chosen, rejected."""
         chosen_tokens = chosen.rows.pool.first_supervised
         assert chosen_tokens is not None
         units = chosen.rows.units(chosen.indices)
-        result: list[MicroBatch] = []
-        for batch, places in answer_batches(chosen.plan, chosen.documents, chosen.grouped()):
-            batch["reference"] = self._reference_of(units[places])
-            batch["units_a_token"] = len(units) / int(chosen_tokens[units].sum())
-            result.append(batch)
-        return result
+        each = len(units) / int(chosen_tokens[units].sum())
+        return [
+            inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=each)
+            for inputs in answer_batches(chosen.plan, chosen.documents, chosen.grouped())
+        ]
 
     def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches of these held-out pairs."""
@@ -83,26 +84,25 @@ class Pairs:
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """One forward for all pairs of the micro-batch."""
-        answers, settings = cast(AnswerBatch, batch), self._settings
-        lost = model(**model_inputs(batch)).view(-1, 2)  # [pairs, chosen and rejected]: minus the log-probability
-        tokens = answers["answer_tokens"].view(-1, 2)
+        answers, settings = batch["answers"], self._settings
+        # [pairs, chosen and rejected]: minus the log-probability
+        lost = model(**model_inputs(batch, answers.lengths)).view(-1, 2)
+        tokens = answers.tokens.view(-1, 2)
         log_probability = -lost
-        ratio = log_probability - answers["reference"].view(-1, 2)
+        ratio = log_probability - answers.reference.view(-1, 2)
         by_token = log_probability / tokens
         rewards = settings.beta * (ratio if settings.needs_reference else by_token)
         margin = rewards[:, 0] - rewards[:, 1]
         total = self._losses(rewards, margin, ratio / tokens).sum()
         if settings.sft_weight:
-            total = total + settings.sft_weight * answers["units_a_token"] * lost[:, 0].sum()
+            total = total + settings.sft_weight * answers.units_a_token * lost[:, 0].sum()
         with torch.no_grad():
-            metrics = [
-                *(rewards[:, 0], rewards[:, 1], margin, (margin > 0).float()),
-                *(log_probability[:, 0], log_probability[:, 1], by_token[:, 0], by_token[:, 1]),
-            ]
+            metrics = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).float()]
+            metrics += [log_probability[:, 0], log_probability[:, 1], by_token[:, 0], by_token[:, 1]]
             if settings.needs_reference:
                 metrics.append(-(ratio / tokens).mean(dim=1))
             sums = tuple(metric.sum() for metric in metrics)
-        return LossSum(total, answers["units"], sums)
+        return LossSum(total, answers.units, sums)
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Each metric's mean over pairs."""
@@ -126,9 +126,9 @@ class Pairs:
                 return -logsigmoid(margin - gamma)
 
     def _reference_of(self, units: np.ndarray) -> Tensor:
-        if self.reference is None or not self._settings.needs_reference:
+        if self._reference is None or not self._settings.needs_reference:
             return torch.zeros(2 * len(units))
-        return torch.from_numpy(self.reference.answers[units].reshape(-1))
+        return torch.from_numpy(self._reference.answers[units].reshape(-1))
 
 
 class JudgedAnswers:
@@ -138,13 +138,19 @@ class JudgedAnswers:
     needs_whole_step = True
     # The last two count; the means are over wanted and over unwanted answers.
     metric_names: tuple[str, ...] = (
-        *("reward_chosen", "reward_rejected", "logps_chosen", "logps_rejected"),
-        *("reward_accuracy", "kl", "chosen", "rejected"),
+        "reward_chosen",
+        "reward_rejected",
+        "logps_chosen",
+        "logps_rejected",
+        "reward_accuracy",
+        "kl",
+        "chosen",
+        "rejected",
     )
 
-    def __init__(self, settings: Kto, max_length: int) -> None:
-        self._settings, self._max_length = settings, max_length
-        self.reference: ReferenceValues | None = None  # None: zeros, for the worst step, which is undone
+    def __init__(self, settings: Kto, max_length: int, reference: ReferenceValues | None = None) -> None:
+        """`reference`: None stands for zeros, as in the worst step, which is undone."""
+        self._settings, self._max_length, self._reference = settings, max_length, reference
         self._kl: Tensor | None = None  # float32 []
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
@@ -153,7 +159,7 @@ class JudgedAnswers:
 
     def count(self, batch: MicroBatch) -> int:
         """This rank's judged answers."""
-        return cast(AnswerBatch, batch)["units"]
+        return batch["answers"].units
 
     def batches(self, chosen: ChosenRows) -> list[MicroBatch]:
         """This rank's micro-batches of a step's answers, each with its prompts' mismatched ones."""
@@ -162,17 +168,19 @@ class JudgedAnswers:
         assert desirable is not None
         result: list[MicroBatch] = []
         own = answer_batches(chosen.plan, chosen.documents, chosen.grouped())
-        for (batch, places), (other, _) in zip(own, self.mismatched_batches(chosen), strict=True):
-            batch["desirable"] = torch.from_numpy(desirable[units[places]])
-            known = self.reference
-            batch["reference"] = _tensor(None if known is None else known.answers[units[places], 0], len(places))
-            other["reference"] = _tensor(self._mismatched(chosen, places), len(places))
-            batch["mismatched"] = other
-            result.append(batch)
+        for inputs, others in zip(own, self.mismatched_batches(chosen), strict=True):
+            numbers = units[inputs.places]
+            reference = mismatched = torch.zeros(len(numbers))
+            if self._reference is not None:
+                reference = torch.from_numpy(self._reference.answers[numbers, 0])
+                mismatched = torch.from_numpy(self._mismatched(self._reference, chosen, inputs.places))
+            other = others.with_answers(mismatched)
+            wanted = torch.from_numpy(desirable[numbers])
+            result.append(inputs.with_answers(reference, desirable=wanted, mismatched=other))
         return result
 
-    def mismatched_batches(self, chosen: ChosenRows) -> list[tuple[AnswerBatch, list[int]]]:
-        """This rank's micro-batches of each row's prompt with another answer, and their places in the step.
+    def mismatched_batches(self, chosen: ChosenRows) -> list[AnswerInputs]:
+        """This rank's micro-batches of each row's prompt with another answer.
 
         It is the answer of the next row in the step; after the last row comes the first one. An answer equal to the
         row's own is passed over: it would measure the baseline on what the loss compares with it. If the step has no
@@ -201,23 +209,23 @@ class JudgedAnswers:
         model.eval()
         tally = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            answers = cast(AnswerBatch, batch)
-            other = cast(AnswerBatch, answers["mismatched"])
-            ratio = -model(**model_inputs(other)) - other["reference"]
+            answers, other = batch["answers"], batch["answers"].mismatched
+            assert other is not None
+            ratio = -model(**model_inputs(other, other["answers"].lengths)) - other["answers"].reference
             tally = tally.to(ratio.device)
             tally[0] += ratio.sum()
-            tally[1] += answers["units"]
+            tally[1] += answers.units
         model.train(was_training)
         total, count = reduce(tally)
         self._kl = (total / count).clamp(min=0).float()
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """One forward for all answers of the micro-batch."""
-        answers, settings = cast(AnswerBatch, batch), self._settings
+        answers, settings, wanted = batch["answers"], self._settings, batch["answers"].desirable
+        assert wanted is not None
         assert self._kl is not None, "before_step computes the baseline"
-        log_probability = -model(**model_inputs(batch))  # [answers]
-        wanted = answers["desirable"]
-        ratio = log_probability - answers["reference"]
+        log_probability = -model(**model_inputs(batch, answers.lengths))  # [answers]
+        ratio = log_probability - answers.reference
         # Ethayarajh et al., KTO, 2024, eq. 8: the value of a wanted answer, and of an unwanted one.
         value = (settings.beta * torch.where(wanted, ratio - self._kl, self._kl - ratio)).sigmoid()
         weight = torch.where(wanted, settings.desirable_weight, settings.undesirable_weight)
@@ -225,15 +233,13 @@ class JudgedAnswers:
         with torch.no_grad():
             rewards, chosen = settings.beta * ratio, wanted.float()
             right = ((ratio > self._kl) == wanted).float()
-            sums = (
-                *((rewards * chosen).sum(), (rewards * (1 - chosen)).sum()),
-                *((log_probability * chosen).sum(), (log_probability * (1 - chosen)).sum()),
-                *(right.sum(), self._kl * answers["units"], chosen.sum(), (1 - chosen).sum()),
-            )
-        return LossSum(total, answers["units"], sums)
+            sums = [(rewards * chosen).sum(), (rewards * (1 - chosen)).sum()]
+            sums += [(log_probability * chosen).sum(), (log_probability * (1 - chosen)).sum()]
+            sums += [right.sum(), self._kl * answers.units, chosen.sum(), (1 - chosen).sum()]
+        return LossSum(total, answers.units, tuple(sums))
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """The means over wanted and over unwanted answers; without those of which the step has none."""
+        """Means of wanted and of unwanted answers. A kind that the step lacks is left out."""
         means = {name: sums[name] / count for name in ("reward_accuracy", "kl")}
         for kind in ("chosen", "rejected"):
             if sums[kind]:
@@ -242,17 +248,8 @@ class JudgedAnswers:
             means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
         return means
 
-    def _mismatched(self, chosen: ChosenRows, places: list[int]) -> np.ndarray | None:
+    def _mismatched(self, known: ReferenceValues, chosen: ChosenRows, places: list[int]) -> np.ndarray:
         """The reference's log-probabilities of these rows' mismatched answers."""
-        if self.reference is None:
-            return None
-        known = self.reference.held_out if chosen.held_out else self.reference.mismatched
-        assert known is not None
-        return np.asarray(known[[chosen.first + place for place in places]])
-
-
-def _tensor(values: np.ndarray | None, length: int) -> Tensor:
-    """The values, or zeros where none are known yet."""
-    if values is None:
-        return torch.zeros(length)
-    return torch.from_numpy(values)
+        values = known.held_out if chosen.held_out else known.mismatched
+        assert values is not None
+        return np.asarray(values[[chosen.first + place for place in places]])

@@ -32,13 +32,14 @@ from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantizati
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import save
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.accelerator import accumulation_context, build_accelerator
+from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch, without_learning
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives.supervised import Supervised
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import StepParts
+from finetune.training.step import optimizer_step
 from tests.support.models.tiny import flat_batch, save_tiny
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.cells import free_ports
@@ -163,7 +164,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
         objective=Supervised(),
         phases=phases,
         max_grad_norm=1.0,
-        skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
+        strategy=ways,
         weights=cast_weights(recipe, ways, parts.unwrapped_model),
         pipeline=parts.pipeline,
     )

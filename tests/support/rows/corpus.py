@@ -323,7 +323,7 @@ def _tokenizer(case: Mapping[str, Any], folder: Path) -> None:
 
 
 def _start_adapter(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.hub.start_adapter import find_start_adapter
+    from finetune.training.start_adapter import find_start_adapter
 
     find_start_adapter(_loaded(case, folder))
 

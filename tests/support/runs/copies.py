@@ -15,7 +15,7 @@ from finetune.training import session
 from finetune.training.run import Run
 from tests.support.runs.cells import main
 
-train = session.train
+train = session.take_steps
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -33,5 +33,5 @@ def train_and_tell(run: Run, state: TrainState) -> bool:
 
 
 if __name__ == "__main__":
-    session.train = train_and_tell
+    session.take_steps = train_and_tell
     sys.exit(main(sys.argv[1:]))

@@ -25,12 +25,13 @@ from finetune.measure.phases import Phases
 from finetune.planner.trace.stand_ins import engine_without_ranks
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.accelerator import accumulation_context, build_accelerator
+from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives.supervised import Supervised
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import StepParts
+from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe
@@ -103,7 +104,7 @@ class OneRank:
             objective=Supervised(),
             phases=phases or Phases(CPU, enabled=False),
             max_grad_norm=None,
-            skip_gradient_sync=accumulation_context(self.accelerator, strategy, self.parts.model),
+            strategy=strategy,
             weights=cast_weights(self.recipe, strategy, self.parts.unwrapped_model),
         )
         supervised = sum(len(batch["supervised"]) for batch in batches)

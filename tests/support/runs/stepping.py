@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from finetune.measure.phases import Phases
 from finetune.recipe.schema import Recipe
 from finetune.training.objectives.supervised import Supervised
-from finetune.training.step import StepParts
+from finetune.training.run import StepParts
 from tests.support.runs.recipes import least_recipe
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import full_weights, trained_pieces
 from finetune.tokens.batches import prefetch
 from finetune.training import session
-from finetune.training.run import Run
-from finetune.training.step import StepParts, optimizer_step
+from finetune.training.run import Run, StepParts
+from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
 from tests.support.runs.cells import main
 
@@ -40,7 +40,7 @@ def take_step(run: Run, parts: StepParts, step: int) -> StepResult:
 
 def train_and_spoil(run: Run, state: TrainState) -> bool:
     for step in range(2):
-        set_learning_rate(run.parts.optimizer, run.learning_rate(step))
+        set_learning_rate(run.parts.optimizer, run.schedule.rate(step))
         take_step(run, run.parts, step)
     before, whole = trained_pieces(run.parts.model), full_weights(run.parts.model, dtype=None, keep=True)
     facts: dict[str, Any] = {"refused": _refuses_a_spoilt_step(run)}
@@ -79,5 +79,5 @@ def _refuses_a_spoilt_step(run: Run) -> bool:
 
 
 if __name__ == "__main__":
-    session.train = train_and_spoil
+    session.take_steps = train_and_spoil
     sys.exit(main(sys.argv[1:]))

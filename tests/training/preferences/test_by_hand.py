@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.recipe.sections.preferences import Dpo, Kto
+from finetune.tokens.batches import Answers as AnswerFacts
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.mixture import DocumentPool, Rows
 from finetune.training.batch_plan import BatchPlan
@@ -43,18 +44,18 @@ class Answers(nn.Module):
         super().__init__()
         self.losses, self.modes = losses, list[bool]()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, answer_lengths: tuple[int, ...]) -> Tensor:
         self.modes.append(self.training)
         return torch.tensor(self.losses[int(input_ids)])
 
 
-def answers(number: int = 0, **facts: Any) -> Any:
-    return {"input_ids": torch.tensor([[number]]), **facts}
+def answers(number: int = 0, units: int = 0, tokens: Sequence[int] = (), **facts: Any) -> Any:
+    known = AnswerFacts(units, tuple(tokens), torch.tensor(tokens).float(), **({"reference": torch.empty(0)} | facts))
+    return {"input_ids": torch.tensor([[number]]), "answers": known}
 
 
-def pairs(lost: Sequence[float] = LOST) -> Any:
-    values = {"answer_tokens": torch.tensor(TOKENS).float(), "reference": torch.tensor(REFERENCE)}
-    return answers(units=2, units_a_token=2 / 8, **values)
+def pairs() -> Any:
+    return answers(0, 2, TOKENS, reference=torch.tensor(REFERENCE), units_a_token=2 / 8)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -152,17 +153,17 @@ def plan_of(rows: int, rank: int = 0, world_size: int = 1, micro_batch: int = 1)
 
 def mismatched(rows: Rows, indices: Sequence[int], first: int = 0, **plan: int) -> dict[int, tuple[list[int], float]]:
     """By place in the step: the tokens of the mismatched answer's document, and its reference."""
-    objective = JudgedAnswers(Kto(), 8)
     stream = np.arange(100, dtype=np.float32)
-    objective.reference = ReferenceValues(np.zeros((len(rows.pool.lengths), 1), np.float32), stream, -stream)
+    reference = ReferenceValues(np.zeros((len(rows.pool.lengths), 1), np.float32), stream, -stream)
+    objective = JudgedAnswers(Kto(), 8, reference)
     chosen = ChosenRows(plan_of(len(rows), **plan), rows, np.asarray(indices), first)
     found = {}
     dealt = chosen.plan.dealt(len(indices))
     for batch, places in zip(objective.batches(chosen), dealt, strict=True):
-        other: Any = batch["mismatched"]  # type: ignore[typeddict-item]
+        other: Any = batch["answers"].mismatched
         for row, place in enumerate(places):
             length = len(other["input_ids"][row]) - int((other["input_ids"][row] == 0).sum())
-            found[place] = (other["input_ids"][row, :length].tolist(), float(other["reference"][row]))
+            found[place] = (other["input_ids"][row, :length].tolist(), float(other["answers"].reference[row]))
     return found
 
 
@@ -209,12 +210,11 @@ def test_ranks_and_micro_batches_do_not_change_it() -> None:
 
 
 def test_held_out_sets_each_have_their_own_reference() -> None:
-    rows, objective = rows_of(A, B, C), JudgedAnswers(Kto(), 8)
-    values = np.arange(5, dtype=np.float32)
-    objective.reference = ReferenceValues(np.zeros((3, 1), np.float32), -values, values)
+    rows, values = rows_of(A, B, C), np.arange(5, dtype=np.float32)
+    objective = JudgedAnswers(Kto(), 8, ReferenceValues(np.zeros((3, 1), np.float32), -values, values))
     (batch,) = objective.eval_batches(plan_of(3, micro_batch=3), rows.subset([0, 2]), first=3)
-    other: Any = batch["mismatched"]  # type: ignore[typeddict-item]
-    assert other["reference"].tolist() == [3.0, 4.0]
+    other: Any = batch["answers"].mismatched
+    assert other["answers"].reference.tolist() == [3.0, 4.0]
     assert other["input_ids"].tolist() == [[1, 31, 32, 33], [3, 11, 12, 0]]
 
 
