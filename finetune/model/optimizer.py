@@ -15,12 +15,11 @@ from transformers import get_scheduler
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
-from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
-from finetune.model.optimizers.rounded_adamw import LocalPart, RoundedAdamW, all_of
 from finetune.recipe.optimizers import OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 from finetune.wording import counted
 
+LocalPart = Callable[[torch.Tensor], tuple[torch.Tensor, int]]  # a rank's shard of a tensor, and its first element
 RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
 
 
@@ -47,14 +46,15 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
         )
 
 
-def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all_of) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | None = None) -> torch.optim.Optimizer:
     """AdamW over the trained weights, with the recipe's betas, epsilon and decay. Only matrices decay.
 
     Biases and norms are vectors and do not decay, as in transformers' Trainer. The loop writes each step's learning
     rate into the groups.
 
     Args:
-        local_part: Passed to RoundedAdamW (`pure_bf16`) and to BlockwiseAdamW, which updates shards.
+        local_part: Passed to RoundedAdamW (`pure_bf16`) and to BlockwiseAdamW, which updates shards; None: no rank
+            has a shard.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training, decay = recipe.training, recipe.training.weight_decay
@@ -73,15 +73,20 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all
         "eps": training.adam_epsilon,
         "weight_decay": 0.0,
     }
+    own_part: dict[str, Any] = {} if local_part is None else {"local_part": local_part}
     spec = OPTIMIZERS[training.optim]
     if spec.bitsandbytes_class is not None:
         in_float32 = _uneven(model)
         if any(isinstance(parameter, DTensor) for parameter in trained):
-            settings |= {"seed": training.seed, "local_part": local_part}
+            from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
+
+            settings |= {"seed": training.seed} | own_part
             return BlockwiseAdamW(groups, in_float32=in_float32, **settings)
         return _from_bitsandbytes(spec.bitsandbytes_class, groups, settings, in_float32)
     if training.pure_bf16:
-        return RoundedAdamW(groups, seed=training.seed, local_part=local_part, **settings)
+        from finetune.model.optimizers.rounded_adamw import RoundedAdamW
+
+        return RoundedAdamW(groups, seed=training.seed, **own_part, **settings)
     # Fused: one kernel for all parameters; on a CPU too.
     return torch.optim.AdamW(groups, **settings, fused=True)
 

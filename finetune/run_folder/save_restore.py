@@ -32,9 +32,7 @@ from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.fsdp import reshard
-from finetune.strategies.pieces import all_ranks
-from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
+from finetune.strategies.pieces import all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
@@ -78,6 +76,8 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
     """Load trained weights from a checkpoint, in place, on every rank. The optimizer's state stays unchanged."""
     if parts.engine is not None:
+        from finetune.strategies.zero_state import load_masters_from
+
         load_masters_from(parts.engine, checkpoint.groups["model"])
     else:
         # After an evaluation FSDP2's head is still gathered. Its parameters are then not the optimizer's, but copies.
@@ -112,6 +112,8 @@ def _temporary(recipe: Recipe) -> Path:
 def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
     """This rank's part of a checkpoint: group -> name -> tensor or piece."""
     if parts.engine is not None:
+        from finetune.strategies.zero_state import trained_pieces
+
         return trained_pieces(parts.engine)
     # Save the optimizer's shards, not gathered copies in the compute format.
     reshard(parts.unwrapped_model)
@@ -128,6 +130,8 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
     saved_model, saved_optimizer = checkpoint.groups["model"], checkpoint.groups["optimizer"]
     if parts.engine is not None:
+        from finetune.strategies.zero_state import load_pieces
+
         load_pieces(parts.engine, saved_model, saved_optimizer)
     else:
         reshard(parts.unwrapped_model)

@@ -8,14 +8,14 @@ from finetune.errors import NothingTrained
 from finetune.run_folder.tensor_checks import checksums
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.fsdp import reshard
-from finetune.strategies.pieces import all_ranks
-from finetune.strategies.zero_state import trained_masters
+from finetune.strategies.pieces import all_ranks, reshard
 
 
 def trained_checksums(parts: Assembled) -> dict[str, str]:
     """A checksum over each trained tensor's bits, equal for any number of ranks. Every rank calls it."""
     if parts.engine is not None:
+        from finetune.strategies.zero_state import trained_masters
+
         return checksums(trained_masters(parts.engine), all_ranks())
     reshard(parts.unwrapped_model)
     return checksums(parts.to_write(model_tensors(parts.unwrapped_model)), all_ranks())

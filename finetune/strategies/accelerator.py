@@ -30,12 +30,8 @@ from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
 from finetune.recipe.strategy_fit import stages_problem, unfit
-from finetune.strategies.fsdp import weights_kept
-from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.packages import check_packages
-from finetune.strategies.zero import zero_plugin
-from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
 
 # What a launcher would set, for a single process: engines that shard need a process group even for one rank.
@@ -187,14 +183,20 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     if problem := stages_problem(recipe, strategy, launch.world_size):
         raise EnvironmentMismatch(problem)
     if strategy.uses_engine:
+        from finetune.strategies.zero_requirements import compile_engine
+
         compile_engine(strategy, on_cpu=on_cpu)
     if not on_cpu:
+        from finetune.strategies.gpu_needs import check_gpus
+
         check_gpus(recipe, launch)
 
 
 def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     """Refuse settings that this strategy cannot train with, on any machine. Raises EnvironmentMismatch."""
     if strategy.uses_engine:
+        from finetune.strategies.zero_requirements import require_engine
+
         require_engine(strategy, on_cpu=on_cpu)
     for problem in unfit(recipe, strategy):
         raise EnvironmentMismatch(str(problem))
@@ -209,6 +211,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     """
     on_cpu = _computes_on_cpu(launch)
     if not on_cpu and launch.world_size > 1:
+        from finetune.strategies.gpu_needs import go_around_peers
+
         go_around_peers(launch)
     process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))
     if strategy.shards_optimizer_state:
@@ -218,13 +222,17 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.shards_modules and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    zero = None
+    zero, quiet = None, nullcontext()
     if strategy.uses_engine:
+        from finetune.strategies.zero import zero_plugin
+        from finetune.strategies.zero_requirements import silenced_deepspeed, zero_environment
+
+        quiet = silenced_deepspeed()
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
     on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
-    with silenced_deepspeed(), on_gpu:
+    with quiet, on_gpu:
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
@@ -298,6 +306,8 @@ def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
         return nullcontext()
     if strategy.shards_modules:
         if strategy.gathers_once:
+            from finetune.strategies.fsdp import weights_kept
+
             return weights_kept(model)
         return nullcontext()
     context: AbstractContextManager[Any] = accelerator.no_sync(model)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
-from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
 from finetune.model.quantization import plain_quantized_weights, unpacked_weight
 from finetune.model.stored_structure import (
     StoredStructure,
@@ -35,14 +34,11 @@ from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
-from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
-from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
-from finetune.strategies.pieces import Piece, local_part
-from finetune.strategies.pipeline.build import parts_of_recipe, staged
-from finetune.strategies.pipeline.layout import Parts
-from finetune.strategies.pipeline.schedule import Pipeline
-from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
-from finetune.strategies.zero_state import flat_ranges, full_shape, full_weights, zero_gathers
+from finetune.strategies.pieces import Piece, full_shape, gathered, local_part, reshard
+
+if TYPE_CHECKING:
+    from finetune.strategies.pipeline.layout import Parts
+    from finetune.strategies.pipeline.schedule import Pipeline
 
 # How long the ranks wait for the one that reads: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
@@ -60,7 +56,7 @@ class Assembled:
     pipeline: Pipeline | None = None  # of which this rank is a stage; `model` is the same
 
     def of_this_stage(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of tensors by a weight's name, or by that and a colon: those that this rank should have."""
+        """Select the saved tensors that this stage owns. Keys are `name` or `name:moment`."""
         if self.pipeline is None:
             return saved
         return self.pipeline.holding.of_this_stage(saved)
@@ -74,6 +70,8 @@ class Assembled:
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
         """The trained weights, unsharded and in host memory, on the ranks with `keep`; every rank calls it."""
         if self.engine is not None:
+            from finetune.strategies.zero_state import full_weights
+
             return full_weights(self.engine, dtype=dtype, keep=keep)
         if self.pipeline is not None:
             return self.pipeline.holding.together(self.unwrapped_model, dtype=dtype, keep=keep)
@@ -86,7 +84,11 @@ class Assembled:
         if not strategy.shards_parameters:
             return 0
         if self.engine is not None:
+            from finetune.strategies.zero_state import zero_gathers
+
             return forwards * zero_gathers(self.unwrapped_model)
+        from finetune.strategies.fsdp import gathered_by_forward
+
         each, first = gathered_by_forward(decoder_parts(self.unwrapped_model), strategy, self.gathered_in)
         return forwards * each + first
 
@@ -110,6 +112,8 @@ def assemble(
     if launch is not None and launch.world_size > 1:
         agree_on_structure(recipe)
     if strategy.shards_modules:
+        from finetune.strategies.fsdp import make_mesh
+
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch)
         with cores_to_quantise(recipe, launch, accelerator.device):
@@ -117,6 +121,8 @@ def assemble(
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
+        from finetune.strategies.pipeline.build import parts_of_recipe, staged
+
         parts = parts or parts_of_recipe(recipe)
         unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
         return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
@@ -185,6 +191,9 @@ def _sharded(
 
     The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather weights.
     """
+    from finetune.strategies.fsdp import shard_model
+    from finetune.strategies.late_quantising import taken
+
     decoder = decoder_parts(unwrapped)
     late = taken(decoder)
     plain_quantized_weights(unwrapped)
@@ -213,6 +222,11 @@ def _under_zero(
     Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading. It refuses to quantise then, so
     a base in 4 bits is loaded unsharded, by rank 0 alone, and quantised and sharded one tensor at a time.
     """
+    from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
+    from finetune.strategies.late_quantising import filled_one_by_one, waits_for_sharding
+    from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
+    from finetune.strategies.zero_state import flat_ranges
+
     plugin = accelerator.state.deepspeed_plugin
     config = plugin.deepspeed_config
     dtype = engine_dtype(config)
@@ -247,6 +261,8 @@ def _build_on_rank_0(
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
     if recipe.quantization is not None:
+        from finetune.strategies.late_quantising import load_unquantised
+
         options["load"] = load_unquantised
     with waiting_for_rank_0(recipe, launch) as group:
         try:

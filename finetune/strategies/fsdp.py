@@ -8,7 +8,7 @@ parameters by their address, which empty shards share. So torch's public `fully_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import printable
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.pieces import row_range, shard_count
 
 SHARDS = "shards"  # the mesh dimension over which a tensor is sharded
 COPIES = "copies"  # HSDP: the dimension over which the shards are replicated
@@ -92,15 +93,6 @@ def shard_model(
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     with ties_kept(decoder):
         _fill(decoder, full, late or {}, device, on_host=strategy.offloaded)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what is still gathered. After a forward without a backward, as in an evaluation, the head is. Its parameters
-    are then not the ones that the optimizer updates.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @contextmanager
@@ -266,42 +258,3 @@ def shard_parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
 def views(tensor: Tensor, rows: int) -> list[Tensor]:
     """Views with `rows` rows each. The planner replaces this function, because it needs one of 512 views."""
     return list(tensor.split(rows))
-
-
-def shard_count(parameter: DTensor) -> int:
-    """The number of shards in dimension 0."""
-    assert parameter.placements[-1] == Shard(0), parameter.placements
-    assert all(placement == Replicate() for placement in parameter.placements[:-1]), parameter.placements
-    return parameter.device_mesh.size(-1)
-
-
-def row_range(parameter: DTensor) -> tuple[int, int]:
-    """This rank's rows [first, end) of dimension 0."""
-    rows = -(-parameter.shape[0] // shard_count(parameter))
-    first = min(parameter.device_mesh.get_local_rank(-1) * rows, parameter.shape[0])
-    return first, min(first + rows, parameter.shape[0])
-
-
-def is_first_copy(parameter: DTensor) -> bool:
-    """Whether this rank's shard is the one to be saved: under HSDP each copy has it."""
-    mesh = parameter.device_mesh
-    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-
-
-def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
-    """Full tensors in host memory, gathered one at a time; every rank calls it, the ranks with `keep` get them.
-
-    A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
-    """
-    result: dict[str, Tensor] = {}
-    by_id: dict[int, Tensor] = {}
-    for name, tensor in named:
-        if id(tensor) not in by_id:
-            full = tensor.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            cast = full.to("cpu", dtype if tensor.is_floating_point() else None) if keep else full.new_empty(0)
-            by_id[id(tensor)] = cast
-        result[name] = by_id[id(tensor)]
-    if keep:
-        return result
-    return {}

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from finetune.strategies.fsdp import is_first_copy, row_range
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -154,3 +153,66 @@ def covers(parts: Iterable[tuple[int, int]], elements: int) -> bool:
             return False
         at += length
     return at == elements
+
+
+def shard_count(parameter: DTensor) -> int:
+    """The number of shards in dimension 0."""
+    assert parameter.placements[-1] == Shard(0), parameter.placements
+    assert all(placement == Replicate() for placement in parameter.placements[:-1]), parameter.placements
+    return parameter.device_mesh.size(-1)
+
+
+def row_range(parameter: DTensor) -> tuple[int, int]:
+    """This rank's rows [first, end) of dimension 0."""
+    rows = -(-parameter.shape[0] // shard_count(parameter))
+    first = min(parameter.device_mesh.get_local_rank(-1) * rows, parameter.shape[0])
+    return first, min(first + rows, parameter.shape[0])
+
+
+def is_first_copy(parameter: DTensor) -> bool:
+    """Whether this rank's shard is the one to be saved: under HSDP each copy has it."""
+    mesh = parameter.device_mesh
+    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Elements of a parameter before ZeRO-3 partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Shape of a parameter before ZeRO-3 partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """The tensor that this rank stores for a parameter: its ZeRO-3 shard, or all of an unsharded one."""
+    return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is still gathered. After a forward without a backward, as in an evaluation, the head is. Its parameters
+    are then not the ones that the optimizer updates.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+    """Full tensors in host memory, gathered one at a time; every rank calls it, the ranks with `keep` get them.
+
+    A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
+    """
+    result: dict[str, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
+    for name, tensor in named:
+        if id(tensor) not in by_id:
+            full = tensor.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            cast = full.to("cpu", dtype if tensor.is_floating_point() else None) if keep else full.new_empty(0)
+            by_id[id(tensor)] = cast
+        result[name] = by_id[id(tensor)]
+    if keep:
+        return result
+    return {}

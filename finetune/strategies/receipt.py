@@ -30,11 +30,8 @@ from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.fsdp import reduced_in
 from finetune.strategies.loss_scaling import kind_of_scaling
-from finetune.strategies.pieces import Elsewhere, is_trained
-from finetune.strategies.pipeline.timeline import bubble_of_equal_stages
-from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
+from finetune.strategies.pieces import Elsewhere, full_numel, is_trained, local_shard
 from finetune.wording import counted
 
 
@@ -63,10 +60,10 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "sharding": sharding_facts(model),
         "pipeline": None if parts.pipeline is None else parts.pipeline.facts(model),
         "dtypes": {
-            "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
+            "master": _trained_in(parts, trained),
             "frozen": _dtypes(frozen),
             "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
-            "reduce": _reduced_in(parts, trained),
+            "reduce": _reduced_in(parts, strategy, trained),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
@@ -164,11 +161,25 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     return dtype_name(dtype)
 
 
-def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
+def _trained_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
+    """The number format of the values that the optimizer updates."""
+    if parts.engine is None:
+        return _dtypes(trained)
+    from finetune.strategies.zero_state import master_dtype
+
+    return dtype_name(master_dtype(parts.engine))
+
+
+def _reduced_in(parts: Assembled, strategy: Strategy, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
         return dtype_name(parts.engine.communication_data_type)
-    return ", ".join(sorted(map(dtype_name, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
+    if strategy.shards_modules:
+        from finetune.strategies.fsdp import reduced_in
+
+        if formats_of_units := sorted(map(dtype_name, reduced_in(parts.unwrapped_model))):
+            return ", ".join(formats_of_units)
+    return _dtypes(trained)
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
@@ -264,6 +275,8 @@ def describe_batch(receipt: dict[str, Any]) -> str:
 
 def describe_stages(receipt: dict[str, Any]) -> str:
     """A line about each pipeline stage's layers, and how long it waits if all stages take equally long."""
+    from finetune.strategies.pipeline.timeline import bubble_of_equal_stages
+
     pipeline, batch = receipt["pipeline"], receipt["batch"]
     schedule, stages, copies = (pipeline[key] for key in ("schedule", "stages", "copies"))
     held = ", ".join(f"{last - first + 1}" for first, last in pipeline["layers"])

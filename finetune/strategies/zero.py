@@ -23,9 +23,10 @@ from finetune.architecture.by_document import run_document_by_document
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.pieces import full_numel, full_shape
 from finetune.strategies.zero_leaves import gather_at_once
 from finetune.strategies.zero_requirements import silenced_deepspeed
-from finetune.strategies.zero_state import full_numel, full_shape, load_masters
+from finetune.strategies.zero_state import load_masters
 
 # Elements of one reduction: smaller ones are bound by latency, larger ones are not faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from finetune.model.optimizers.rounded_adamw import Range
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
-from finetune.strategies.pieces import Piece, Stored
+from finetune.strategies.pieces import Piece, Stored, full_shape
 
 ENGINE_MOMENTS = OPTIMIZERS[DEFAULT].moments  # of the only optimizer that zero_requirements.py lets through
 
@@ -122,25 +122,10 @@ def master_dtype(engine: Any) -> torch.dtype:
     return flat.dtype
 
 
-def full_numel(parameter: Tensor) -> int:
-    """Elements of a parameter before ZeRO-3 partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def full_shape(parameter: Tensor) -> torch.Size:
-    """Shape of a parameter before ZeRO-3 partitioned it."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def zero_gathers(model: nn.Module) -> int:
     """Bytes of weights that each ZeRO-3 forward gathers: all except the small ones, which every rank keeps."""
     sharded = [parameter for parameter in model.parameters() if not getattr(parameter, "ds_persist", True)]
     return sum(full_shape(parameter).numel() * parameter.element_size() for parameter in sharded)
-
-
-def local_shard(parameter: Tensor) -> Tensor:
-    """The tensor that this rank stores for a parameter: its ZeRO-3 shard, or all of an unsharded one."""
-    return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
 
 
 def _copy(values: Tensor) -> Tensor:

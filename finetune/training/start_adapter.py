@@ -33,8 +33,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.trained_tensors import load_model, model_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.fsdp import reshard
-from finetune.strategies.zero_state import load_masters
+from finetune.strategies.pieces import reshard
 from finetune.untrusted.model_folder import look_at_adapter
 from finetune.untrusted.safetensors_header import read_metadata
 
@@ -173,6 +172,8 @@ def start_from(parts: Assembled, adapter: StartAdapter) -> None:
     tensors = _tensors(adapter)
     # ZeRO's engine trains float32 masters and copies them into the model's parameters.
     if parts.engine is not None:
+        from finetune.strategies.zero_state import load_masters
+
         load_masters(parts.engine, {name: tensor.float() for name, tensor in tensors.items()})
         return
     reshard(parts.unwrapped_model)

@@ -25,8 +25,8 @@ from finetune.run_folder.save_restore import checkpoint_tensors, restore_tempora
 from finetune.run_folder.trained_change import trained_checksums
 from finetune.strategies import accelerator, pieces
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
-from finetune.strategies.pieces import covers, piece_to_write
+from finetune.strategies.fsdp import make_mesh, shard_model
+from finetune.strategies.pieces import covers, is_first_copy, piece_to_write, row_range
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised

@@ -258,7 +258,7 @@ def test_an_engine_that_takes_steps_that_are_not_finite_is_refused(
 
 
 def test_whole_sizes_without_an_engine() -> None:
-    from finetune.strategies.zero_state import full_numel, full_shape, local_shard
+    from finetune.strategies.pieces import full_numel, full_shape, local_shard
 
     weight = tiny_model().lm_head.weight
     assert (full_numel(weight), full_shape(weight)) == (weight.numel(), weight.shape)

@@ -55,8 +55,8 @@ from finetune.run_folder.tensor_checks import largest_magnitude
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
+from finetune.strategies.pieces import local_shard
 from finetune.strategies.pipeline.build import parts_of_recipe
-from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch, without_learning
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import objective_of
