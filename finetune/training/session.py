@@ -109,7 +109,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
 
     Every rank enters it. A failure goes to run_state.json, and one of memory becomes DoesNotFit.
     """
-    with _process_group(start) as accelerator:
+    with process_group(start) as accelerator:
         if start.writes and start.launch.world_size > 1:
             clear_heartbeats(start.run_dir)
         first_step = _agree_on_first_step(accelerator, start.claim)
@@ -135,7 +135,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
 
 
 @contextmanager
-def _process_group(start: Start) -> Iterator[Accelerator]:
+def process_group(start: Start) -> Iterator[Accelerator]:
     """The Accelerator, once the ranks have met. While the block runs, a signal to stop sets `start.stop`."""
     with rendezvous(start.launch):
         accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
@@ -318,7 +318,7 @@ def train(built: Built) -> Ended:
     """Train a built run, and export it if no signal stops it. Every rank calls it."""
     start, run, state, progress = built.start, built.run, built.state, built.run.progress
     log, device = run.output.terminal.log, run.parts.accelerator.device
-    measured = dict(built.loading) | _try_worst_step(built)
+    measured = dict(built.loading) | try_worst_step(built)
     progress.phase = "reference"
     if start.recipe.preferences is not None:
         run = _with_reference(built)
@@ -342,7 +342,7 @@ def train(built: Built) -> Ended:
     return Ended(state.step, reached_end)
 
 
-def _try_worst_step(built: Built) -> dict[str, Phase]:
+def try_worst_step(built: Built) -> dict[str, Phase]:
     """Compare the parts chosen for speed with the library's modules, then try the step that takes most memory.
 
     It leaves weights and optimizer as they were. Layers are compiled in it. Returns what its phases took.

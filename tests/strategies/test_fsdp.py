@@ -23,7 +23,7 @@ from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
 from finetune.run_folder.trained_change import trained_checksums
-from finetune.strategies import accelerator, pieces
+from finetune.strategies import fsdp, pieces
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import make_mesh, shard_model
 from finetune.strategies.pieces import covers, is_first_copy, piece_to_write, row_range
@@ -162,10 +162,10 @@ class Scattered:
 def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_llama: Path, tmp_path: Path) -> None:
     """Two steps of three micro-batches end in the same weights as where each micro-batch gathers them anew."""
     weights = []
-    for instead in (accelerator.weights_kept, nullcontext):
+    for instead in (fsdp.weights_kept, nullcontext):
         with (
             one_rank(half_recipe(tiny_llama, tmp_path, "fsdp2_grad_op")) as rank,
-            mock.patch.object(accelerator, "weights_kept", instead),
+            mock.patch.object(fsdp, "weights_kept", instead),
         ):
             for step in range(2):
                 rank.step([flat_batch(seed=3 * step + micro) for micro in range(3)])

@@ -26,7 +26,7 @@ from finetune.measure.metrics import StepRecord, Terminal, Window
 from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
-from finetune.training import session
+from finetune.training import run as training_run
 from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult
 from tests.support.models.tiny import flat_batch
@@ -203,7 +203,7 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert skipped[-1]["step"] > 6, "the scale is still moving after the first saves"
     assert lines[-1]["loss"] < lines[0]["loss"]
 
-    save = session.save
+    save = training_run.save
     for end in (3, 6, 9):  # broken off after these saves, and resumed from each
 
         def save_and_break(*parts: Any, end: int = end) -> None:
@@ -214,7 +214,7 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(session, "save", save_and_break)
+            patch.setattr(training_run, "save", save_and_break)
             assert run("broken") == 130
     assert run("broken") == 0
     assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")

@@ -33,7 +33,7 @@ from finetune.files import read_lines
 from finetune.model.build import build_model
 from finetune.model.quantization import quantized_layers
 from finetune.train import main
-from finetune.training import session
+from finetune.training import run as training_run
 from tests.support.models.quantised import dequantised, quantised_recipe
 from tests.support.models.tiny import write_chats
 from tests.support.runs.one_curve import (
@@ -305,7 +305,7 @@ def test_a_killed_run_continues_bitwise(
     case, strategy = RESUMED[name]
     often = {"save_steps": 2, "eval_steps": 3, "data": {"eval": {"fraction": 0.25}}}
     uninterrupted = trained(tmp_path / "whole", tiny_llama, chats, case, often, strategy)
-    save = session.save
+    save = training_run.save
 
     def save_and_die(*parts: Any) -> None:
         save(*parts)
@@ -315,7 +315,7 @@ def test_a_killed_run_continues_bitwise(
             os._exit(9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "save", save_and_die)
+        patch.setattr(training_run, "save", save_and_die)
         patch.setattr(sys.modules[__name__], "main", in_a_fork)
         with pytest.raises(AssertionError):
             trained(tmp_path / "broken", tiny_llama, chats, case, often, strategy)

@@ -17,6 +17,7 @@ from finetune.files import read_lines
 from finetune.run_folder import checkpoint
 from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.folder import read_state
+from finetune.training import run as runs
 from finetune.training import session
 from finetune.training.run_output import RunOutput
 from tests.support.runs.saving import full, held_up
@@ -92,14 +93,14 @@ def test_steps_are_taken_while_a_checkpoint_is_written(
 def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, save = tmp_path / "run", session.save
+    run_dir, save = tmp_path / "run", runs.save
 
     def save_and_settle(*parts: Any) -> None:
         save(*parts)
         parts[3].settle()  # so that the failure is known when the next step begins
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "save", save_and_settle)
+        patch.setattr(runs, "save", save_and_settle)
         patch.setattr(checkpoint, "save_file", full_at(6))
         assert run(recipe, run_dir) == 4
     line = next(line for line in capsys.readouterr().err.splitlines() if "could not be written" in line)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.files import read_lines
-from finetune.model import optimizer as optimizers
+from finetune.model.optimizers import rounded_adamw
 from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.runs.cells import launch
@@ -58,10 +58,10 @@ def test_it_learns_what_float32_learns(tiny_llama: Path, tmp_path: Path, monkeyp
     masters = held_out_loss(tmp_path / "masters", tiny_llama)
     pure = held_out_loss(tmp_path / "pure", tiny_llama, **PURE)
 
-    def rounded_to_nearest(groups: Any, *, seed: int, local_part: Any, **settings: Any) -> torch.optim.AdamW:
+    def rounded_to_nearest(groups: Any, *, seed: int, **settings: Any) -> torch.optim.AdamW:
         return torch.optim.AdamW(groups, **settings, fused=True)
 
-    monkeypatch.setattr(optimizers, "RoundedAdamW", rounded_to_nearest)
+    monkeypatch.setattr(rounded_adamw, "RoundedAdamW", rounded_to_nearest)
     nearest = held_out_loss(tmp_path / "nearest", tiny_llama, **PURE)
     assert pure == pytest.approx(masters, rel=0.01)
     receipt = json.loads((tmp_path / "pure" / "run" / "receipt.json").read_text("utf-8"))

@@ -19,6 +19,7 @@ import torch
 
 from finetune.files import TEMPORARY_PREFIX
 from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
+from finetune.launch.signals import StopRequest
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
@@ -121,7 +122,7 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
         pytest.importorskip("bitsandbytes")
     begun: list[dict[str, Any]] = []
     tried: list[WorstStep] = []
-    train, first = session.train, session.worst_step_first
+    train, first = session.take_steps, session.worst_step_first
 
     def spy(run: Run, state: TrainState) -> bool:
         begun.append(state_before_training(run, state))
@@ -131,7 +132,7 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
         tried.append(first(*arguments))
         return tried[-1]
 
-    monkeypatch.setattr(session, "train", spy)
+    monkeypatch.setattr(session, "take_steps", spy)
     recipes = []
     for name, how in (("with", real), ("without", lambda *arguments: NONE)):
         monkeypatch.setattr(session, "worst_step_first", how)
@@ -151,22 +152,26 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
 def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """With moments, a step count and a loss scale to go back to."""
     begun = []
-    train = session.train
+    train = session.take_steps
 
     def spy(run: Run, state: TrainState) -> bool:
         begun.append((state.step, state_before_training(run, state)))
         return train(run, state)
 
-    monkeypatch.setattr(session, "train", spy)
+    monkeypatch.setattr(session, "take_steps", spy)
     recipe = write("run", mixed_precision="fp16")
     uninterrupted = write("whole", mixed_precision="fp16")
     assert main([str(uninterrupted)]) == 0
 
     def stopped_after_2(run: Run, state: TrainState) -> bool:
-        return spy(replace(run, stop_requested=lambda: state.step == 1), state)
+        class Stop(StopRequest):
+            def __bool__(self) -> bool:
+                return state.step == 1
+
+        return spy(replace(run, stop=Stop()), state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "train", stopped_after_2)
+        patch.setattr(session, "take_steps", stopped_after_2)
         assert main([str(recipe)]) == 130
     torch.manual_seed(1)
     assert main([str(recipe)]) == 0
@@ -224,7 +229,7 @@ def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
 
         monkeypatch.setattr(session, name, spied)
 
-    for name in ("worst_step_first", "look_before", "train", "write_samples"):
+    for name in ("worst_step_first", "look_before", "take_steps", "write_samples"):
         spy(name, getattr(session, name))
     plain = write("plain")
     assert main([str(plain)]) == 0

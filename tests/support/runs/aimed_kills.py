@@ -104,7 +104,7 @@ class Armed:
         Phases.__call__ = entered  # type: ignore[method-assign]
         background.write_pieces = written
         self._around(loop, "evaluate", before="evaluate")
-        self._around(session, "train", after="end")
+        self._around(session, "take_steps", after="end")
         for name in DISK_CALLS:
             setattr(os, name, self.counted(getattr(os, name)))
         checkpoint.save_file = self.counted(checkpoint.save_file, half=_half_a_file)

@@ -9,25 +9,28 @@ from typing import Any
 from unittest import mock
 
 from finetune.files import append_lines
-from finetune.training import session
+from finetune.training import scored_answers
 from tests.support.runs.cells import main
 
 
 def record(words: list[str]) -> int:
     """Train the recipes; RUN.scoredN has a line with all answers for each time that rank N scored."""
-    genuine, scoring_of = session.generated_answers, session.scoring_of
+    genuine, score = scored_answers.generated_answers, scored_answers.Scorer.score
     runs = [Path()]
 
-    def of_run(start: Any, *arguments: Any) -> Any:
-        runs.append(start.run_dir)
-        return scoring_of(start, *arguments)
+    def of_run(scorer: scored_answers.Scorer, step: int) -> Any:
+        runs.append(scorer.start.run_dir)
+        return score(scorer, step)
 
     def recorded(*arguments: Any) -> list[str]:
         answers = genuine(*arguments)
         append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": answers}])
         return answers
 
-    with mock.patch.object(session, "scoring_of", of_run), mock.patch.object(session, "generated_answers", recorded):
+    with (
+        mock.patch.object(scored_answers.Scorer, "score", of_run),
+        mock.patch.object(scored_answers, "generated_answers", recorded),
+    ):
         return main(words)
 
 

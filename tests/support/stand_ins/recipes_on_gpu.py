@@ -31,7 +31,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.training import session
+from finetune.training import run as training_run
 from tests.support.runs.cells import free_ports
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.runs.recipe_results import recipes
@@ -123,7 +123,7 @@ def play(job: Job) -> list[int]:
         load_engine()
     with mock.patch.dict(os.environ, cache), pytest.MonkeyPatch.context() as patches, pretended_cuda(patches):
         codes = [_train(job, job.whole, job.ports[0])]
-        with mock.patch.object(session, "save", _stop_after(session.save)):
+        with mock.patch.object(training_run, "save", _stop_after(training_run.save)):
             codes.append(_train(job, job.stopped, job.ports[1]))
         return [*codes, _train(job, job.stopped, job.ports[2])]
 
