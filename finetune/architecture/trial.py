@@ -8,13 +8,13 @@ meta finds:
 - a model's own attention with a mask that the kit's layout does not have;
 - positions that are not the batch's;
 - an attention with a request that document-isolated attention does not support, or with a window only in a mask;
-- the operations on the head's product: a scale or a soft cap, which the loss then computes (head.py), or anything else.
+- the operations on the head's product: a scale or a soft cap, which the loss then computes, or anything else.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,10 +27,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.architecture.attention import ENDS, chunk_of, refuse_unknown
 from finetune.architecture.attention import LENGTHS as DOCUMENT_LENGTHS
 from finetune.architecture.by_document import Mixer, run_by_document
-from finetune.architecture.head import AfterDecoder, transform_of
 from finetune.architecture.loss import LogitTransform, decoder_of
-from finetune.architecture.operations import LENGTHS, TOKENS, Unsuitable, Watching
-from finetune.architecture.positions import COUNTED, Positions
+from finetune.architecture.operations import (
+    LENGTHS,
+    SUMMED,
+    TOKENS,
+    Unsuitable,
+    Watching,
+    counts_positions,
+    mixes_positions,
+    place,
+    placed_tensors,
+    token_axes,
+)
 
 TRIED = "finetune_trial"  # an attention without masks, as the kit's own is
 MASKED = "finetune_trial_masked"  # one with masks, as the library's are
@@ -278,3 +287,154 @@ def _batch() -> dict[str, Any]:
 def _answer(query: Tensor, value: Tensor) -> Tensor:
     """An empty result of an attention: [rows, tokens, heads, head_dim]."""
     return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+# Operations that change no value.
+LAYOUT = {"slice", "alias", "view", "_unsafe_view", "t", "transpose", "detach", "expand", "clone"}
+SCALED = {"mul", "div"}
+_Operation = tuple[str, Sequence[Any], Tensor]  # name, arguments, result
+
+
+class AfterDecoder:
+    """The operations after the decoder's forward.
+
+    Where rows are `padded`, raises Unsuitable at a comparison with the token that they are padded with, 0.
+    """
+
+    def __init__(self, padded: bool) -> None:
+        self.padded, self.ended, self.seen = padded, False, list[_Operation]()
+
+    def decoder_ended(self, *_: Any) -> None:
+        self.ended, self.seen = True, []
+
+    def look(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        compares = name in ("eq", "ne") and not isinstance(args[1], Tensor) and args[1] == 0
+        if self.padded and compares and args[0].dtype in (torch.int32, torch.int64) and args[0].numel() == TOKENS:
+            raise Unsuitable(f"looks for token 0 ({place()}), with which rows are padded")
+        if self.ended:
+            self.seen.append((name, args, result))
+
+
+def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) -> LogitTransform:
+    """Read the operations after the decoder as a scale or a cap on the head's product.
+
+    They must be one line: each takes the previous result, and at most the head's weights. Raises Unsuitable for
+    anything other than the product, a scale by a number or a tanh, and for another order than scale, tanh, scale.
+    """
+    views: list[Tensor] = []
+    current: Tensor | None = None
+    products, inner, outer = 0, 1.0, None
+    for name, args, result in operations:
+        values = [tensor for _, tensor in placed_tensors(args) if not _is_weight(tensor, views)]
+        if not values and name in LAYOUT:
+            views.append(result)
+            continue
+        if len(values) != 1 or (current is not None and values[0] is not current):
+            raise _unknown(name)
+        current = result
+        if name in SUMMED and args[SUMMED[name][0]] is values[0]:
+            products += 1
+        elif name in SCALED and values[0] is args[0] and _is_number(args[1]) and (products or head.bias is None):
+            number = float(args[1]) if name == "mul" else 1 / args[1]
+            inner, outer = (inner * number, None) if outer is None else (inner, outer * number)
+        elif name == "tanh" and outer is None and products:
+            outer = 1.0
+        elif name not in LAYOUT:
+            raise _unknown(name)
+    if products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]) or logits is not current:
+        raise Unsuitable("changes its logits, which the fused loss does not know")
+    return LogitTransform(inner, outer)
+
+
+def _is_weight(tensor: Tensor, views: Iterable[Tensor]) -> bool:
+    return isinstance(tensor, nn.Parameter) or any(tensor is view for view in views)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _unknown(name: str) -> Unsuitable:
+    return Unsuitable(f"changes its logits by {name}, which the fused loss does not know")
+
+
+COUNTED = "counts positions"
+
+
+class Positions:
+    """The modules that mix positions, with each one's inputs and outputs."""
+
+    def __init__(self, model: PreTrainedModel, positions: Tensor, mixers: Sequence[Mixer] = ()) -> None:
+        """`mixers` are run document by document here, and cut and join rows for that."""
+        self.cutting = {mixer.path for mixer in mixers}
+        self.model, self.positions, self.positions_read, self.tables = model, positions, False, False
+        self.found: dict[str, set[str]] = {}  # path of the innermost module -> operations
+        self.given: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.returned: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.running: list[str] = []
+        for path, module in model.named_modules():
+            if path and not type(module).__module__.startswith("torch."):
+                module.register_forward_pre_hook(self._begins(path), with_kwargs=True)
+                module.register_forward_hook(self._ends(path))
+
+    def _begins(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.running.append(path)
+            self._keep(self.given, path, token_axes(args) | token_axes(kwargs))
+
+        return hook
+
+    def _ends(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.running.pop()
+            self._keep(self.returned, path, token_axes(output))
+
+        return hook
+
+    def _keep(self, where: dict[str, Any], path: str, axes: dict[str, tuple[int, ...]]) -> None:
+        if where.setdefault(path, axes) != axes:  # a module that several layers share, and give different things
+            where[path] = {"": ()}
+
+    def look(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.positions_read |= any(tensor is self.positions for _, tensor in placed_tensors(args))
+        self.tables |= counts_positions(name, args, result)
+        if name == "arange" and result.numel() == TOKENS:
+            self.found.setdefault(self._here(), set()).add(COUNTED)
+        elif name in ("slice", "cat") and self._here() in self.cutting:
+            return
+        elif mixes_positions(name, func, args, kwargs, result):
+            self.found.setdefault(self._here(), set()).add(name)
+
+    def _here(self) -> str:
+        if self.running:
+            return self.running[-1]
+        return ""
+
+    def outermost(self) -> list[str]:
+        """Paths of the modules that mix positions, without those inside another one."""
+
+        def inside(path: str, other: str) -> bool:
+            return path != other and (not other or path.startswith(f"{other}."))
+
+        return [path for path in self.found if not any(inside(path, other) for other in self.found)]
+
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The modules to be run document by document. Raises Unsuitable where one of them cannot be."""
+        paths = self.outermost()
+        for path in paths:
+            whole = not path or isinstance(self.model.get_submodule(path), PreTrainedModel)
+            output = self.returned.get(path, {})
+            if whole or 1 not in map(len, output.values()) or any(len(axes) > 1 for axes in output.values()):
+                raise Unsuitable(self.problem(path))
+        return tuple(Mixer(path, self.given[path], self.returned[path]) for path in paths)
+
+    def first_problem(self) -> str:
+        return self.problem(self.outermost()[0])
+
+    def problem(self, path: str) -> str:
+        """A sentence about this module's fault."""
+        kind = type(self.model.get_submodule(path)).__name__
+        operations = sorted(self.found[path] - {COUNTED})
+        if not operations:
+            return f"counts positions of its own ({kind})"
+        return f"brings positions together outside of its attention ({kind}: {operations[0]})"

@@ -39,8 +39,7 @@ from finetune.data.json_array import JsonArray
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, without_controls
 from finetune.paths import open_regular
-from finetune.untrusted.json_files import depth_of
-from finetune.untrusted.kinds import not_rows
+from finetune.untrusted.json_files import depth_of, not_rows
 from finetune.wording import counted
 
 LONGEST_MISTAKE = 800  # characters

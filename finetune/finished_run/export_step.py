@@ -46,7 +46,14 @@ from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages
-from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
+from finetune.run_folder.checkpoint import (
+    MANIFEST_BYTES,
+    Checkpoint,
+    checkpoint_steps,
+    examine,
+    read_state_of,
+    step_folder,
+)
 from finetune.run_folder.facts import (
     EVAL_ANSWERS,
     EVAL_RECORD,
@@ -57,11 +64,10 @@ from finetune.run_folder.facts import (
     is_as_written,
     require_run_folder,
 )
-from finetune.run_folder.longer import HANDED_OVER
+from finetune.run_folder.folder import HANDED_OVER
 from finetune.run_folder.save_restore import export_dtype, export_weights, refuse_unexportable
-from finetune.run_folder.saving.manifest import MANIFEST_BYTES
 from finetune.run_folder.tensor_checks import checksums, not_finite
-from finetune.run_folder.trained_change import refuse_unchanged
+from finetune.run_folder.trained_tensors import refuse_unchanged
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import prepare
 from finetune.training.samples import Questions, samples

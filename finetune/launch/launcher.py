@@ -21,7 +21,6 @@ import psutil
 import yaml
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.slurm import slurm_ranks
 from finetune.output_stream import one_line
 from finetune.paths import read_regular
 from finetune.recipe.yaml_text import MAX_BYTES, yaml_value
@@ -131,8 +130,13 @@ def take_out_left_over(environment: MutableMapping[str, str] = os.environ) -> st
     A shell, an image or a job with one pod sets them. Returns a line that names them; empty if there are none. Raises
     EnvironmentMismatch for contradictory ones, and under mpirun.
     """
-    if _find_launcher(environment)[0] or slurm_ranks(environment):
+    if _find_launcher(environment)[0]:
         return ""
+    if "SLURM_PROCID" in environment:
+        from finetune.launch.slurm import slurm_ranks
+
+        if slurm_ranks(environment):
+            return ""
     refuse_left_over(environment, by_launcher=False)
     if int(environment.get("WORLD_SIZE", "1")) > 1:  # ranks started by hand, or by a cluster's operator
         return ""

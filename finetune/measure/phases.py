@@ -19,7 +19,6 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
 from finetune.measure.collectives import CollectiveStats, Traffic
-from finetune.measure.cuda_peaks import peak_allocated, restart_peak
 from finetune.measure.live_tensors import LiveTensors
 from finetune.measure.units import GIB
 
@@ -221,3 +220,35 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return peak_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+# Each measured phase resets CUDA's peak, which would then be the last phase's alone. So it is kept before each reset.
+_kept: dict[int, tuple[int, int]] = {}  # by GPU: bytes allocated and reserved at their peaks before the last reset
+
+
+def restart_peak(device: torch.device) -> None:
+    """Start a new peak for the next phase. The peaks below keep the earlier ones."""
+    _kept[_index(device)] = peak_allocated(device), peak_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Bytes of tensors at this process's peak so far."""
+    return max(_kept.get(_index(device), (0, 0))[0], torch.cuda.max_memory_allocated(device))
+
+
+def peak_reserved(device: torch.device) -> int:
+    """Bytes that the allocator took of the GPU at this process's peak so far."""
+    return max(_kept.get(_index(device), (0, 0))[1], torch.cuda.max_memory_reserved(device))
+
+
+def give_back_cached_memory(device: torch.device) -> None:
+    """Return cached memory without tensors to the GPU; do nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _index(device: torch.device) -> int:
+    if device.index is None:
+        return torch.cuda.current_device()
+    return device.index

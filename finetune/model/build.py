@@ -25,17 +25,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import language_model_path
-from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
-from finetune.model.on_top import add_frozen_adapter, is_on_top
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
+from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
@@ -80,10 +79,14 @@ def build_model(
     if recipe.lora is None:
         _refuse_all_of_a_multimodal(model)
     else:
+        from finetune.model.adapters import add_adapters
+
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with torch.device("meta" if model.device.type == "meta" else "cpu"):  # a GPU draws other numbers by a seed
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
             if is_on_top(recipe):
+                from finetune.model.on_top import add_frozen_adapter
+
                 add_frozen_adapter(adapted, recipe)
     if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.

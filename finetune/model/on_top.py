@@ -80,14 +80,9 @@ def fetched_adapter_file(name: str, file: str, revision: str) -> Path:
         ) from error
 
 
-def is_on_top(recipe: Recipe) -> bool:
-    """Whether the model has a frozen adapter below the trained one."""
-    return recipe.lora is not None and recipe.lora.on_top and recipe.model.adapter is not None
-
-
 def add_frozen_adapter(adapted: Any, recipe: Recipe) -> None:
     """Add the adapter in `model.adapter` to peft's model, frozen, active, and of no effect: its B is zero until
-    `finetune/hub/start_adapter.py` fills it in.
+    `finetune/training/start_adapter.py` fills it in.
 
     Raises FinetuneError if one of the two adapts parameters (experts), which peft cannot add twice.
     """

@@ -30,8 +30,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from finetune.model.stored_structure import NOT_OF_STRUCTURE
+from finetune.untrusted.library_words import shortened
+
 LARGEST_SMALL = 8_000_000  # parameters: 32 MB, and twice as much with gradients and the library's model
-NOT_OF_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 
 ModelClass = Callable[[PreTrainedConfig], PreTrainedModel]
 
@@ -351,14 +353,6 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
         size = sum(parameter.numel() for parameter in small.parameters())
         yield SmallModel(folder, model_class.__name__, len(kinds), len(set(kinds)), size, tokens)
     raise CannotShrink(f"it cannot be made small ({reason})")
-
-
-def shortened(error: Exception) -> str:
-    """A library's error in one line."""
-    text = " ".join(str(error).split())
-    if text:
-        return f"{type(error).__name__}: {text[:160]}"
-    return type(error).__name__
 
 
 def _small_config(model_class: ModelClass, config: PreTrainedConfig, by: Factors) -> PreTrainedConfig | None:

@@ -54,6 +54,9 @@ class StoredStructure:
         return self.config_tied and self.tied is False
 
 
+# Keys of a configuration that say nothing of the model's structure.
+NOT_OF_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+
 # (model.name_or_path, model.revision) -> the ties that rank 0 found, for ranks that may not see the files.
 _AGREED: dict[tuple[str, str], bool | None] = {}
 

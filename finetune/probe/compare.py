@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.families import router_coefficient
 from finetune.architecture.own_layers.compute import compute_layers
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import unpacked_weight

@@ -11,7 +11,7 @@ import torch
 from finetune.architecture import attention
 from finetune.model.adapter_targets import expert_parameters
 from finetune.model.build import attention_name, decoder_parts
-from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.model.dtypes import dtype_name
 from finetune.model.small import SmallModel
 from finetune.probe.compare import Difference, LibrarySide, difference, library_side, set_checkpointing
 from finetune.recipe.schema import Recipe
@@ -35,15 +35,6 @@ class Judgement:
     bound: float
     precision: str
     note: str | None = None
-
-
-def precision_on(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """The format that the run computes in on a GPU. None on a CPU: float32 there tells the most."""
-    if device.type == "cpu":
-        return None
-    if recipe.training.pure_bf16:
-        return torch.bfloat16
-    return COMPUTE[recipe.training.mixed_precision]
 
 
 def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None) -> Judgement:

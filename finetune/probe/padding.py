@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from finetune.model.build import decoder_parts
 from finetune.model.generate import GREEDY, answering, left_padded
-from finetune.model.small import SmallModel, shortened
+from finetune.model.small import SmallModel
 from finetune.probe.compare import kits_model
 from finetune.probe.documents import probe_documents
 from finetune.recipe.schema import Recipe
+from finetune.untrusted.library_words import shortened
 
 # Tokens of each prompt: shorter and longer than a window. The padding of the others is no multiple of a chunk.
 PROMPT_LENGTHS = (5, 20, 13)

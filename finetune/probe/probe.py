@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,17 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
-from finetune.model.known_configs import full_config
 from finetune.model.packaged import folder_of, resolve_model_path
-from finetune.model.small import CannotShrink, SmallModel, shortened, small_models
 from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
-from finetune.probe.compare import NotFiniteHere
-from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
-from finetune.probe.padding import compare_padded
-from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
+from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, recall, remember
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.library_words import not_loaded
+from finetune.untrusted.library_words import not_loaded, shortened
 from finetune.untrusted.model_folder import look_at_config
+
+if TYPE_CHECKING:
+    from finetune.model.small import SmallModel
+    from finetune.probe.judge import Judgement
 
 CPU = torch.device("cpu")
 
@@ -94,6 +93,8 @@ def probe(
         with one_at_a_time(key):
             if known := recall(key):
                 return _recalled(known)
+            from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
+
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
                 return _not_here(recipe, device, key)
             return _found_now(recipe, device, compute, folder / "model", key)
@@ -108,6 +109,9 @@ def _recalled(known: dict[str, Any]) -> ProbeResult:
 def _found_now(
     recipe: Recipe, device: torch.device, compute: torch.dtype | None, folder: Path, key: str
 ) -> ProbeResult:
+    from finetune.probe.judge import Differs
+    from finetune.probe.padding import compare_padded
+
     base, facts = _whole_model(recipe, device)
     try:
         small, judgement = _judged(recipe, base, device, compute, folder)
@@ -135,6 +139,10 @@ def _judged(
     recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
 ) -> tuple[SmallModel, Judgement]:
     """The first small model that runs, and its judgement. Raises Differs; EnvironmentMismatch if none runs."""
+    from finetune.model.small import CannotShrink, small_models
+    from finetune.probe.compare import NotFiniteHere
+    from finetune.probe.judge import Differs, judge
+
     reason = ""
     try:
         for small in small_models(base, folder):
@@ -209,6 +217,8 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
     section = recipe.model
     if Path(section.name_or_path).is_dir():
         return recipe
+    from finetune.model.known_configs import full_config
+
     config, _ = full_config(section.name_or_path, section.revision)
     if "auto_map" in config and section.trust_remote_code:  # by its own code, from the Hub or its cache
         return recipe

@@ -20,7 +20,8 @@ from filelock import FileLock
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.model.build import attention_name
-from finetune.model.small import NOT_OF_STRUCTURE
+from finetune.model.dtypes import COMPUTE
+from finetune.model.stored_structure import NOT_OF_STRUCTURE
 from finetune.paths import PACKAGE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
@@ -125,3 +126,12 @@ def one_at_a_time(key: str) -> Iterator[None]:
 
 def _file(key: str) -> Path:
     return cache_folder() / "probes" / f"{key}.json"
+
+
+def precision_on(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The format that the run computes in on a GPU. None on a CPU: float32 there tells the most."""
+    if device.type == "cpu":
+        return None
+    if recipe.training.pure_bf16:
+        return torch.bfloat16
+    return COMPUTE[recipe.training.mixed_precision]

@@ -175,3 +175,8 @@ def _in_yaml(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value).replace('"', "")
+
+
+def is_on_top(recipe: Recipe) -> bool:
+    """Whether the model has a frozen adapter below the trained one."""
+    return recipe.lora is not None and recipe.lora.on_top and recipe.model.adapter is not None

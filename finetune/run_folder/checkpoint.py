@@ -12,36 +12,110 @@ Each rank writes the pieces it holds (strategies/pieces.py). Rank 0 writes every
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.model.dtypes import dtype_name
 from finetune.output_stream import one_line
-from finetune.run_folder.saving.manifest import (
-    MANIFEST_BYTES,
-    STATE_FILE,
-    known_aliases,
-    listed_files,
-    self_hash,
-    sha256_of,
-    stored_groups,
-)
-from finetune.run_folder.saving.own_pieces import OwnPieces, Tensors, own_pieces, unshared
+from finetune.paths import open_regular
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.run_folder.train_state import state_problem
-from finetune.strategies.pieces import Ranks, Stored, covers
-from finetune.untrusted.json_files import read_object
+from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
+from finetune.untrusted.json_files import kind_of_value, read_object
 from finetune.untrusted.library_words import words_of
+from finetune.untrusted.model_folder import is_plain_name
+from finetune.untrusted.safetensors_header import TensorFacts, read_header
+
+# MANIFEST.json may name plain files in its folder, and pieces inside them. Its hash shows that it was not damaged, but
+# not who wrote it: a stranger's run folder has right hashes too.
+STATE_FILE = "state.json"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+MANIFEST_BYTES = 512 * 2**20  # the largest that is read
+
+
+def sha256_of(path: Path) -> str:
+    """A file's SHA-256, hexadecimal."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def self_hash(manifest: Mapping[str, Any]) -> str:
+    """A manifest's hash over its content without the hash."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def listed_files(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Each file with its size and hash. Raises ValueError for a name that is not a plain one in the folder."""
+    files = manifest["files"]
+    for name, facts in files.items():
+        if name != STATE_FILE and not is_plain_name(name):
+            raise ValueError(f"it names {one_line(name, 80)!r}, which is not a file of this folder")
+        if type(facts["bytes"]) is not int or not isinstance(facts["sha256"], str):
+            raise ValueError(f"{name} has no size and hash")
+    return files  # type: ignore[no-any-return]
+
+
+def stored_groups(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
+    """Group -> name -> the elements' places. Raises ValueError if the files do not have them all."""
+    # Compare the manifest with each file's own header, so that no piece lies outside its file.
+    headers: dict[str, Mapping[str, TensorFacts]] = {}
+    for file in manifest["files"]:
+        if file != STATE_FILE:
+            try:
+                headers[file] = read_header(folder / file)
+            except FinetuneError as error:
+                raise ValueError(str(error).removeprefix(f"{folder / file}: ")) from None
+    return {
+        str(group): {name: _stored(folder, name, entry, headers) for name, entry in named.items()}
+        for group, named in manifest["groups"].items()
+    }
+
+
+def known_aliases(manifest: Mapping[str, Any], groups: Mapping[str, Mapping[str, Stored]]) -> dict[str, dict[str, str]]:
+    """Group -> other name of a tensor -> its stored name. Raises ValueError for an unknown name."""
+    aliases = {group: dict(named) for group, named in manifest["aliases"].items()}
+    unknown = [name for group, named in aliases.items() for name in named.values() if name not in groups.get(group, {})]
+    if unknown or aliases.keys() != groups.keys():
+        raise ValueError("it names tensors that share one which is not there")
+    return aliases
+
+
+def _stored(
+    folder: Path, name: str, entry: Mapping[str, Any], headers: Mapping[str, Mapping[str, TensorFacts]]
+) -> Stored:
+    shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+    if dtype is None or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{one_line(name, 80)} has no shape and number format")
+    parts = tuple(_parts(folder, name, entry["parts"], headers))
+    if not covers([(start, count) for _, start, count in parts], math.prod(shape)):
+        raise ValueError(f"the pieces of {one_line(name, 80)} are not the whole tensor")
+    return Stored(name, shape, dtype, parts)
+
+
+def _parts(
+    folder: Path, name: str, parts: Any, headers: Mapping[str, Mapping[str, TensorFacts]]
+) -> Iterator[tuple[Path, int, int]]:
+    for file, start, count in parts:
+        if type(start) is not int or type(count) is not int:
+            raise ValueError(f"a piece of {one_line(name, 80)} begins at {kind_of_value(start)}")
+        facts = headers.get(file, {}).get(name)
+        if facts is None or math.prod(facts.shape) != count:
+            raise ValueError(f"{one_line(file, 80)} does not have the piece of {one_line(name, 80)}")
+        yield folder / file, start, count
+
 
 FORMAT = 2  # the manifest's version; `examine` refuses others
 _NAME = re.compile(r"step-(\d{8,})")
@@ -319,3 +393,67 @@ def read_state_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The state that `write_checkpoint` was given."""
     state: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
     return state
+
+
+Tensors = Mapping[str, Tensor | Piece]
+
+
+@dataclass(frozen=True)
+class OwnPieces:
+    """This rank's pieces of one tensor group."""
+
+    tensors: Mapping[str, Tensor]  # name -> the elements; a tensor with several names has one entry
+    entries: Mapping[str, dict[str, Any]]  # name -> the unsharded shape, dtype, first element, number of elements
+    aliases: Mapping[str, str]  # another name for a tensor -> its name in `tensors`
+    copies: frozenset[str]  # names of tensors that are copies already: no step changes them
+
+
+def own_pieces(groups: Mapping[str, Tensors], rank: int) -> dict[str, OwnPieces]:
+    """This rank's pieces by group. They are views: nothing is copied.
+
+    Args:
+        groups: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
+    """
+    return {group: _group_pieces(named, rank) for group, named in groups.items()}
+
+
+def _group_pieces(named: Tensors, rank: int) -> OwnPieces:
+    pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
+    distinct: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[tuple[object, ...], str] = {}
+    # Tied weights are one tensor with two names: the same storage, place in it, shape and strides.
+    for name, piece in pieces.items():
+        tensor = piece.tensor.detach()
+        pointer = tensor.untyped_storage().data_ptr()
+        key = (pointer, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and key in first_names:  # empty tensors all have pointer 0
+            aliases[name] = first_names[key]
+            continue
+        first_names[key] = name
+        distinct[name] = tensor
+    entries = {
+        name: {
+            "shape": pieces[name].shape,
+            "dtype": dtype_name(tensor.dtype),
+            "start": pieces[name].start,
+            "n": tensor.numel(),
+        }
+        for name, tensor in distinct.items()
+    }
+    copies = frozenset(name for name in distinct if isinstance(named[name], Piece) and not pieces[name].live)
+    return OwnPieces(distinct, entries, aliases, copies)
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous, each in its own storage: safetensors refuses views into one storage."""
+    result: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in storages:
+            result[name] = tensor.clone()
+        else:
+            result[name] = tensor.contiguous()
+        storages.add(pointer)
+    return result

@@ -19,15 +19,13 @@ from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.model.generate import stop_on
-from finetune.model.on_top import is_on_top, stack, start_file
 from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
-from finetune.recipe.adapter_config import WEIGHTS
+from finetune.recipe.adapter_config import WEIGHTS, is_on_top
 from finetune.recipe.schema import ModelSection, Recipe
-from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.background import Saves
+from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, sha256_of, step_folder, write_checkpoint
 from finetune.run_folder.facts import GENERATION
-from finetune.run_folder.saving.background import Saves
-from finetune.run_folder.saving.manifest import sha256_of
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -41,6 +39,10 @@ from finetune.untrusted.safetensors_header import add_metadata
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+import math
+from dataclasses import asdict, dataclass
+
+from finetune.wording import metric_in_words
 
 
 def save(
@@ -222,6 +224,8 @@ def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module)
 
 def _refuse_another_below(recipe: Recipe) -> None:
     """Raise FinetuneError if the frozen adapter's file is not the one in the run's receipt."""
+    from finetune.model.on_top import start_file
+
     receipt = Path(recipe.run_dir) / "receipt.json"
     if receipt.is_file() and json.loads(receipt.read_text("utf-8"))["adapter"]["sha256"] != sha256_of(
         start_file(recipe, WEIGHTS)
@@ -267,6 +271,8 @@ def export_adapter(
         own = ["default"]
         model.save_pretrained(str(folder), selected_adapters=own, state_dict=weights, save_embedding_layers=False)
         if below is not None:
+            from finetune.model.on_top import stack
+
             stack(folder, below, model, whole_names)
         if whole_names is not None:
             name_for_both(folder, model, whole_names)
@@ -331,3 +337,79 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
             remove_folder(temporary)  # half an export would keep a full disk full
             raise
     return target
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The step whose weights are exported, and their held-out loss, score or reward.
+
+    Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint.
+    """
+
+    step: int
+    best: bool  # the best evaluation's step; else the last one
+    metric: str
+    loss: float | None  # the value of `metric`; None if no rows are held out
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
+    """Let a resumed run forget the best evaluation so far if its checkpoint is lost.
+
+    Returns a line that says so, or an empty text. Every rank calls it, and rank 0 examines the checkpoint.
+    """
+    if state.best_step is None or not recipe.training.exports_best:
+        return ""
+    folder, ranks = step_folder(Path(recipe.run_dir), state.best_step), all_ranks()
+    # Rank 0 decides for all: ranks that disagree about the best step would export different weights.
+    problem = None
+    if ranks.rank == 0:
+        found = examine(folder, hashes=False)
+        problem = None if isinstance(found, Checkpoint) else found
+    problem = ranks.gather(problem)[0]
+    if problem is None:
+        return ""
+    lost, state.best_step, state.best_eval_loss = state.best_step, None, math.inf
+    return f"{folder}: the best evaluation so far, of step {lost}, cannot be exported ({problem}); later ones count"
+
+
+def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Exported:
+    """Load the weights to export into the model. Every rank calls it.
+
+    Raises FinetuneError, on every rank, if the best evaluation's checkpoint is damaged.
+    """
+    metric, step = recipe.training.metric_for_best_model, state.best_step
+    if not recipe.training.exports_best or step is None:
+        return Exported(state.step, False, metric, state.last_eval_loss)
+    if step != state.step:  # else the model has these weights already
+        _load(parts, step_folder(Path(recipe.run_dir), step))
+    return Exported(step, True, metric, state.best_eval_loss)
+
+
+def _load(parts: Assembled, folder: Path) -> None:
+    """Load a checkpoint's weights after rank 0 has verified the hash over every byte."""
+    checkpoint = examine(folder, hashes=all_ranks().rank == 0)
+    problem = checkpoint if isinstance(checkpoint, str) else None
+    # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
+    if problem := next(filter(None, all_ranks().gather(problem)), None):
+        raise FinetuneError(
+            f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's weights can: "
+            "start again with training.load_best_model_at_end=false"
+        )
+    assert isinstance(checkpoint, Checkpoint)
+    load_weights(parts, checkpoint)
+
+
+def describe_exported(exported: Exported, state: TrainState) -> str:
+    """A line for the terminal: the exported step, and its loss if known."""
+    if exported.loss is None:
+        return f"exported: the weights of step {exported.step}, the last"
+    text = f"exported: the weights of step {exported.step}, {metric_in_words(exported.metric, exported.loss)}"
+    if not exported.best or state.last_eval_loss is None:
+        return f"{text}, the last"
+    if exported.step == state.step:
+        return f"{text}, the last and the best"
+    last = metric_in_words(exported.metric, state.last_eval_loss).rpartition(" ")[2]
+    return f"{text}, the best evaluation; of step {state.step}, the last, it is {last}"

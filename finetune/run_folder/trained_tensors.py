@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, NothingTrained
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import allocate_state
-from finetune.model.optimizers.blocks import BLOCKWISE, block_in, book_on, decode, encode
 from finetune.recipe.optimizers import MOMENTS
-from finetune.strategies.pieces import Stored, local_part
+from finetune.run_folder.tensor_checks import checksums
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import Stored, all_ranks, local_part, reshard
 
 Readable = Mapping[str, Tensor | Stored]
 _BOOKS = frozenset(("qmap1", "qmap2"))
-_SCALES = frozenset(scales for _, scales in BLOCKWISE)
+_SCALES = frozenset(("absmax1", "absmax2"))  # of one-byte moments: model/optimizers/blocks.py
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             mistakes.append(f"unexpected: {key}")
         elif entry in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
-        elif entry in _SCALES and not block_in(parameter.shape, value.shape):
+        elif entry in _SCALES and not _are_of_blocks(value, parameter):
             mistakes.append(f"{key}: shape {tuple(value.shape)} does not fit blocks of {tuple(parameter.shape)}")
         elif tuple(value.shape) == tuple(parameter.shape) and value.shape:
             placed[key] = _shard_of(value, parameter)
@@ -114,7 +115,8 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     named = {key.partition(":")[0] for key in placed}
     allocate_state(optimizer, [parameters[name] for name in named])
     for name in named:
-        _put_into_own_blocks(name, parameters[name], optimizer.state[parameters[name]], placed)
+        if "state1" in optimizer.state[parameters[name]]:
+            _put_into_own_blocks(name, parameters[name], optimizer.state[parameters[name]], placed)
     for key, value in placed.items():
         name, entry, *number = key.split(":")
         parameter = parameters[name]
@@ -135,6 +137,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             optimizer.state[parameter][entry] = _sharded_like(parameter, value.to(parameter.device, copy=True))
 
 
+def _are_of_blocks(scales: Tensor | Stored, parameter: nn.Parameter) -> bool:
+    from finetune.model.optimizers.blocks import block_in
+
+    return bool(block_in(parameter.shape, scales.shape))
+
+
 def _put_into_own_blocks(
     name: str, parameter: nn.Parameter, own: Mapping[str, object], placed: dict[str, Tensor]
 ) -> None:
@@ -146,6 +154,8 @@ def _put_into_own_blocks(
         element   0 1 2 3 | 4 5 6 7 | 8 9 10 11     scales 1 and 2 of the parameter's 0, 1, 2
         shard                   6 7   8 9 10 11     pad 6 % 4 = 2 elements in front, decode, drop them again
     """
+    from finetune.model.optimizers.blocks import BLOCKWISE, block_in, book_on, decode, encode
+
     for (entry, scale_entry), signed in zip(BLOCKWISE, (True, False), strict=True):
         own_moment, own_scales = own.get(entry), own.get(scale_entry)
         moment = placed.get(f"{name}:{entry}")
@@ -209,3 +219,49 @@ def _refuse(headline: str, mistakes: Iterable[str]) -> None:
         listed.append(f"and {len(lines) - 5} more")
     remedy = "training.resume=never starts over and keeps the old folder under another name"
     raise FinetuneError(f"{headline}:\n  " + "\n  ".join(listed) + f"\n{remedy}")
+
+
+def trained_checksums(parts: Assembled) -> dict[str, str]:
+    """A checksum over each trained tensor's bits, equal for any number of ranks. Every rank calls it."""
+    if parts.engine is not None:
+        from finetune.strategies.zero_state import trained_masters
+
+        return checksums(trained_masters(parts.engine), all_ranks())
+    reshard(parts.unwrapped_model)
+    return checksums(parts.to_write(model_tensors(parts.unwrapped_model)), all_ranks())
+
+
+def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:
+    """The trained tensors with the same bits as at the run's start. Every rank calls it.
+
+    None if this is not known: a run that an earlier release began has no checksums. Raises NothingTrained if all are
+    unchanged.
+    """
+    if not start:
+        return None
+    return refuse_unchanged(trained_checksums(parts), start)
+
+
+def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:
+    """The names with the start's checksums. Raises NothingTrained if these are all names."""
+    unchanged = sorted(name for name, checksum in now.items() if start.get(name) == checksum)
+    # A single tensor may rightly stay, for example an expert that no token reached. All of them may not.
+    if start and len(unchanged) == len(start):
+        raise NothingTrained(
+            f"training: its steps changed no bit of the {len(start)} trained tensors, first {unchanged[0]}; nothing is "
+            "exported or pushed; look at grad_norm and learning_rate in metrics.jsonl, and raise "
+            "training.learning_rate, or train weights in float32 (training.pure_bf16: false)"
+        )
+    return unchanged
+
+
+def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> str:
+    """A line that names the unchanged tensors, or says that they are not known; empty if all changed."""
+    if unchanged is None:
+        return "which tensors training changed is not known: an earlier release began this run, without checksums"
+    if not unchanged:
+        return ""
+    names = ", ".join(unchanged[:3])
+    if len(unchanged) > 3:
+        names += f" and {len(unchanged) - 3} more"
+    return f"unchanged by training: {len(unchanged)} of {len(start)} trained tensors: {names}"

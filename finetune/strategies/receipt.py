@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
-from finetune.architecture.recomputation.layers import keeps_products
+from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
 from finetune.model.build import attention_name, decoder_parts
@@ -29,8 +29,8 @@ from finetune.model.quantization import frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.accelerator import kind_of_scaling
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.loss_scaling import kind_of_scaling
 from finetune.strategies.pieces import Elsewhere, full_numel, is_trained, local_shard
 from finetune.wording import counted
 

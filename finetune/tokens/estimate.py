@@ -23,6 +23,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
+from finetune.tokens.dataset import RowCounts
 from finetune.tokens.mixture import HOLD_OUT, seeded_order
 from finetune.tokens.packing import pack
 from finetune.untrusted.json_files import read_bounded, read_object
@@ -32,20 +33,6 @@ MOST_BYTES = 64 * 2**20  # read for an estimate in a few seconds; `finetune prev
 SAMPLED = 200  # documents that are tokenised in each data set
 AROUND = (1.0, 5.0)  # tokens around a document and around a message; ChatML and Llama 3 have 5
 BYTES_A_TOKEN = 4.0  # for English, and for Korean with three bytes a letter
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    """One epoch's training rows."""
-
-    rows: int
-    tokens: int
-    longest: int  # the longest row's possible tokens
-    estimated_by: str = ""  # empty if they were counted
-    # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
-    too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
-    unanswered: int = 0  # rows with a question that alone is longer than max_length: a cut leaves no answer
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.model.known_configs import config_here
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.tokens.dataset import Prepared
-from finetune.tokens.estimate import RowCounts, estimated_rows
+from finetune.tokens.dataset import Prepared, RowCounts
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
@@ -57,7 +55,13 @@ def notes_before_launch(
     Without `prepared` the rows are estimated. The estimate also covers rows that may be too long, unless
     `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
     """
-    counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
+    counts: RowCounts | None
+    if prepared is not None:
+        counts = counted_rows(recipe, prepared)
+    else:
+        from finetune.tokens.estimate import estimated_rows
+
+        counts = estimated_rows(recipe)
     if counts is None:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
         return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe), *router_left_out(recipe)]}
@@ -179,6 +183,8 @@ def router_left_out(recipe: Recipe) -> Iterator[str]:
     if asked:
         yield f"{left_out}: model.router_aux_loss_coef is {asked:g}; set it to 0"
     elif asked is None:
+        from finetune.model.known_configs import config_here
+
         config = config_here(recipe.model.name_or_path, recipe.model.revision) or {}
         sections = [config, *(part for part in config.values() if isinstance(part, dict))]  # a text part's is its own
         if any(part.get("output_router_logits") and part.get("router_aux_loss_coef", 1) for part in sections):

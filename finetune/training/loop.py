@@ -26,15 +26,14 @@ from finetune.errors import NotFinite
 from finetune.measure.metrics import StepRecord, eval_line, evaluation_in_words
 from finetune.model.optimizer import set_learning_rate
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.loss_scaling import scaler_state
+from finetune.strategies.accelerator import scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.objectives import ChosenRows, Objective
 from finetune.training.run import Run, steps_of
-from finetune.training.seeds import Seeds
-from finetune.training.step import optimizer_step
+from finetune.training.step import Seeds, optimizer_step
 from finetune.training.update import PendingStep
 
 Item = TypeVar("Item")

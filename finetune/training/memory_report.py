@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from finetune.launch.launcher import continue_command
-from finetune.measure.cuda_peaks import peak_reserved
 from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
-from finetune.measure.phases import Phase, Phases, peak_bytes
+from finetune.measure.phases import Phase, Phases, peak_bytes, peak_reserved
 from finetune.measure.units import GIB, PHASES
 from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import device_of

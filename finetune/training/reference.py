@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.launch.cpu_memory import give_back_freed_memory
-from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.metrics import Terminal
+from finetune.measure.phases import give_back_cached_memory
 from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model

@@ -21,10 +21,10 @@ from finetune.model.optimizer import Schedule
 from finetune.recipe.cross_checks import steps_between
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.run_folder.background import Saves
 from finetune.run_folder.save_restore import save
-from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.train_state import TrainState
-from finetune.run_folder.trained_change import trained_checksums
+from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import accumulating
 from finetune.strategies.assemble import Assembled

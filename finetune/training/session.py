@@ -18,50 +18,55 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 
-from finetune.architecture.compiled.choice import compile_as_asked
-from finetune.architecture.compiled.layers import CompiledLayers
+from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
-from finetune.errors import Stopped
+from finetune.errors import EnvironmentMismatch, Stopped
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
-from finetune.measure.cuda_peaks import give_back_cached_memory
-from finetune.measure.phases import Phase, Phases, peak_of
+from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
+from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
 from finetune.model.generate import stop_on
-from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
-from finetune.recipe.plain_lora import only_by_peft
+from finetune.recipe.adapter_config import is_on_top
+from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats
+from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
-from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
+from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
-from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save_temporary
-from finetune.run_folder.saving.background import Saves, saves_in_background
+from finetune.run_folder.save_restore import (
+    describe_exported,
+    export,
+    forget_lost_best,
+    remove_temporary,
+    restore,
+    restore_temporary,
+    save_temporary,
+    weights_to_export,
+)
 from finetune.run_folder.train_state import TrainState
-from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
+from finetune.run_folder.trained_tensors import describe_change, trained_checksums, unchanged_tensors
 from finetune.run_folder.watchdog import Progress, watchdog
-from finetune.strategies.accelerator import build_accelerator, use_all_cores
+from finetune.strategies.accelerator import build_accelerator, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
-from finetune.strategies.loss_scaling import load_scaler_state
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.cast_weights import cast_weights
-from finetune.training.formats import check_same_formats
-from finetune.training.guard import compare_fast_paths
 from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
-from finetune.training.start import Start
-from finetune.training.worst_step import measured_phases, worst_step_first
+from finetune.training.start import BASE_FORMATS, Start
+from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
 
@@ -166,6 +171,26 @@ def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int |
     if agreed < 0:
         return None
     return agreed
+
+
+def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenFormats) -> None:
+    """Every rank computes in the same format. Raises EnvironmentMismatch if `auto` chose differently on two ranks.
+
+    With several ranks this is a collective. They read the same recipe, so all take part or none.
+    """
+    if accelerator.num_processes == 1 or not chosen.keys:
+        return
+    names = [f"{one} {two}" for one in COMPUTE for two in BASE_FORMATS]
+    own = names.index(f"{recipe.training.mixed_precision} {recipe.model.dtype}")
+    found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            # A run that has begun keeps its formats in its identity. A new one takes a format that no CPU emulates.
+            precision, base = names[found[0]].split() if chosen.kept else ("no", "float32")
+            raise EnvironmentMismatch(
+                f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "
+                f"{rank}, whose devices differ; set {PRECISION}={precision} {BASE_FORMAT}={base} for all ranks"
+            )
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
@@ -417,7 +442,10 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     if start.recipe.lora is None:
         for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
             log(line)
-    log(only_by_peft(start.recipe, start.run_dir))
+    if start.recipe.lora is not None:
+        from finetune.recipe.plain_lora import only_by_peft
+
+        log(only_by_peft(start.recipe, start.run_dir))
     if start.recipe.preferences is not None:
         facts = read_run(start.run_dir, start.recipe)
         rows = start.recipe.training.global_batch_size

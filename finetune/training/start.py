@@ -33,25 +33,36 @@ from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
 from finetune.recipe.cross_checks import unsaved_evaluations
-from finetune.recipe.gpus import Gpus
 from finetune.recipe.number_formats import ChosenFormats
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.folder import BASE, Claim, claim_run_folder, curve_identity
-from finetune.run_folder.longer import Asked
+from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
 from finetune.training.batch_notes import batch_notes
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
-from finetune.training.formats import choose_formats, slow_formats_note
 
 if TYPE_CHECKING:
     from finetune.training.scored_answers import ScoredSet
     from finetune.training.start_adapter import StartAdapter
+
+
+from finetune.architecture.attention import AMPERE
+from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.recipe.number_formats import (
+    BASE_FORMAT,
+    MUCH_SLOWER,
+    PRECISION,
+    FastestFormat,
+    fastest_by_flags,
+    fastest_by_products,
+    in_float32,
+)
+from finetune.run_folder.folder import read_state
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,8 @@ def own_recomputation(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[s
 
     device, gpus = device_of(launch), None
     if device.type == "cuda":
+        from finetune.recipe.gpus import Gpus
+
         gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
     chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
     return chosen.recipe, chosen.facts
@@ -261,3 +274,65 @@ def _note(launch: Launch, *lines: str) -> None:
     if launch.is_main:
         for line in lines:
             print(wrapped(line, sys.stderr), file=sys.stderr)
+
+
+BASE_FORMATS = ("bfloat16", "float16", "float32")
+
+
+def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, ChosenFormats]:
+    """Settle `auto` for this rank's device, before anything is built. An existing run keeps its formats.
+
+    Raises FinetuneError if the run's state cannot be read.
+    """
+    if not loaded.auto_formats:
+        return loaded.formats_for(FastestFormat("bf16", ""))
+    run_dir = Path(loaded.recipe.run_dir)
+    began_with = _formats_of_run(run_dir) if loaded.recipe.training.resume == "auto" else None
+    if began_with is not None:
+        return loaded.with_formats(began_with, f"the run in {run_dir} began with it", kept=True)
+    return loaded.formats_for(_fastest_on(device_of(launch)))
+
+
+def _fastest_on(device: torch.device) -> FastestFormat:
+    if device.type == "cpu":
+        from finetune.measure.product_speed import product_seconds
+
+        return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability >= AMPERE:
+        return FastestFormat("bf16", f"{name} has bfloat16 arithmetic")
+    return FastestFormat("fp16", f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0")
+
+
+def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
+    """The formats of the run in the folder; None if there is no run, or it records no formats."""
+    identity = (read_state(run_dir) or {"identity": {}})["identity"]
+    precision, base = identity.get(PRECISION), identity.get(BASE_FORMAT)
+    if precision in COMPUTE and base in BASE_FORMATS:
+        return {PRECISION: precision, BASE_FORMAT: base}
+    return None
+
+
+def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
+    """A line if this CPU emulates the recipe's compute format; empty if it does not, and on a GPU."""
+    if device.type != "cpu":
+        return ""
+    formats: set[torch.dtype | None] = {COMPUTE[recipe.training.mixed_precision]}
+    if recipe.lora is not None:
+        formats.add(getattr(torch, recipe.model.dtype))
+    if recipe.quantization is not None and recipe.quantization.load_in_4bit:
+        formats.add(getattr(torch, recipe.quantization.bnb_4bit_compute_dtype))
+    narrow = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in formats]
+    if not narrow:
+        return ""
+    from finetune.measure.product_speed import product_seconds
+
+    *seconds, in_32_bits = product_seconds([*narrow, torch.float32])
+    slowest = max(seconds)
+    if slowest < MUCH_SLOWER * in_32_bits:
+        return ""
+    name = dtype_name(narrow[seconds.index(slowest)])
+    return (
+        f"this CPU emulates {name}: small products take {1e3 * slowest:.3g} ms in it and {1e3 * in_32_bits:.3g} in "
+        f"float32; a new run is faster with {' '.join(in_float32(recipe))}"
+    )

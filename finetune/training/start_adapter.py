@@ -19,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
 from finetune.model.base_identity import BASE_CONTENT, base_identity
 from finetune.model.build import build_model, decoder_parts
-from finetune.model.on_top import START, fetched_adapter_file, fill, frozen_parameters, is_on_top
+from finetune.model.on_top import START, fetched_adapter_file, fill, frozen_parameters
 from finetune.model.packaged import published_name, resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
@@ -27,6 +27,7 @@ from finetune.recipe.adapter_config import (
     WEIGHTS,
     config_mistake,
     folder_mistake,
+    is_on_top,
     names_a_folder,
 )
 from finetune.recipe.schema import Recipe

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from finetune.errors import NotFinite
 from finetune.model.optimizer import unwrap_optimizer
-from finetune.strategies.loss_scaling import loss_scale, lowest_scale
+from finetune.strategies.accelerator import loss_scale, lowest_scale
 from finetune.training.objectives import Objective
 from finetune.training.run import StepParts
 

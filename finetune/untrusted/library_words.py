@@ -78,3 +78,11 @@ def words_of(error: Exception, length: int = 300) -> str:
     if bare:
         return f"{type(error).__name__}{': ' if text else ''}{text}"
     return text
+
+
+def shortened(error: Exception) -> str:
+    """A library's error in one line."""
+    text = " ".join(str(error).split())
+    if text:
+        return f"{type(error).__name__}: {text[:160]}"
+    return type(error).__name__

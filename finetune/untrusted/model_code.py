@@ -14,7 +14,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
-from finetune.untrusted.children import is_trusted, trust
+from finetune.untrusted.programs import is_trusted, trust
 
 CONSENT = "FINETUNE_TRUST_REMOTE_CODE"
 

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
-from finetune.untrusted.json_files import parse_document, unreadable
-from finetune.untrusted.kinds import kind_by_head
+from finetune.untrusted.json_files import kind_by_head, parse_document, unreadable
 
 LENGTH_BYTES = 8
 # A tensor takes some 120 bytes. Of known models Kimi K2 has most: in one file the 138,240 matrices and scales of its

@@ -24,7 +24,7 @@ from transformers import (
 
 from finetune.architecture import attention
 from finetune.architecture.loss import put_loss_into_forward
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from tests.support.models.tiny import flat_batch
 

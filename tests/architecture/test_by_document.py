@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.architecture.by_document import Mixer, run_by_document, run_document_by_document
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from tests.support.models.tiny import flat_batch
 

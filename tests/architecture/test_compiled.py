@@ -16,12 +16,18 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from finetune.architecture import attention
 from finetune.architecture.by_document import Mixer, run_by_document
-from finetune.architecture.compiled import choice
-from finetune.architecture.compiled.choice import CACHE_VARIABLE, compile_as_asked, keep_graphs
-from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
+from finetune.architecture.compiled import layers as choice
+from finetune.architecture.compiled.layers import (
+    CACHE_VARIABLE,
+    CompiledLayers,
+    compile_as_asked,
+    compile_layers,
+    keep_graphs,
+    why_not_compiled,
+)
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.own_layers.compute import compute_layers
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy

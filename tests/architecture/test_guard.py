@@ -20,7 +20,7 @@ from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, compute_layers, leave_to_library
 from finetune.architecture.own_layers.lora_linear import computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from tests.support.models.tiny import flat_batch, tiny_model
 from tests.support.stand_ins.compiling import Counting, nothing_compiled
 from tests.support.stand_ins.planted import FAULTS, Faulty, plant_in_own

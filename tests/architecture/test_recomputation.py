@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.compute import compute_layers
-from finetune.architecture.recomputation.kept_products import keeping_and_returning
+from finetune.architecture.recomputation import keeping_and_returning
 from finetune.measure.live_tensors import LiveTensors
 from finetune.model.build import build_model
 from finetune.model.quantization import unpacked_weight

@@ -12,7 +12,7 @@ import yaml
 
 from finetune.cli.main import main
 from finetune.train import main as train
-from finetune.untrusted import children
+from finetune.untrusted import programs as children
 from tests.support.models.tiny import write_chats
 from tests.support.rows.corpus_starts import make_starts
 from tests.support.rows.others_configs import EXAMPLES

@@ -175,7 +175,7 @@ def not_finite(run: Path) -> None:
     write_checkpoint(run, 2, {"model": tensors, "optimizer": {}}, {}, keep=9)
     first = next(iter(tensors))
     save_file(tensors | {first: torch.full_like(tensors[first], torch.nan)}, folder / "model-00000.safetensors")
-    from finetune.run_folder.saving import manifest as manifests
+    from finetune.run_folder import checkpoint as manifests
 
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     del manifest["sha256"], manifest["finite"]

@@ -23,7 +23,7 @@ from finetune.errors import FinetuneError
 from finetune.finished_run import ENGINES
 from finetune.finished_run.hand_over import hand_over, lora_module
 from finetune.model.packaged import resolve_model_path
-from finetune.run_folder.longer import HANDED_OVER
+from finetune.run_folder.folder import HANDED_OVER
 from tests.support.models.multimodal import save_multimodal
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.finished import finished_run

@@ -7,10 +7,16 @@ from itertools import count
 import pytest
 import torch
 
-from finetune.measure.cuda_peaks import give_back_cached_memory, peak_allocated, peak_reserved, restart_peak
 from finetune.measure.metrics import StepRecord, Window
 from finetune.measure.out_of_memory import memory_of
-from finetune.measure.phases import Phases, peak_bytes
+from finetune.measure.phases import (
+    Phases,
+    give_back_cached_memory,
+    peak_allocated,
+    peak_bytes,
+    peak_reserved,
+    restart_peak,
+)
 from finetune.measure.units import GIB
 from finetune.training.memory_report import memory_facts
 from finetune.training.plan_request import PlanRequest

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.recomputation.layers import keeps_products
+from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import build
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early

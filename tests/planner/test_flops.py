@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner import roofline

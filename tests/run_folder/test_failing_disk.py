@@ -20,8 +20,8 @@ from finetune import files
 from finetune.errors import EnvironmentMismatch
 from finetune.files import clear_leftovers
 from finetune.run_folder import checkpoint as checkpoints
+from finetune.run_folder.background import Saves
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, write_checkpoint
-from finetune.run_folder.saving.background import Saves
 from finetune.strategies.pieces import Ranks
 from tests.support.runs.saving import ROOM
 

@@ -18,14 +18,12 @@ from finetune.launch.gpu_environment import libraries_on_gpu
 from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.comparison import plan_comparison
 from finetune.preflight.gpu_proof_plan import find_gpus
-from finetune.probe.judge import precision_on
-from finetune.probe.remembered import device_kind
+from finetune.probe.remembered import device_kind, precision_on
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies import zero_requirements
-from finetune.strategies.accelerator import build_accelerator, check_combination, device_of
+from finetune.strategies.accelerator import build_accelerator, check_combination, device_of, scale_losses_on_cpu
 from finetune.strategies.gpu_needs import check_gpus
-from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.plan_request import PlanRequest

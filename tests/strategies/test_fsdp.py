@@ -22,7 +22,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
-from finetune.run_folder.trained_change import trained_checksums
+from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.strategies import fsdp, pieces
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import make_mesh, shard_model

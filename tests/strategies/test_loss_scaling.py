@@ -25,7 +25,7 @@ from finetune.files import read_lines
 from finetune.measure.metrics import StepRecord, Terminal, Window
 from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
-from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
+from finetune.strategies.accelerator import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
 from finetune.training import run as training_run
 from finetune.training.step import optimizer_step
 from finetune.training.update import StepResult

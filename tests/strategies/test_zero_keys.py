@@ -16,7 +16,7 @@ from finetune.errors import NotFinite
 from finetune.measure.phases import Phases
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.loss_scaling import kind_of_scaling, lowest_scale
+from finetune.strategies.accelerator import kind_of_scaling, lowest_scale
 from finetune.strategies.zero import DeferredStepEngine, EngineScaler, zero_plugin
 from tests.support.models.tiny import flat_batch
 from tests.support.runs.one_rank import CPU, OneRank, one_rank

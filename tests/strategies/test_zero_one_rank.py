@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from finetune.errors import NotFinite
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.best import Exported, weights_to_export
-from finetune.run_folder.save_restore import save
+from finetune.run_folder.save_restore import Exported, save, weights_to_export
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import trained_pieces
 from tests.support.models.tiny import flat_batch

@@ -16,10 +16,11 @@ from finetune.errors import NotFinite
 from finetune.run_folder.checkpoint import (
     examine,
     newest_valid,
+    self_hash,
+    sha256_of,
     step_folder,
     write_checkpoint,
 )
-from finetune.run_folder.saving.manifest import self_hash, sha256_of
 from finetune.train import main
 from finetune.training import loop, samples, worst_step
 from tests.support.hub import running_hub

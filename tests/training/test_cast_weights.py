@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from finetune.architecture.loss import put_loss_into_forward
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.training.batch_plan import BatchPlan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.architecture.compiled import choice
+from finetune.architecture.compiled import layers as choice
 from finetune.architecture.compiled.layers import GRAPHS_RECOMPUTE, CompiledLayers
 from finetune.train import main
 from finetune.training import session

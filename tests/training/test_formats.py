@@ -14,13 +14,15 @@ import torch
 
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import read_launch
+from finetune.measure import product_speed
 from finetune.measure.product_speed import product_seconds
 from finetune.recipe import number_formats
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.number_formats import BASE_FORMAT, PRECISION
 from finetune.run_folder.folder import claim_run_folder, curve_identity
-from finetune.training import formats
-from finetune.training.formats import check_same_formats, choose_formats, slow_formats_note
+from finetune.training import start as formats
+from finetune.training.session import check_same_formats
+from finetune.training.start import choose_formats, slow_formats_note
 from tests.support.runs.recipes import least, write_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(number_formats, "processor_flags", lambda: frozenset(flags.split()))
         emulated = 0.04 if "avx512_bf16" not in flags else 0.0005
         seconds = {torch.float32: 0.001, torch.bfloat16: bfloat16 or emulated, torch.float16: 0.08}
-        monkeypatch.setattr(formats, "product_seconds", lambda asked: [seconds[dtype] for dtype in asked])
+        monkeypatch.setattr(product_speed, "product_seconds", lambda asked: [seconds[dtype] for dtype in asked])
 
     return planted
 
@@ -101,7 +103,7 @@ def test_on_a_gpu_its_capability_decides(
 
 
 def test_nothing_is_timed_where_the_recipe_says_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(formats, "product_seconds", lambda asked: pytest.fail("timed"))
+    monkeypatch.setattr(product_speed, "product_seconds", lambda asked: pytest.fail("timed"))
     found, start = started(tmp_path, "training.mixed_precision=no", "model.dtype=bfloat16")
     assert found == ("no", "bfloat16")
     assert (start.chosen.line, start.chosen.facts) == ("", {})

@@ -12,8 +12,9 @@ import torch
 
 from finetune.architecture.own_layers.compute import GATES, NORMS
 from finetune.train import main
-from finetune.training import guard, session
-from finetune.training.guard import INSTEAD, FirstTokens
+from finetune.training import session
+from finetune.training import worst_step as guard
+from finetune.training.worst_step import INSTEAD, FirstTokens
 from tests.support.models.tiny import write_chats
 from tests.support.runs.cells import launch
 from tests.support.runs.one_curve import LENGTHS, TOLERANCE, curve_of, write_curve_recipe

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.untrusted import children
-from finetune.untrusted.children import refused
-from finetune.untrusted.programs import is_simple, refuse_slow_patterns, template_problem
+from finetune.untrusted import programs as children
+from finetune.untrusted.programs import is_simple, refuse_slow_patterns, refused, template_problem
 
 LIMITS: dict[str, Any] = {"seconds": 1, "mebibytes": 64}
 

@@ -32,7 +32,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.architecture.compiled.choice import why_left_off
+from finetune.architecture.compiled.layers import why_left_off
 from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase

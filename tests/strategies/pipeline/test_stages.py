@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.measure.phases import Phases
-from finetune.run_folder.saving.own_pieces import HostCopies, own_pieces
+from finetune.run_folder.checkpoint import HostCopies, own_pieces
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline

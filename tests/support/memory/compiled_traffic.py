@@ -30,7 +30,7 @@ from finetune.architecture import attention
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.own_layers.compute import compute_layers
-from finetune.architecture.recomputation.layers import checkpoint_layers
+from finetune.architecture.recomputation import checkpoint_layers
 from finetune.model.known_configs import full_config
 from finetune.recipe.schema import Lora
 from tests.support.memory.layer_traffic import MODEL

@@ -20,9 +20,9 @@ from finetune import files
 from finetune.files import read_lines
 from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
-from finetune.run_folder.saving import background
+from finetune.run_folder import background
 from finetune.training import loop, session
-from finetune.training.seeds import Seeds
+from finetune.training.step import Seeds
 
 # Where a kill may come, and how often it is drawn. `end`: after the last step, while samples and export are made.
 PLACES = {"load": 1, "forward": 3, "backward": 4, "step": 3, "evaluate": 2, "save": 8, "end": 1}

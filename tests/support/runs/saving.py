@@ -15,7 +15,7 @@ import pytest
 
 from finetune.measure.units import GIB
 from finetune.run_folder import checkpoint
-from finetune.run_folder.saving.background import Saves
+from finetune.run_folder.background import Saves
 from finetune.strategies.pieces import all_ranks
 
 ROOM = (1000 * GIB, 0)  # bytes left on the machine, and bytes that training may still take

@@ -57,7 +57,7 @@ def broken_backward(graph: Any, inputs: Any) -> Any:
 
 
 if __name__ == "__main__":  # a rank of a launcher
-    from finetune.architecture.compiled import choice
+    from finetune.architecture.compiled import layers as choice
     from finetune.architecture.compiled.layers import CompiledLayers
     from tests.support.runs import cells
 

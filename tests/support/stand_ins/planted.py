@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.architecture.compiled import choice
-from finetune.architecture.compiled.choice import compile_as_asked
-from finetune.architecture.compiled.layers import CompiledLayers
+from finetune.architecture.compiled import layers as choice
+from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.own_layers import lora_linear, norm_and_gate
 from finetune.training import session
 from tests.support.stand_ins.compiling import Counting

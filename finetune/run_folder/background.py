@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from finetune.launch.rendezvous import collective_timeout
-from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.measure.host_memory import available_bytes, bytes_below_peak, pinned_bytes
 from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.checkpoint import refuse_not_finite, write_pieces
+from finetune.run_folder.checkpoint import OwnPieces, Tensors, own_pieces, refuse_not_finite, write_pieces
 from finetune.run_folder.heartbeat import this_machine
-from finetune.run_folder.saving.own_pieces import HostCopies, OwnPieces, Tensors, own_pieces
 from finetune.strategies.pieces import Ranks, all_ranks
 
 SPARE_BYTES = GIB  # host memory that a copy leaves free on each machine
@@ -192,3 +192,58 @@ def _finish_kernels() -> None:
     """Wait for the GPU: the host reads pinned copies, and the paged state of 8-bit optimizers."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+class HostCopies:
+    """Copies of a rank's pieces in host memory.
+
+    GPU tensors' copies are in pinned memory. It is allocated at the first copy and reused, because pinning takes longer
+    than copying. Copies of tensors in host memory live as long as the result.
+
+    Args:
+        on_gpu: Whether a tensor is on a GPU.
+    """
+
+    def __init__(self, on_gpu: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
+        self._on_gpu = on_gpu
+        self._pinned: dict[tuple[str, str], Tensor] = {}
+
+    def bytes_to_allocate(self, pieces: Mapping[str, OwnPieces]) -> int:
+        """Host memory in bytes that `copied` would allocate."""
+        total = 0
+        for group, own in pieces.items():
+            for name, tensor in own.tensors.items():
+                if name in own.copies or self._reusable(group, name, tensor) is not None:
+                    continue
+                # torch rounds pinned allocations up.
+                total += pinned_bytes(tensor.nbytes) if self._on_gpu(tensor) else tensor.nbytes
+        return total
+
+    def copied(self, pieces: Mapping[str, OwnPieces]) -> dict[str, OwnPieces]:
+        """Copies of the pieces, which no step changes. A GPU's copies are complete when its present kernels are."""
+        return {
+            group: replace(own, tensors={name: self._copy(group, name, own) for name in own.tensors})
+            for group, own in pieces.items()
+        }
+
+    def _copy(self, group: str, name: str, own: OwnPieces) -> Tensor:
+        tensor = own.tensors[name]
+        if name in own.copies:
+            return tensor
+        copy = self._reusable(group, name, tensor)
+        if copy is None and self._on_gpu(tensor):
+            try:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            except RuntimeError:  # WSL pins half of the memory at most. A copy to other memory is slower.
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._pinned[group, name] = copy
+        elif copy is None:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def _reusable(self, group: str, name: str, tensor: Tensor) -> Tensor | None:
+        """An earlier copy's pinned memory, if it fits."""
+        earlier = self._pinned.get((group, name))
+        if earlier is not None and (earlier.shape, earlier.dtype) == (tensor.shape, tensor.dtype):
+            return earlier
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.run_folder.saving.own_pieces import HostCopies, OwnPieces, own_pieces
+from finetune.run_folder.checkpoint import HostCopies, OwnPieces, own_pieces
 from finetune.strategies.pieces import Piece
 
 

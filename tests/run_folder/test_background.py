@@ -15,8 +15,8 @@ import torch
 from finetune.errors import EnvironmentMismatch, NotFinite
 from finetune.measure.units import GIB
 from finetune.run_folder import checkpoint
+from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, step_folder
-from finetune.run_folder.saving.background import Saves, saves_in_background
 from finetune.strategies.pieces import Piece, Ranks
 from tests.support.runs.saving import ROOM, full, held_up
 from tests.support.runs.stepping import float32_recipe

@@ -15,8 +15,8 @@ import torch
 
 from finetune.files import TEMPORARY_PREFIX, append_lines, clear_leftovers, cut_lines, read_lines
 from finetune.run_folder import checkpoint
+from finetune.run_folder.background import Saves
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, step_folder
-from finetune.run_folder.saving.background import Saves
 from finetune.strategies.pieces import Ranks
 from tests.support.runs.saving import ROOM, slow
 from tests.support.runs.soak_resume import kill, wait_all
