@@ -4,8 +4,8 @@ First the guard compares each part chosen for speed with the library's module: o
 longest rows, without gradients. The optimizer's state is not allocated yet, and the guard holds one layer's activations
 and gradients at a time. So its peak stays below a step's. If a part differs, all ranks leave it out.
 
-Then it takes one optimizer step on the longest rows, evaluates the longest held-out rows, and writes, verifies and reads a
-checkpoint. Reading that checkpoint also restores weights and optimizer to the bit.
+Then it takes one optimizer step on the longest rows, evaluates the longest held-out rows, and writes, verifies and
+reads a checkpoint. Reading that checkpoint also restores weights and optimizer to the bit.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ autograd.Function's results, such as the kit's adapters, although they are recom
 
 Before its first use each kind of layer is compared with the layer as written, in output and gradients. A compiler may
 be wrong without an error: torch 2.11's gave adapters gradients that were exactly zero. Kept bytes are compared too,
-because the plan counts on the written layer's. The guard (training/worst_step.py) does this on a few tokens before the worst step. A
-kind that it did not meet is compared on its first row.
+because the plan counts on the written layer's. The guard (training/worst_step.py) does this on a few tokens before the
+worst step. A kind that it did not meet is compared on its first row.
 
 Only training layers run compiled. An evaluation, samples and rows with a single token run the layer as written.
 """
