@@ -14,9 +14,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -53,11 +53,16 @@ class Progress:
 
     phase: str = "load"
     step: int = 0
-    write_heartbeat: Callable[[], None] = field(default=lambda: None)
+    heartbeat: Heartbeat | None = None  # None: this rank writes none
 
     def reached(self, step: int) -> None:
         self.step = step
         self.write_heartbeat()
+
+    def write_heartbeat(self, *, sync: bool = False) -> None:
+        if self.heartbeat is not None:
+            with suppress(OSError):  # a full disk is reported by what saves
+                self.heartbeat.write("running", self.phase, self.step, sync=sync)
 
 
 @dataclass(frozen=True)
@@ -189,13 +194,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self._progress.write_heartbeat = self._write_heartbeat
+        self._progress.heartbeat = self._heartbeat
         self._thread.start()
 
     def close(self, state: RankState) -> None:
         """Write the final heartbeat, `ended` or `failed`. A rank that is gone without one counts as dead."""
         self._closing.set()
-        self._progress.write_heartbeat = lambda: None
+        self._progress.heartbeat = None
         if self._thread.is_alive():
             self._thread.join(2 * self._interval)
         with suppress(OSError):
@@ -224,14 +229,10 @@ class Watchdog:
                 return
             if time.monotonic() - written >= self._interval:
                 written = time.monotonic()
-                self._write_heartbeat(sync=True)
+                self._progress.write_heartbeat(sync=True)
             lost = self.first_lost(self._neighbours, time.monotonic())
         if lost.how != "failed" or not self._closing.wait(GRACE_SECONDS):
             self.end_process(lost)
-
-    def _write_heartbeat(self, *, sync: bool = False) -> None:
-        with suppress(OSError):  # a full disk is reported by what saves
-            self._heartbeat.write("running", self._progress.phase, self._progress.step, sync=sync)
 
     def first_lost(self, ranks: Iterable[int], now: float, *, broken: bool = False) -> LostRank | None:
         """The first lost rank among these. `now`: seconds on a monotonic clock; `broken` as in `examine`."""

@@ -102,7 +102,7 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 class Documents(Protocol):
     """Rows, as batches need them."""
 
-    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def documents(self, row: int, /) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64, unshifted, of each document in a row."""
 
 

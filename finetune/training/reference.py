@@ -226,7 +226,7 @@ def _computed(
     rows = _all_units(forwards)
     groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))
-    batches = answer_batches(forwards.plan, rows.documents, groups)
+    batches = answer_batches(forwards.plan, rows, groups)
     for found, places in _log_probabilities(forwards, batches, "answers"):
         values["answers"][units[places]] = found.reshape(len(places), shapes["answers"][1])
     if isinstance(objective, JudgedAnswers):
@@ -280,7 +280,7 @@ def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
     indices = np.arange(min(len(rows), share))
     units = rows.units(indices)
     differs = 0
-    batches = answer_batches(forwards.plan, rows.documents, [[int(index)] for index in indices])
+    batches = answer_batches(forwards.plan, rows, [[int(index)] for index in indices])
     for found, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
         kept = reference.answers[units[places]].reshape(-1)
         differs += int((np.abs(found - kept) > AGREEING * np.maximum(np.abs(found), 1.0)).sum())

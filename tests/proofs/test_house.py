@@ -179,12 +179,43 @@ def test_annexes_are_entered_by_their_public_module() -> None:
     assert past_the_door({"finetune.cli.main": ast.parse(f"import finetune.{inside}")})
 
 
-def test_a_training_loads_no_annex() -> None:
+def test_a_training_loads_no_annex_no_hub_no_report_and_few_files() -> None:
     program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
-    loaded = {name.split(".")[1] for name in process.stdout.split() if name.startswith("finetune.")}
-    assert {"training", "recipe"} <= loaded, process.stderr
-    assert loaded.isdisjoint({*ANNEXES, "cli"})
+    loaded = [name.removeprefix("finetune.") for name in process.stdout.split() if name.startswith("finetune.")]
+    rooms = {name.split(".")[0] for name in loaded}
+    assert {"training", "recipe"} <= rooms, process.stderr
+    assert rooms.isdisjoint({*ANNEXES, "cli", "hub", "report"})
+    assert len([name for name in loaded if name in MODULES]) <= 130, "files that a reader may have to open"
+
+
+def held_functions(modules: dict[str, ast.Module]) -> list[str]:
+    """Fields of dataclasses that hold a function. A method says where its code is."""
+    return [
+        f"{module}.{each.name}.{ast.unparse(field.target)}"
+        for module, tree in modules.items()
+        for each in ast.walk(tree)
+        if isinstance(each, ast.ClassDef) and any("dataclass" in ast.unparse(by) for by in each.decorator_list)
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and "Callable[" in ast.unparse(field.annotation)
+    ]
+
+
+def test_no_object_of_a_training_holds_a_function() -> None:
+    assert held_functions({module: tree for module, tree in MODULES.items() if room(module) == "training"}) == []
+    example = "@dataclass(frozen=True)\nclass Run:\n    save: Callable[[int], None]\n    step: int"
+    assert held_functions({"training.run": ast.parse(example)}) == ["training.run.Run.save"]
+
+
+def test_the_five_functions_of_a_training_are_a_page_each() -> None:
+    lines = {
+        each.name: each.end_lineno - each.lineno + 1
+        for module in ("training.start", "training.session")
+        for each in MODULES[module].body
+        if isinstance(each, ast.FunctionDef) and each.end_lineno is not None
+    }
+    pages = [lines[name] for name in ("refuse", "choose", "prepare", "build", "train")]
+    assert max(pages) <= 80, pages
 
 
 def test_imports_go_in_no_circle() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from finetune.tokens.batches import Answers, MicroBatch
+from finetune.tokens.batches import Answers, Documents, MicroBatch
 from finetune.tokens.encoder import IGNORE
 from finetune.training.batch_plan import BatchPlan
 
@@ -47,23 +47,21 @@ def model_inputs(batch: MicroBatch, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of places as rows: what is computed together. A group's documents are read once."""
+    """Groups of rows that are computed together, each as one row. A group's documents are read once."""
 
-    documents_of: Callable[[int], list[IdsAndLabels]]
+    rows: Documents
     groups: Sequence[Sequence[int]]
     read: dict[int, list[IdsAndLabels]] = field(default_factory=dict)
 
     def documents(self, row: int) -> list[IdsAndLabels]:
         if row not in self.read:
-            self.read[row] = [document for each in self.groups[row] for document in self.documents_of(each)]
+            self.read[row] = [document for each in self.groups[row] for document in self.rows.documents(each)]
         return self.read[row]
 
 
-def answer_batches(
-    plan: BatchPlan, documents_of: Callable[[int], list[IdsAndLabels]], groups: Sequence[Sequence[int]]
-) -> list[AnswerInputs]:
-    """This rank's micro-batches of these groups of places."""
-    grouped = Groups(documents_of, groups)
+def answer_batches(plan: BatchPlan, rows: Documents, groups: Sequence[Sequence[int]]) -> list[AnswerInputs]:
+    """This rank's micro-batches of these groups of rows."""
+    grouped = Groups(rows, groups)
     batches = plan.micro_batches(grouped, np.arange(len(groups)))
     result = []
     for batch, numbers in zip(batches, plan.dealt(len(groups)), strict=True):

@@ -72,7 +72,7 @@ class Pairs:
         each = len(units) / int(chosen_tokens[units].sum())
         return [
             inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=each)
-            for inputs in answer_batches(chosen.plan, chosen.documents, chosen.grouped())
+            for inputs in answer_batches(chosen.plan, chosen, chosen.grouped())
         ]
 
     def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
@@ -131,6 +131,29 @@ class Pairs:
         return torch.from_numpy(self._reference.answers[units].reshape(-1))
 
 
+@dataclass(frozen=True)
+class Mismatched:
+    """Each chosen row's prompt with another row's answer: the rows of KTO's baseline.
+
+    The answer is the next row's in the step; after the last row comes the first one. An answer equal to the row's own
+    is skipped, because it would measure the baseline on what the loss compares with it. If the step has no other, one
+    of the training data's first two that differ takes its place. So rows alone decide, not the split.
+    """
+
+    chosen: ChosenRows
+    max_length: int
+
+    def documents(self, place: int) -> list[IdsAndLabels]:
+        """The document of the row at this place; its own where no answer differs."""
+        own, rows = self.chosen.documents(place)[0], len(self.chosen.indices)
+        following = (self.chosen.documents((place + ahead) % rows)[0] for ahead in range(1, rows))
+        for answered in chain(following, self.chosen.rows.two_answers):
+            other = mismatched_document(own, answered, self.max_length)
+            if not np.array_equal(other[0], own[0]):
+                return [other]
+        return [own]
+
+
 class JudgedAnswers:
     """KTO. Counts judged answers. Its KL baseline is the mean over the step's mismatched answers on all ranks."""
 
@@ -167,7 +190,7 @@ class JudgedAnswers:
         units, desirable = chosen.rows.units(chosen.indices), chosen.rows.pool.desirable
         assert desirable is not None
         result: list[MicroBatch] = []
-        own = answer_batches(chosen.plan, chosen.documents, chosen.grouped())
+        own = answer_batches(chosen.plan, chosen, chosen.grouped())
         for inputs, others in zip(own, self.mismatched_batches(chosen), strict=True):
             numbers = units[inputs.places]
             reference = mismatched = torch.zeros(len(numbers))
@@ -180,24 +203,8 @@ class JudgedAnswers:
         return result
 
     def mismatched_batches(self, chosen: ChosenRows) -> list[AnswerInputs]:
-        """This rank's micro-batches of each row's prompt with another answer.
-
-        It is the answer of the next row in the step; after the last row comes the first one. An answer equal to the
-        row's own is passed over: it would measure the baseline on what the loss compares with it. If the step has no
-        other, one of the training data's first two that differ takes its place. So rows alone decide, not the split.
-        """
-        rows = len(chosen.indices)
-
-        def documents_of(place: int) -> list[IdsAndLabels]:
-            own = chosen.documents(place)[0]
-            following = (chosen.documents((place + ahead) % rows)[0] for ahead in range(1, rows))
-            made = (
-                mismatched_document(own, answered, self._max_length)
-                for answered in chain(following, chosen.rows.two_answers)
-            )
-            return [next((other for other in made if not np.array_equal(other[0], own[0])), own)]
-
-        return answer_batches(chosen.plan, documents_of, chosen.grouped())
+        """This rank's micro-batches of each row's prompt with another answer."""
+        return answer_batches(chosen.plan, Mismatched(chosen, self._max_length), chosen.grouped())
 
     def eval_batches(self, plan: BatchPlan, rows: Rows, first: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches of these held-out answers."""
