@@ -411,3 +411,9 @@ def load_scaler_state(accelerator: Accelerator, saved: Mapping[str, Any] | None)
     """Continue with the scale that `scaler_state` gave."""
     if accelerator.scaler is not None and saved is not None:
         accelerator.scaler.load_state_dict(dict(saved))
+
+
+def holds_on_all(accelerator: Accelerator, holds: bool) -> bool:
+    """Whether something holds on every rank. A collective: every rank calls it."""
+    ranks = accelerator.reduce(torch.tensor(int(holds), device=accelerator.device), reduction="sum")
+    return bool(int(ranks) == accelerator.num_processes)

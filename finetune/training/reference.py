@@ -36,8 +36,8 @@ from finetune.tokens.second_model import as_reference, reference_section
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import CastWeights, cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
-from finetune.training.objectives.answers import AnswerInputs, answer_batches, model_inputs
-from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
+from finetune.training.objectives.answers import AnswerInputs, ReferenceValues, answer_batches, model_inputs
+from finetune.training.objectives.preferences import JudgedAnswers, Pairs
 from finetune.training.run import Run
 from finetune.training.start import Start
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +36,6 @@ from finetune.training.run_output import RunOutput
 
 if TYPE_CHECKING:
     from finetune.strategies.pipeline.schedule import Pipeline
-    from finetune.training.scored_answers import Scorer
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,13 @@ class StepParts:
         if self.strategy is None:
             return nullcontext()
         return accumulating(self.accelerator, self.strategy, self.model)
+
+
+class Scorer(Protocol):
+    """Answers held-out rows and scores them: training/scored_answers.py."""
+
+    def score(self, step: int) -> dict[str, Any]:
+        """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.files import append_lines, write_json
 from finetune.measure.metrics import Terminal
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import mark_step
 from finetune.strategies.receipt import add_optimizer_state
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.hub.checkpoints import CheckpointPusher
-    from finetune.training.start import Start
     from finetune.training.trackers import Trackers
 
 SECONDS_BETWEEN_STATES = 1.0  # and a hundred times what the last one took: 12 ms here, for each is synced
@@ -110,12 +110,12 @@ class RunOutput:
 class Receipt:
     """receipt.json, which grows while the run is built and trained. Every rank holds its content, rank 0 writes it."""
 
-    def __init__(self, start: Start, content: dict[str, Any]) -> None:
-        self._start, self.content = start, content
+    def __init__(self, recipe: Recipe, strategy: Strategy, content: dict[str, Any], *, writes: bool) -> None:
+        self._recipe, self._strategy, self._writes, self.content = recipe, strategy, writes, content
 
     def write(self) -> None:
-        if self._start.writes:
-            write_json(self._start.run_dir / "receipt.json", self.content)
+        if self._writes:
+            write_json(Path(self._recipe.run_dir) / "receipt.json", self.content)
 
     def add(self, section: str, facts: dict[str, Any]) -> None:
         """Add or replace a section, and write the receipt."""
@@ -124,6 +124,5 @@ class Receipt:
 
     def add_optimizer_state(self, elements: Counter[str]) -> None:
         """Add the elements of optimizer state that this rank holds. Raises EnvironmentMismatch: not as asked for."""
-        ranks = self.content["world_size"]
-        add_optimizer_state(self._start.recipe, self._start.strategy, self.content, elements, ranks)
+        add_optimizer_state(self._recipe, self._strategy, self.content, elements, self.content["world_size"])
         self.write()

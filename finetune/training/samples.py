@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +19,7 @@ from finetune.architecture.flash_kernels import FlashKernel
 from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.measure.units import GIB
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
+from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate_run
@@ -63,7 +63,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
         return
     together = joined and start.launch.world_size > 1
     shared = may_share_a_batch(start.probed)
-    asked = questions(start, shared=shared_by_all(run.parts.accelerator, shared) if together else shared)
+    asked = questions(start, shared=holds_on_all(run.parts.accelerator, shared) if together else shared)
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
@@ -152,9 +152,3 @@ def samples(
             for prompt, each in zip(prompts, found, strict=True):
                 cut = {} if each.ended else {"cut": asked.max_new_tokens}
                 yield {"prompt": prompt.prompt, "answer": each.text, "reference": prompt.reference, **cut}
-
-
-def shared_by_all(accelerator: Accelerator, shared: bool) -> bool:
-    """Whether every rank's prompts may share a batch: each rank has probed, and all have to make the same forwards."""
-    ranks = accelerator.reduce(torch.tensor(int(shared), device=accelerator.device), reduction="sum")
-    return bool(int(ranks) == accelerator.num_processes)

@@ -21,10 +21,11 @@ from finetune.data.formats import Judged
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
+from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
 from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
+from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from finetune.strategies.assemble import Assembled
     from finetune.training.run import StepParts
     from finetune.training.run_output import RunOutput
-    from finetune.training.start import Start
 
 MOST_NEW_TOKENS = 1024
 SPARE_TOKENS = 8  # of an answer that is longer than every reference
@@ -277,30 +277,30 @@ def score_line_in_words(line: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class RowScorer:
     """Answers and scores a run's held-out rows while it trains."""
 
-    start: Start
+    asked: ScoredSet
+    tokenizer: PreTrainedTokenizerBase
+    shared: bool  # the probe lets prompts share a left-padded batch
+    sharded: bool  # each forward gathers weights
     parts: StepParts
     assembled: Assembled
     output: RunOutput
 
     def score(self, step: int) -> dict[str, Any]:
         """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
-        from finetune.training.samples import shared_by_all
-
-        asked, accelerator, model = self.start.scored, self.parts.accelerator, self.assembled.unwrapped_model
+        asked, accelerator, model = self.asked, self.parts.accelerator, self.assembled.unwrapped_model
         pipeline, terminal = self.assembled.pipeline, self.output.terminal
-        assert asked is not None
         how = Answering(
-            shared=shared_by_all(accelerator, may_share_a_batch(self.start.probed)),
+            shared=holds_on_all(accelerator, self.shared),
             device=accelerator.device,
             ranks=all_ranks(),
-            sharded=self.start.strategy.shards_parameters,
+            sharded=self.sharded,
             staged=pipeline is not None,
         )
         with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
-            answers = generated_answers(model, self.start.tokenizer, asked, how, terminal.progress)
+            answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress)
         line = score_line(step, scores_on_all(asked, answers, how.ranks))
         self.output.write_metrics(line)
         when = f"step {step}" if step else "before"

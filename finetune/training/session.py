@@ -31,7 +31,7 @@ from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
-from finetune.model.generate import stop_on
+from finetune.model.generate import may_share_a_batch, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats
@@ -235,9 +235,10 @@ def build(opened: Session) -> Built:
     )
     scorer = None
     if start.scored is not None:
-        from finetune.training.scored_answers import Scorer
+        from finetune.training.scored_answers import RowScorer
 
-        scorer = Scorer(start, parts, assembled, output)
+        shared, sharded = may_share_a_batch(start.probed), start.strategy.shards_parameters
+        scorer = RowScorer(start.scored, start.tokenizer, shared, sharded, parts, assembled, output)
     run = Run(
         recipe=recipe,
         plan=start.plan,
@@ -325,7 +326,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
         "formats": start.formats.facts,
         "data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts},
     }
-    receipt = Receipt(start, content)
+    receipt = Receipt(start.recipe, start.strategy, content, writes=start.writes)
     receipt.write()
     lines = [describe(content)]
     if start.formats.line:

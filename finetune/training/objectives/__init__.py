@@ -22,7 +22,7 @@ from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
-    from finetune.training.objectives.preferences import ReferenceValues
+    from finetune.training.objectives.answers import ReferenceValues
 
 Reduce = Callable[[Tensor], Tensor]  # a tensor's sum over all ranks
 

@@ -20,6 +20,15 @@ IdsAndLabels = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int64, uns
 
 
 @dataclass(frozen=True)
+class ReferenceValues:
+    """A reference's log-probabilities, float32."""
+
+    answers: np.ndarray  # [the pool's documents, answers of each]
+    mismatched: np.ndarray | None = None  # KTO: [rows of the run], in the order in which the run takes them
+    held_out: np.ndarray | None = None  # KTO: [held-out rows]
+
+
+@dataclass(frozen=True)
 class AnswerInputs:
     """This rank's micro-batch of answers, before an objective adds its facts."""
 

@@ -24,6 +24,7 @@ from finetune.training.objectives import ChosenRows, LossSum, Reduce
 from finetune.training.objectives.answers import (
     AnswerInputs,
     IdsAndLabels,
+    ReferenceValues,
     answer_batches,
     mismatched_document,
     model_inputs,
@@ -31,15 +32,6 @@ from finetune.training.objectives.answers import (
 
 BY_ANSWER = ["reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "logps_chosen", "logps_rejected"]
 BY_TOKEN = ["logp_chosen_by_token", "logp_rejected_by_token"]
-
-
-@dataclass(frozen=True)
-class ReferenceValues:
-    """A reference's log-probabilities, float32."""
-
-    answers: np.ndarray  # [the pool's documents, answers of each]
-    mismatched: np.ndarray | None = None  # KTO: [rows of the run], in the order in which the run takes them
-    held_out: np.ndarray | None = None  # KTO: [held-out rows]
 
 
 class Pairs:

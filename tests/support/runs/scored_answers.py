@@ -15,11 +15,11 @@ from tests.support.runs.cells import main
 
 def record(words: list[str]) -> int:
     """Train the recipes; RUN.scoredN has a line with all answers for each time that rank N scored."""
-    genuine, score = scored_answers.generated_answers, scored_answers.Scorer.score
+    genuine, score = scored_answers.generated_answers, scored_answers.RowScorer.score
     runs = [Path()]
 
-    def of_run(scorer: scored_answers.Scorer, step: int) -> Any:
-        runs.append(scorer.start.run_dir)
+    def of_run(scorer: scored_answers.RowScorer, step: int) -> Any:
+        runs.append(Path(scorer.output._recipe.run_dir))
         return score(scorer, step)
 
     def recorded(*arguments: Any) -> list[str]:
@@ -28,7 +28,7 @@ def record(words: list[str]) -> int:
         return answers
 
     with (
-        mock.patch.object(scored_answers.Scorer, "score", of_run),
+        mock.patch.object(scored_answers.RowScorer, "score", of_run),
         mock.patch.object(scored_answers, "generated_answers", recorded),
     ):
         return main(words)

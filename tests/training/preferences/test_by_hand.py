@@ -17,7 +17,8 @@ from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.mixture import DocumentPool, Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import ChosenRows
-from finetune.training.objectives.preferences import JudgedAnswers, Pairs, ReferenceValues
+from finetune.training.objectives.answers import ReferenceValues
+from finetune.training.objectives.preferences import JudgedAnswers, Pairs
 
 # Two pairs: minus the log-probabilities of chosen and rejected, their tokens, the reference's log-probabilities.
 LOST, TOKENS, REFERENCE = (10.0, 20.0, 6.0, 3.0), (5, 4, 3, 2), (-12.0, -14.0, -7.0, -5.0)
