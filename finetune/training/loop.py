@@ -33,7 +33,7 @@ from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.objectives import ChosenRows, Objective
 from finetune.training.run import Run, steps_of
-from finetune.training.step import Seeds, optimizer_step
+from finetune.training.step import optimizer_step, step_seed
 from finetune.training.update import PendingStep
 
 Item = TypeVar("Item")
@@ -63,7 +63,6 @@ def take_steps(run: Run, state: TrainState) -> bool:
     plan, parts = run.plan, run.parts
     objective, device = parts.objective, parts.accelerator.device
     overlaps = host_works_ahead(run)
-    seeds = Seeds(plan, device, state.step, run.output.terminal.log)
     queued: deque[QueuedStep] = deque()
     last_ready_at = 0.0  # when the step that was read last was computed
     stop = False
@@ -83,12 +82,11 @@ def take_steps(run: Run, state: TrainState) -> bool:
                     batches,
                     micro_steps=micro_steps,
                     planned_count=planned_count,
-                    seed=seeds.seed_of(step),
+                    seed=step_seed(plan, step),
                     stop=run.stop_requested(state.step),
                 )
             except NotFinite as error:
                 raise NotFinite(_name_rows(run, step, rows, str(error))) from error
-            seeds.check(step, micro_steps)
             if overlaps:
                 pending.enqueue_copy()
             queued.append(

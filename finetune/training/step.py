@@ -3,14 +3,12 @@
 The optimizer step is the unit for every log, schedule, checkpoint and claim. Its loss is the sum over its units
 (supervised tokens) on all ranks and micro-batches, divided once by their number.
 
-Dropout follows from (seed, step, rank, micro-step) alone, so a resume needs no generator state. Seeding costs host time
-in each micro-step, so a model that draws nothing is not seeded. The generators after a step show whether it drew. Its
-modules would not: a router's jitter is no module.
+Dropout follows from (seed, step, rank, micro-step) alone, so a resume needs no generator state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -23,8 +21,6 @@ from finetune.tokens.batches import MicroBatch
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import StepParts
 from finetune.training.update import PendingStep, clip_and_update
-
-CHECK_STEPS = 100  # a model that drew nothing in the first step is seeded and checked again every 100 steps
 
 
 def optimizer_step(
@@ -103,37 +99,6 @@ def optimizer_step(
         return clip_and_update(parts, tally, planned_count)
 
 
-class Seeds:
-    """Each step's seed, while the model draws random numbers."""
-
-    def __init__(self, plan: BatchPlan, device: torch.device, first_step: int, log: Callable[[str], None]) -> None:
-        self._plan, self._device, self._first_step, self._log = plan, device, first_step, log
-        self._draws = False
-
-    def seed_of(self, step: int) -> int | None:
-        """The seed for this step's first micro-batch on this rank; None if the model was seen to draw nothing."""
-        if self._draws or self._checks(step):
-            return step_seed(self._plan, step)
-        return None
-
-    def check(self, step: int, micro_steps: int) -> None:
-        """After a step: find out whether its last micro-batch drew."""
-        if self._draws or not self._checks(step):
-            return
-        drawn = _states(self._device)
-        seed_generators(self._device, step_seed(self._plan, step), micro_steps - 1)
-        seeded = _states(self._device)
-        self._draws = not all(torch.equal(now, then) for now, then in zip(drawn, seeded, strict=True))
-        if self._draws and step != self._first_step:
-            self._log(
-                f"step {step + 1}: the model drew random numbers, in step {self._first_step + 1} it drew none; the "
-                "steps between them were not seeded, and a run resumed from one of them may draw others"
-            )
-
-    def _checks(self, step: int) -> bool:
-        return step == self._first_step or step % CHECK_STEPS == 0
-
-
 def step_seed(plan: BatchPlan, step: int) -> int:
     """A seed for this step and rank. Micro-steps add their index, so two steps' seeds are far from each other.
 
@@ -153,11 +118,3 @@ def seed_generators(device: torch.device, seed: int | None, micro_step: int) -> 
     torch.default_generator.manual_seed(seed + micro_step)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed + micro_step)
-
-
-def _states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a model on this device draws from: uint8 in host memory, 5 KB and 16 bytes."""
-    state = torch.default_generator.get_state()
-    if device.type == "cuda":
-        return [state, torch.cuda.get_rng_state(device)]
-    return [state]

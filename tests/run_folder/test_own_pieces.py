@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from finetune.run_folder.checkpoint import HostCopies, OwnPieces, own_pieces
+from finetune.run_folder.background import HostCopies
+from finetune.run_folder.checkpoint import OwnPieces, own_pieces
 from finetune.strategies.pieces import Piece
 
 

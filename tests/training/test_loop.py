@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.measure.metrics import StepRecord, Terminal
+from finetune.measure.metrics import StepRecord
 from finetune.model.build import build_model
 from finetune.model.optimizer import Schedule
 from finetune.run_folder.train_state import TrainState
@@ -175,47 +174,36 @@ def test_the_state_survives_json() -> None:
     assert new.best_eval_loss == math.inf
 
 
-class SeesSeeds(nn.Module):
-    """Notes what each forward draws from, and draws in those that `draws` names; no module of it says so."""
+STEPS = 4
 
-    def __init__(self, draws: Callable[[int], bool]) -> None:
+
+class SeesSeeds(nn.Module):
+    """Notes what each forward would draw from."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.draws, self.seeds = draws, list[int]()
+        self.seeds: list[int] = []
 
     def forward(self, supervised: torch.Tensor, **_: Any) -> torch.Tensor:
-        if self.draws(len(self.seeds)):
-            torch.rand(1)
         self.seeds.append(torch.initial_seed())
         return self.weight.sum() * len(supervised)
 
 
-def seeds_of_a_run(
-    folder: Path,
-    seed: int = 0,
-    rank: int = 0,
-    first_step: int = 0,
-    *,
-    steps: int = 4,
-    draws: Callable[[int], bool] = lambda _: True,
-    stream: io.StringIO | None = None,
-) -> list[int]:
+def seeds_of_a_run(folder: Path, seed: int = 0, rank: int = 0, first_step: int = 0) -> list[int]:
     """Of one of three ranks in steps of two micro-batches, each of one row a rank."""
-    requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=steps, seed=seed)
-    rows, model = Documents([5] * 6), SeesSeeds(draws)
+    requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=STEPS, seed=seed)
+    rows, model = Documents([5] * 6), SeesSeeds()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
-    output = RunOutput(requested, steps, silent=True, writes=False)
-    if stream is not None:
-        output.terminal = Terminal(steps, silent=False, stream=stream)
     run = Run(
         recipe=requested,
         parts=step_parts(accelerator, model, torch.optim.SGD(model.parameters())),
         train_rows=rows,
         eval_rows=None,
         plan=plan_batches(requested, len(rows), world_size=3, rank=rank, flat=True),
-        schedule=Schedule(requested.training, steps),
-        output=output,
+        schedule=Schedule(requested.training, STEPS),
+        output=RunOutput(requested, STEPS, silent=True, writes=False),
     )
     assert take_steps(run, TrainState(step=first_step))
     return model.seeds
@@ -240,22 +228,6 @@ def test_dropout_is_drawn_anew_for_every_rank_step_and_micro_batch(tmp_path: Pat
         2288990342127131567,
         2288990342127131567 + 1,
     ]
-
-
-def test_a_model_that_draws_nothing_is_seeded_where_it_is_looked_at_alone(tmp_path: Path) -> None:
-    seeds = seeds_of_a_run(tmp_path, steps=104, draws=lambda _: False)
-    assert len(seeds) == 208
-    # The first and the hundredth step: after those nothing seeds, and the state stays that of the look.
-    assert len(set(seeds)) == 4
-    assert [seeds.index(seed) for seed in dict.fromkeys(seeds)] == [0, 1, 200, 201]
-
-
-def test_one_that_draws_later_is_seen_and_said(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    seeds = seeds_of_a_run(tmp_path, steps=103, draws=lambda forward: forward > 20, stream=stream)
-    assert "step 101: the model drew random numbers, in step 1 it drew none" in stream.getvalue()
-    assert len(set(seeds[200:])) == 6, "from then on each micro-batch is seeded"
-    assert seeds[200:] == seeds_of_a_run(tmp_path, steps=103, first_step=100)
 
 
 @pytest.mark.parametrize(("world_size", "per_device_batch_size"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (7, 1)])

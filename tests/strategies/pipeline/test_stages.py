@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.measure.phases import Phases
-from finetune.run_folder.checkpoint import HostCopies, own_pieces
+from finetune.run_folder.background import HostCopies
+from finetune.run_folder.checkpoint import own_pieces
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
@@ -86,8 +87,7 @@ def test_a_layer_that_is_called_with_no_run_around_it_computes() -> None:
 
 
 def test_each_run_of_a_stage_draws_numbers_of_its_own() -> None:
-    """Of two runs and three micro-batches, in any order of the two; the last forward has the last micro-batch's number,
-    by which seeds.py sees whether a model draws at all."""
+    """Of two runs and three micro-batches, in any order of the two."""
     runs = [range(2), range(2, 4)]
     chain, seen = Chain(lambda: model_of("llama"), runs, stages=1), list[int]()
     pipeline = Pipeline(chain.runs, runs, "interleaved_1f1b", chain.holdings[0], chain.trained[0], CPU)

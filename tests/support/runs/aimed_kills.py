@@ -22,7 +22,7 @@ from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
 from finetune.run_folder import background
 from finetune.training import loop, session
-from finetune.training.step import Seeds
+from finetune.training.batch_plan import BatchPlan
 
 # Where a kill may come, and how often it is drawn. `end`: after the last step, while samples and export are made.
 PLACES = {"load": 1, "forward": 3, "backward": 4, "step": 3, "evaluate": 2, "save": 8, "end": 1}
@@ -82,11 +82,11 @@ class Armed:
 
     def install(self) -> None:
         """Put itself around what it watches, for the life of the process."""
-        seed_of, phases, write = Seeds.seed_of, Phases.__call__, background.write_pieces
+        step_seed, phases, write = loop.step_seed, Phases.__call__, background.write_pieces
 
-        def begun(seeds: Seeds, step: int) -> int | None:  # the loop asks at each step's beginning
+        def begun(plan: BatchPlan, step: int) -> int:  # the loop asks at each step's beginning
             self.step = step + 1
-            return seed_of(seeds, step)
+            return step_seed(plan, step)
 
         def entered(found: Phases, name: str) -> AbstractContextManager[None]:
             self.reached(name)
@@ -100,7 +100,7 @@ class Armed:
                 self.say({"saved": step, "calls": self.save.calls})
                 self.save.step = None
 
-        Seeds.seed_of = begun  # type: ignore[method-assign]
+        loop.step_seed = begun  # type: ignore[attr-defined]
         Phases.__call__ = entered  # type: ignore[method-assign]
         background.write_pieces = written
         self._around(loop, "evaluate", before="evaluate")
