@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from finetune.recipe.optimizers import OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 from finetune.wording import counted
 
-LocalPart = Callable[[torch.Tensor], tuple[torch.Tensor, int]]  # a rank's shard of a tensor, and its first element
+if TYPE_CHECKING:
+    from finetune.model.optimizers.rounded_adamw import LocalPart
+
 RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
 
 

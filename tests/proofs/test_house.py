@@ -350,8 +350,9 @@ def test_style_and_types(words: list[str]) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-# Public names that several modules define: an entry point, each importer's own conversion, the verbs of `finetune`.
-SHARED_NAMES = {"main", "convert"}
+# Public names that several modules define: an entry point, each importer's own conversion, the verbs of `finetune`, and
+# three of a training's five pages.
+SHARED_NAMES = {"main", "convert", "refuse", "choose", "prepare"}
 
 
 def public_names(module: str) -> set[str]:

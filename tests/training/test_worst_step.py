@@ -92,7 +92,7 @@ def state_before_training(run: Run, state: TrainState) -> dict[str, Any]:
         "tensors": {name: value.detach().numpy().tobytes() for name, value in parts.items()},
         "gradients": [name for name, value in run.parts.model.named_parameters() if value.grad is not None],
         "groups": groups,
-        "rates": [run.learning_rate(step) for step in range(run.plan.total_steps)],
+        "rates": [run.schedule.rate(step) for step in range(run.plan.total_steps)],
         "rows": [run.plan.rows_of(step).tolist() for step in range(run.plan.total_steps)],
         "torch": torch.random.get_rng_state().numpy().tobytes(),
         "python": random.getstate(),
@@ -310,6 +310,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
     assert main([str(write("run", per_device_batch_size=per_device))]) == 0
     files = ["MANIFEST.json", "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
     most = [sum(lengths[which][:rows]) for which in ("train", "eval")]
+    assert len(seen.pop(0)) == 1, "the guard's few tokens"
     assert seen == ["save", [most[0]] * times, [most[1]], files]
     assert lengths["train"][0] > lengths["train"][-1]
 
