@@ -10,7 +10,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +221,13 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.shards_modules and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    zero, quiet = None, ExitStack()
+    zero = None
+    quiet: AbstractContextManager[Any] = nullcontext()
     if strategy.uses_engine:
         from finetune.strategies.zero import zero_plugin
         from finetune.strategies.zero_requirements import silenced_deepspeed, zero_environment
 
-        quiet.enter_context(silenced_deepspeed())
+        quiet = silenced_deepspeed()
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
