@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -81,7 +81,6 @@ class Phases:
         self.device = device
         self.enabled = enabled
         self.current = ""  # the phase that runs, or in which an error was raised
-        self.entered: Callable[[str], None] = lambda name: None  # called as each measured phase begins
         self._watch = watch
         self._seen: dict[str, Phase] = {}
         self._storages = ledger or LiveTensors(existing if enabled else ())
@@ -98,7 +97,6 @@ class Phases:
         self._settle()
         self._storages.book_ends()  # storages freed since the last phase belong to none
         self.current = name
-        self.entered(name)
         if self.device.type == "cuda":
             restart_peak(self.device)
         self._storages.restart_peak()

@@ -53,7 +53,7 @@ def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[
         yield saves
         saves.finish()
     except Exception:
-        saves.settle()
+        saves.join()
         raise
     except BaseException:  # a second Ctrl-C does not wait
         saves.break_off()
@@ -136,7 +136,7 @@ class Saves:
 
     def wait(self) -> None:
         """Return when no checkpoint is being written; raise the latest write's error."""
-        self.settle()
+        self.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -149,7 +149,7 @@ class Saves:
         if empty is not None and torch.cuda.is_initialized():
             empty()
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Return when no checkpoint is being written, whether it failed or not."""
         if self._thread is not None:
             self._thread.join()

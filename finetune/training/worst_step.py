@@ -11,7 +11,6 @@ reads a checkpoint. Reading that checkpoint also restores weights and optimizer 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -86,7 +85,8 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
     saved = time.perf_counter()
     device = run.parts.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        with measured_phases(run.parts.phases) as phases, _phases_shown(run):
+        run.output.terminal.progress("worst step first: a step on the longest rows")
+        with measured_phases(run.parts.phases) as phases:
             with run.parts.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
@@ -115,24 +115,6 @@ def measured_phases(phases: Phases) -> Iterator[dict[str, Phase]]:
     yield measured
     measured |= phases.take()
     phases.enabled = enabled
-
-
-@contextmanager
-def _phases_shown(run: Run) -> Iterator[None]:
-    """Inside this context the terminal names the running part of the worst step: a part may take many seconds."""
-    times, begun = micro_steps_to_try(run.plan), Counter[str]()
-    words = {"state": "allocating the optimizer's state", "step": "updating the weights"}
-
-    def show(phase: str) -> None:
-        begun[phase] += 1
-        doing = words.get(phase, f"{phase} of micro-batch {min(begun[phase], times)} of {times}")
-        run.output.terminal.progress(f"worst step first: {doing}")
-
-    run.parts.phases.entered = show
-    try:
-        yield
-    finally:
-        run.parts.phases.entered = lambda phase: None
 
 
 def longest_groups(rows: Rows, plan: BatchPlan) -> list[list[int]]:
@@ -179,8 +161,11 @@ def worst_batches_of(run: Run, rows: Rows) -> tuple[list[MicroBatch], int]:
 
 
 def micro_steps_to_try(plan: BatchPlan) -> int:
-    """How often the worst step runs its micro-batch: twice where steps accumulate, since the second forward runs while
-    the first one's gradients are resident; under a pipeline as often as a step does, for their activations wait."""
+    """How many micro-batches the worst step has.
+
+    Two with accumulation: the first one's gradients are still in memory. In a pipeline all of them: their activations
+    wait.
+    """
     of_a_step = plan.micro_steps(min(plan.global_batch_size, plan.total_rows))
     if plan.stages > 1:
         return of_a_step
@@ -247,7 +232,7 @@ INSTEAD = {
 
 
 def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
-    """Compare until no further path is left off. Every rank calls this, and all ranks end with the same paths.
+    """Compare until every remaining path is right. Every rank calls this, and all ranks end with the same paths.
 
     Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
     """
@@ -268,7 +253,7 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
             else:
                 leave_to_library(unwrapped, path)
         left_off |= found
-        compiled.forget()  # its graphs contain the path that was left off
+        compiled.forget()  # its graphs contain the wrong path
 
 
 def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:

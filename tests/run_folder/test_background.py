@@ -89,7 +89,7 @@ def test_a_failure_is_raised_by_whoever_waits(
     saves.wait()
     monkeypatch.setattr(checkpoint, "save_file", full)
     save(saves, tmp_path, 2, torch.ones(3))
-    saves.settle()
+    saves.join()
     assert saves.failed
     expected = r"step-00000002: could not be written: the disk is full .*earlier checkpoints are intact"
     with pytest.raises(EnvironmentMismatch, match=expected) as raised:

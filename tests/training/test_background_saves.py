@@ -97,7 +97,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
 
     def save_and_settle(*parts: Any) -> None:
         save(*parts)
-        parts[3].settle()  # so that the failure is known when the next step begins
+        parts[3].join()  # so that the failure is known when the next step begins
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "save", save_and_settle)
