@@ -327,9 +327,9 @@ def silence_libraries(launch: Launch) -> None:
 
 
 def use_all_cores(launch: Launch, device: torch.device, *, offloaded: bool = False) -> None:
-    """Share the cores out between ranks that work on the host, unless the user chose. Launchers set one thread a process.
+    """Share the cores out between ranks that work on the host, unless the user chose. Launchers set one thread.
 
-    Needed on a CPU and with offload. AdamW then moves 28 bytes per weight: 225 GB for 8B, 20 to 30 s with one thread.
+    Needed on a CPU and with offload. AdamW then moves 28 bytes per weight: 225 GB for 8B, 20 to 30 s with 1 thread.
     """
     if (device.type == "cpu" or offloaded) and not launch.threads_chosen:
         torch.set_num_threads(_cores_each(launch, launch.local_world_size))
