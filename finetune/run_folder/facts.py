@@ -25,7 +25,7 @@ EXPORTED_RECORDS = (
     "samples.jsonl",
 )
 
-# What the last `finetune eval` measured, and its answers.
+# The last `finetune eval`'s figures, and its answers.
 EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
 
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor

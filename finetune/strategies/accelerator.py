@@ -33,7 +33,7 @@ from finetune.recipe.strategy_fit import stages_problem, unfit
 from finetune.strategies.packages import check_packages
 from finetune.wording import counted
 
-# What a launcher would set, for a single process: engines that shard need a process group even for one rank.
+# A launcher's variables for a single process. Engines that shard need a process group even for one rank.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 

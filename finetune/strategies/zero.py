@@ -182,7 +182,7 @@ class DeferredStepEngine:
 
 
 class EngineScaler:
-    """The engine's own loss scaling under fp16, as the loop asks torch's scaler: it skips and adapts by itself."""
+    """The engine's own loss scaling under fp16, with the methods of torch's scaler. It skips and adapts by itself."""
 
     def __init__(self, steps: DeferredStepEngine) -> None:
         self._steps = steps
@@ -235,7 +235,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:
-    """Where weights go to a disk, set its buffers by the model that is to be loaded: loading goes through them."""
+    """With weights on a disk, size the disk's buffers for the model. Loading goes through them."""
     offload = plugin.deepspeed_config["zero_optimization"].get("offload_param", {})
     if offload.get("device") == "nvme":
         with loading_unsharded(plugin):  # at whose end transformers is given the config anew

@@ -150,7 +150,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
 
 @dataclass(frozen=True)
 class Forwards:
-    """What computes log-probabilities: a model under a strategy, and the rows."""
+    """A model under a strategy, and the rows whose log-probabilities it computes."""
 
     accelerator: Accelerator
     model: nn.Module
@@ -162,7 +162,7 @@ class Forwards:
 
     @classmethod
     def of(cls, run: Run) -> Forwards:
-        """Of a run that was built."""
+        """The forwards of a built run."""
         parts, terminal = run.parts, run.output.terminal
         held_out = _held_out_sets(run.eval_rows, run.eval_sets)
         return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, terminal)

@@ -59,7 +59,7 @@ def staged(
     _require_training_in_each(layers, decoder, parts)
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
-    # Of each trained weight, by name, among all of the model's: a stage's own would be rounded by other random bits.
+    # Each trained weight's place among all of the model's. A stage's own numbering would draw other random bits.
     of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
     places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
     holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
@@ -72,7 +72,7 @@ def staged(
 
 
 def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]) -> torch.optim.Optimizer:
-    """Of the weights that this stage holds; where it rounds them at random, by their places in the whole model."""
+    """The optimizer over this stage's weights. Stochastic rounding uses their places in the whole model."""
     optimizer = make_optimizer(stage, recipe)
     if isinstance(optimizer, RoundedAdamW):
         own = ((name, weight) for name, weight in stage.named_parameters() if weight.requires_grad)

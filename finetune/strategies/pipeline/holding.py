@@ -41,7 +41,7 @@ class Holding:
         return {key: value for key, value in saved.items() if self.stage in self._stages_of(key, (self.stage,))}
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
-        """Of the tensors that this stage holds, those that it writes, each in full: the first stage that has one."""
+        """The tensors that this stage writes, each in full. The first stage that has a tensor writes it."""
         if self.place.copy:
             return {}
         written = {key: value for key, value in named.items() if self._stages_of(key, ())[0] == self.stage}

@@ -31,7 +31,7 @@ class Parts:
     after: tuple[str, ...]  # the head among them
 
     def place(self, name: str) -> int:
-        """Of a parameter: the index of its layer; -1 before the layers, their number after them."""
+        """The index of a parameter's layer; -1 before the layers, the number of layers after them."""
         for path, index in self._places():
             if name.startswith(f"{path}."):
                 return index

@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             decoder.forward = whole
 
     def _scores(self, given: Given, whole: Callable[..., Any], decoder: PreTrainedModel) -> Tensor:
-        """Of the next token, float32 [rows, 1, vocabulary], on all ranks of this copy."""
+        """The next token's logits, float32 [rows, 1, vocabulary], on all ranks of this copy."""
         stages, own = self.place.stages, list(self.runs)
         ranks = self.place.own_ranks
         rows, tokens = given["input_ids"].shape

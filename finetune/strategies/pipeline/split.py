@@ -39,7 +39,7 @@ def layers_of_runs(
 
 
 def bytes_while_trained(recipe: Recipe, parameter: nn.Parameter) -> int:
-    """Of a weight, its gradient and its optimizer's moments; of a frozen one its own."""
+    """A weight's bytes with its gradient and moments. A frozen weight has only its own."""
     if not parameter.requires_grad:
         return parameter.nbytes
     width = parameter.element_size()

@@ -175,7 +175,7 @@ def _replace_forward(
     computes: Callable[[range], bool],
     otherwise: Forward,
 ) -> None:
-    """Have a module compute in the runs that have it, of those that this stage holds, and do `otherwise` in others."""
+    """Let a module compute in the runs that have it. In this stage's other runs it does `otherwise`."""
     module: Any = decoder.get_submodule(path)
     having = [run for run in held if computes(run)]
     if len(having) == len(held):
@@ -183,7 +183,7 @@ def _replace_forward(
     own: Forward = module.forward
 
     def forward(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # In backward a layer is computed again with no run's forward around it.
+        # Recomputation in backward runs a single layer, outside any run's forward.
         if crossing.layers is None or computes(crossing.layers):
             return own(given, *args, **kwargs)
         return otherwise(given, *args, **kwargs)
