@@ -73,6 +73,7 @@ def test_few_steps_are_reported_with_their_reason(tiny_llama: Path, chats: Path)
     ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
 @pytest.mark.parametrize("per_device", [1, 2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 2, 19, 20, 39, 45, 139, 278, 10_000])
