@@ -79,19 +79,6 @@ class Assembled:
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 
-    def bytes_gathered(self, strategy: Strategy, forwards: int) -> int:
-        """Bytes of weights, unsharded, that every rank gathers in as many forwards without a backward."""
-        if not strategy.shards_parameters:
-            return 0
-        if self.engine is not None:
-            from finetune.strategies.zero_state import zero_gathers
-
-            return forwards * zero_gathers(self.unwrapped_model)
-        from finetune.strategies.fsdp import gathered_by_forward
-
-        each, first = gathered_by_forward(decoder_parts(self.unwrapped_model), strategy, self.gathered_in)
-        return forwards * each + first
-
 
 def assemble(
     recipe: Recipe,

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -106,29 +105,6 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.set_reshard_after_backward(True, recurse=False)
-
-
-def gathered_by_forward(
-    decoder: PreTrainedModel, strategy: Strategy, compute_dtype: torch.dtype | None
-) -> tuple[int, int]:
-    """Bytes of weights that each forward without a backward gathers, and those that the first alone does.
-
-    Args:
-        decoder: Sharded by `shard_model`, with the same `compute_dtype`.
-    """
-    each = first = 0
-    counted: set[int] = set()
-    for unit, freed in _units(decoder, strategy.reshard_after_forward):
-        own = {id(parameter): parameter for parameter in unit.parameters() if id(parameter) not in counted}
-        counted |= own.keys()
-        size = sum(map(partial(_gathered_bytes, compute_dtype=compute_dtype), own.values()))
-        each, first = each + size * freed, first + size * (not freed)
-    return each, first
-
-
-def _gathered_bytes(parameter: Tensor, compute_dtype: torch.dtype | None) -> int:
-    cast = compute_dtype is not None and parameter.is_floating_point()
-    return parameter.numel() * (compute_dtype.itemsize if cast and compute_dtype else parameter.element_size())
 
 
 def reduced_in(model: nn.Module) -> set[torch.dtype]:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.model.optimizers.rounded_adamw import Range
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
-from finetune.strategies.pieces import Piece, Stored, full_shape
+from finetune.strategies.pieces import Piece, Stored
 
 ENGINE_MOMENTS = OPTIMIZERS[DEFAULT].moments  # of the only optimizer that zero_requirements.py lets through
 
@@ -120,12 +120,6 @@ def master_dtype(engine: Any) -> torch.dtype:
     else:
         flat = engine.basic_optimizer.param_groups[0]["params"][0]
     return flat.dtype
-
-
-def zero_gathers(model: nn.Module) -> int:
-    """Bytes of weights that each ZeRO-3 forward gathers: all except the small ones, which every rank keeps."""
-    sharded = [parameter for parameter in model.parameters() if not getattr(parameter, "ds_persist", True)]
-    return sum(full_shape(parameter).numel() * parameter.element_size() for parameter in sharded)
 
 
 def _copy(values: Tensor) -> Tensor:

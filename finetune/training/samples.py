@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture.flash_kernels import FlashKernel
 from finetune.measure.metrics import eval_line, evaluation_in_words
-from finetune.measure.units import GIB
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
@@ -57,8 +56,8 @@ def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -
 
 def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
-    sharded, pipeline = start.strategy.shards_parameters, parts.pipeline
-    joined = sharded or pipeline is not None
+    pipeline = parts.pipeline
+    joined = start.strategy.shards_parameters or pipeline is not None
     if not start.prepared.prompts or not (start.launch.is_main or joined):
         return
     together = joined and start.launch.world_size > 1
@@ -68,8 +67,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
         return
     if joined:
         again = " The same again after training." if when == "before" else ""
-        gathered = parts.bytes_gathered(start.strategy, asked.forwards) if sharded else None
-        run.output.terminal.log(cost_in_words(asked, gathered) + again)
+        run.output.terminal.log(cost_in_words(asked, staged=pipeline is not None) + again)
 
     def show(text: str) -> None:
         run.output.terminal.progress(f"samples {when} training: {text}")
@@ -97,17 +95,16 @@ def questions(start: Start, *, shared: bool) -> Questions:
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
 
 
-def cost_in_words(asked: Questions, gathered: int | None) -> str:
-    """How many forwards the answers take at most, and how many bytes of weights they gather; None: through stages."""
-    one_by_one = len(asked.batches) == len(asked.prompts) > 1
-    what = "compute all tokens again, through all stages"
-    if gathered is not None:
-        what = f"gather {gathered / GIB:,.1f} GiB of weights in all"
-    how = "one at a time" if one_by_one else f"in {counted(len(asked.batches), 'batch', 'batches')}"
+def cost_in_words(asked: Questions, *, staged: bool) -> str:
+    """How many forwards the answers take at most, and what each costs beside its products."""
+    how = f"in {counted(len(asked.batches), 'batch', 'batches')}"
+    if len(asked.batches) == len(asked.prompts) > 1:
+        how = "one at a time"
+    each = "each computes all tokens again, through all stages" if staged else "each gathers the weights"
     return (
         f"samples: {counted(len(asked.prompts), 'prompt')} {how}, {counted(asked.max_new_tokens, 'new token')} each: "
-        f"at most {counted(asked.forwards, 'forward')}, which {what}; "
-        "samples.max_new_tokens and samples.count make them fewer."
+        f"at most {counted(asked.forwards, 'forward')}, and {each}; samples.max_new_tokens and samples.count make "
+        "them fewer."
     )
 
 

@@ -22,35 +22,22 @@ from tests.support.runs.cells import main
 
 def count(words: list[str]) -> int:
     """Train the recipes; RUN.answersN has a line for each batch of prompts that rank N answered."""
-    genuine, foretold, decided = samples.greedy_answers, Assembled.bytes_gathered, samples.questions
-    told, runs = [0], [Path()]
+    genuine, decided, runs = samples.greedy_answers, samples.questions, [Path()]
 
     def of_run(start: Start, **options: Any) -> samples.Questions:
         runs.append(start.run_dir)
         return decided(start, **options)
 
-    def told_before(parts: Assembled, *arguments: Any) -> int:
-        told.append(foretold(parts, *arguments))
-        return told[-1]
-
     def counted(model: nn.Module, tokenizer: Any, prompts: Any, **options: Any) -> list[str]:
         forwards: list[int] = []
         handle = decoder_parts(model).register_forward_pre_hook(lambda *_: forwards.append(1))
-        phases = Phases(torch.device("cpu"), enabled=True)
-        with phases("forward"):
-            answers = genuine(model, tokenizer, prompts, **options)
+        answers = genuine(model, tokenizer, prompts, **options)
         handle.remove()
-        moved = phases.take()["forward"].collectives
-        gathered = moved["all_gather"].payload_bytes if "all_gather" in moved else 0
-        cost = {"prompts": len(prompts), "forwards": len(forwards), "gathered": gathered, "told": told[-1]}
+        cost = {"prompts": len(prompts), "forwards": len(forwards)}
         append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
         return answers
 
-    with (
-        mock.patch.object(samples, "questions", of_run),
-        mock.patch.object(samples, "greedy_answers", counted),
-        mock.patch.object(Assembled, "bytes_gathered", told_before),
-    ):
+    with mock.patch.object(samples, "questions", of_run), mock.patch.object(samples, "greedy_answers", counted):
         return main(words)
 
 
