@@ -55,7 +55,7 @@ class TrainState:
     worse_evaluations: int = 0  # in a row since the best one
     skipped_steps: int = 0  # steps with overflown fp16 gradients
     loss_scaler: dict[str, Any] | None = None  # fp16's scaler at the latest save
-    # Each trained tensor's checksum before the first step; empty if an earlier release began the run.
+    # Each trained tensor's checksum before the first step.
     start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
 

@@ -231,17 +231,6 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
     return checksums(parts.to_write(model_tensors(parts.unwrapped_model)), all_ranks())
 
 
-def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:
-    """The trained tensors with the same bits as at the run's start. Every rank calls it.
-
-    None if this is not known: a run that an earlier release began has no checksums. Raises NothingTrained if all are
-    unchanged.
-    """
-    if not start:
-        return None
-    return refuse_unchanged(trained_checksums(parts), start)
-
-
 def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:
     """The names with the start's checksums. Raises NothingTrained if these are all names."""
     unchanged = sorted(name for name, checksum in now.items() if start.get(name) == checksum)
@@ -255,10 +244,8 @@ def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[s
     return unchanged
 
 
-def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> str:
-    """A line that names the unchanged tensors, or says that they are not known; empty if all changed."""
-    if unchanged is None:
-        return "which tensors training changed is not known: an earlier release began this run, without checksums"
+def describe_change(unchanged: list[str], start: Mapping[str, str]) -> str:
+    """A line that names the unchanged tensors; empty if all changed."""
     if not unchanged:
         return ""
     names = ", ".join(unchanged[:3])

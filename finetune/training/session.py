@@ -53,7 +53,7 @@ from finetune.run_folder.save_restore import (
     weights_to_export,
 )
 from finetune.run_folder.train_state import TrainState
-from finetune.run_folder.trained_tensors import describe_change, trained_checksums, unchanged_tensors
+from finetune.run_folder.trained_tensors import describe_change, refuse_unchanged, trained_checksums
 from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import build_accelerator, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
@@ -427,7 +427,7 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
     log = run.output.terminal.log
     exported = weights_to_export(start.recipe, assembled, state)
-    unchanged = unchanged_tensors(assembled, state.start_checksums)
+    unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
     receipt.add("change", {"unchanged_tensors": unchanged})
     log(describe_change(unchanged, state.start_checksums))
     write_samples(start, run, assembled, when="after", step=state.step)

@@ -287,21 +287,6 @@ class TestNothingTrained:
         assert main([str(recipe)]) == 0, "its first two steps trained"
         assert "unchanged" not in capsys.readouterr().out
 
-    @pytest.mark.slow
-    def test_a_run_of_an_earlier_release_says_that_it_does_not_know(
-        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with monkeypatch.context() as fault:
-            after_each_step(fault, lambda model, step: _raise(KeyboardInterrupt()) if step == 3 else None)
-            assert main([str(recipe)]) == 130
-        folder = step_folder(tmp_path / "run", 2)
-        state = json.loads((folder / "state.json").read_text())
-        del state["start_checksums"]
-        (folder / "state.json").write_text(json.dumps(state))
-        seal(folder)
-        assert main([str(recipe)]) == 0
-        assert "which tensors training changed is not known" in capsys.readouterr().out
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero3"])
