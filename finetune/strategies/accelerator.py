@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -333,18 +333,6 @@ def use_all_cores(launch: Launch, device: torch.device, *, offloaded: bool = Fal
     """
     if (device.type == "cpu" or offloaded) and not launch.threads_chosen:
         torch.set_num_threads(_cores_each(launch, launch.local_world_size))
-
-
-@contextmanager
-def cores_for(launch: Launch, working: int) -> Iterator[None]:
-    """Within, `working` ranks of this machine have all its cores while the others wait; unless the user chose."""
-    before = torch.get_num_threads()
-    if not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(launch, working))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _cores_each(launch: Launch, ranks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from finetune.model.stored_structure import (
 from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.accelerator import cores_for
 from finetune.strategies.pieces import Piece, full_shape, gathered, local_part, reshard
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ def assemble(
     """A run's model and optimizer, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
     The planner passes its own `build`, which returns the same model on fake tensors. It also passes the ranks' `mesh`
-    or a pipeline's `parts`, because fake tensors cannot make them. `launch` decides how many cores quantising on a CPU
-    uses; None: all that it has.
+    or a pipeline's `parts`, because fake tensors cannot make them. `launch`: None where no ranks wait for each other.
     """
     if launch is not None and launch.world_size > 1:
         agree_on_structure(recipe)
@@ -103,8 +101,7 @@ def assemble(
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch)
-        with cores_to_quantise(recipe, launch, accelerator.device):
-            return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
+        return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
@@ -224,8 +221,7 @@ def _under_zero(
         if waits_for_sharding(unwrapped):
             decoder = decoder_parts(unwrapped)
             decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
-            with cores_to_quantise(recipe, launch, accelerator.device):
-                partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
+            partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
@@ -281,15 +277,6 @@ def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.P
         yield group
     finally:
         dist.destroy_process_group(group)
-
-
-def cores_to_quantise(recipe: Recipe, launch: Launch | None, device: torch.device) -> AbstractContextManager[None]:
-    """The machine's cores, if rank 0 alone quantises weights on a CPU. bitsandbytes 0.50 has no kernel for that: 84 ns
-    per element and thread, 20 s for the largest weight of 70B, while the other ranks wait.
-    """
-    if recipe.quantization is None or launch is None or device.type != "cpu":
-        return nullcontext()
-    return cores_for(launch, 1)
 
 
 def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:

@@ -17,7 +17,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies import accelerator as accelerators
-from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
+from finetune.strategies.accelerator import check_launch, launch_notes, use_all_cores
 from finetune.training import session
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe
@@ -174,18 +174,3 @@ def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.Monk
         with pytest.raises(InterruptedError), session.process_group(start):  # type: ignore[arg-type]
             raise AssertionError("not reached")
     assert calls == [True] * 4 + [False] * 3
-
-
-def test_cores_that_are_borrowed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [3]
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: now.append(number))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
-    monkeypatch.setattr(accelerators, "usable_cores", lambda: 12)
-    launch = replace(ALONE, threads_chosen=False)
-    with pytest.raises(KeyError), cores_for(launch, 1):
-        raise KeyError
-    with cores_for(launch, 4):
-        pass
-    assert now == [3, 12, 3, 3, 3]
-    with cores_for(replace(launch, threads_chosen=True), 1):
-        assert now[-1] == 3
