@@ -57,8 +57,8 @@ STATE_LOCK = ".state.lock"  # between reading the state and writing it
 # A resumed run keeps lines up to the checkpoint's step minus this number. A step's metrics are written before its
 # checkpoint. The samples after the last step are written after its checkpoint, so a resumed run writes them again.
 LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
-RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "conversation.json", "reference.json")
-OWN_FILES = (STATE, *LINES, *RECORDS, LOCK, STATE_LOCK)
+WRITTEN_ONCE = ("recipe.yaml", "receipt.json", "environment.json", "conversation.json", "reference.json")
+OWN_FILES = (STATE, *LINES, *WRITTEN_ONCE, LOCK, STATE_LOCK)
 
 # Keys that a resumed run may change: reporting, machines, and the split of a batch. None changes the loss curve.
 FREE_TO_CHANGE = (
