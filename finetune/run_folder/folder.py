@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError
@@ -135,6 +136,7 @@ def claim_run_folder(
     identity: Mapping[str, Any],
     command: str,
     asked: Asked | None = None,
+    also: Mapping[str, str] = MappingProxyType({}),
     wait_seconds: float = 10.0,
 ) -> Claim:
     """Lock the folder for this process's life and decide where the run starts. Only rank 0 calls it.
@@ -147,6 +149,7 @@ def claim_run_folder(
         identity: `curve_identity(recipe)` and the curve's other inputs (data fingerprint, ...), as JSON.
         command: The command that continues the run.
         asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
+        also: Other values of `identity` that mean the same, as the release before wrote them.
         wait_seconds: The longest wait for a process that is still saving.
 
     Raises:
@@ -177,7 +180,7 @@ def claim_run_folder(
         locked, previous = _lock(run_dir, wait_seconds), None
     try:
         # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
-        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)), asked)
+        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)), asked, also)
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
@@ -201,7 +204,11 @@ def claim_run_folder(
 
 
 def _start(
-    run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any], asked: Asked | None
+    run_dir: Path,
+    previous: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    asked: Asked | None,
+    also: Mapping[str, str],
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
 
@@ -215,8 +222,11 @@ def _start(
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
-    # An older release may have saved keys that are free to change now.
-    earlier = previous["identity"]
+    # An older release may have saved keys that are free to change now. It lacks newer keys, which matter only if set.
+    earlier = {key: value for key, value in identity.items() if value in (None, "", [], {})} | previous["identity"]
+    for key, value in also.items():
+        if earlier.get(key) == value:
+            earlier[key] = identity[key]
     keys = (key for key in {**earlier, **identity} if not _is_free(key))
     differing = [key for key in keys if earlier.get(key, _UNSET) != identity.get(key, _UNSET)]
     # Releases that knew no base's identity wrote none, and a part of it may be unknown.

@@ -44,6 +44,7 @@ from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
 VERSION = 8
+VERSION_BEFORE = 7  # of the release before 1.0: its runs can be resumed
 # The refusal of judged answers with nothing to measure the KL baseline on.
 ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
@@ -116,7 +117,7 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
+def documents_key(source: Source, data: Data, encoder: Encoder, version: int = VERSION) -> str:
     """A tokenised data set's address."""
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
@@ -124,7 +125,7 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     reading |= source.entry.model_dump(
         include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
-    parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
+    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 
 

@@ -13,7 +13,15 @@ from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
-from finetune.tokens.cache import ONE_ANSWER, StoredDocuments, content_key, nothing_left, stored_documents
+from finetune.tokens.cache import (
+    ONE_ANSWER,
+    VERSION_BEFORE,
+    StoredDocuments,
+    content_key,
+    documents_key,
+    nothing_left,
+    stored_documents,
+)
 from finetune.tokens.conversation import Conversation
 from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
@@ -34,6 +42,7 @@ class Prepared:
     eval: Rows | None
     eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
     fingerprint: str  # content address for data, tokenizer, template and settings
+    fingerprint_before: str  # as the release before 1.0 made it, for runs that it began
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
     conversation: Conversation  # how chats are written, and the tokens that end the answers
@@ -117,15 +126,18 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
     keys: list[str] = []
+    keys_before: list[str] = []
     stores: list[StoredDocuments] = []
     mistakes = Mistakes()
     for entry in entries:
         try:
-            key, store = stored_documents(resolve(entry), data, encoder)
+            source = resolve(entry)
+            key, store = stored_documents(source, data, encoder)
         except DataError as error:
             mistakes.take(error)
             continue
         keys.append(key)
+        keys_before.append(documents_key(source, data, encoder, VERSION_BEFORE))
         stores.append(store)
     mistakes.raise_if_any()
 
@@ -160,12 +172,14 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     if recipe.model.new_tokens:
         facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
-    settings = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
+    chosen = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
+    settings = {"settings": chosen, "training sets": len(data.train)}
     return Prepared(
         train=train,
         eval=held_out,
         eval_sets=eval_sets,
-        fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
+        fingerprint=content_key({"documents": keys, **settings}),
+        fingerprint_before=content_key({"documents": keys_before, **settings}),
         facts=facts,
         prompts=_sample_prompts(recipe, encoder, pool, split),
         conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),

@@ -38,6 +38,7 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
+from finetune.run_folder.facts import MOST_RECORD_BYTES
 from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
@@ -45,6 +46,7 @@ from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
 from finetune.training.batch_notes import batch_notes
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
+from finetune.untrusted.json_files import read_object
 
 if TYPE_CHECKING:
     from finetune.training.scored_answers import ScoredSet
@@ -255,6 +257,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
         identity=identity,
         command=choices.checked.command,
         asked=Asked(recipe.training, len(prepared.train)),
+        also=_written_before(Path(recipe.run_dir), prepared),
     )
     _note(choices.checked.launch, *claim.notes)
     if claim.status != "finished":
@@ -267,6 +270,17 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
 
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim
+
+
+def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, str]:
+    """The data's fingerprint as the release before 1.0 made it, if that release's run had as many tokens."""
+    if not (run_dir / "receipt.json").is_file():
+        return {}
+    there, here = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("data"), prepared.facts
+    figures = ("documents", "tokens", "supervised_tokens", "rows", "eval_tokens", "largest_token_id")
+    if isinstance(there, dict) and all(there.get(figure) == here.get(figure) for figure in figures):
+        return {"data fingerprint": prepared.fingerprint_before}
+    return {}
 
 
 def _note(launch: Launch, *lines: str) -> None:
