@@ -86,18 +86,18 @@ def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
 
 
 def extrapolate(
-    timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
+    timelines: Mapping[int, Timeline], layers: int, device: str, *, period: int = 1
 ) -> dict[str, PhaseMemory]:
-    """Phases for a model with `layers` layers, from traces at two depths; for few layers, from one trace at full depth.
+    """Phases for a model with `layers` layers, from its own trace or from traces at two smaller depths.
 
     Args:
+        timelines: By depth; `depths` names the two.
         period: The number of layers after which they repeat.
-        shallow: The depth from which each layer adds the same.
     """
-    few, more = depths(layers, period, shallow)
-    if layers <= more:
-        return timeline_of(layers).phases(device)
-    shallow_timeline, deep_timeline = timeline_of(few), timeline_of(more)
+    if layers in timelines:
+        return timelines[layers].phases(device)
+    few, more = sorted(timelines)
+    shallow_timeline, deep_timeline = timelines[few], timelines[more]
     times = (layers - few) // period
     segments = _segments(shallow_timeline, device, few, few)
     deep_segments = _segments(deep_timeline, device, more, few)
