@@ -97,6 +97,36 @@ class Shape:
         return self.layers * (self.matrix_weights + self.vector_weights) + ends
 
 
+def layer_weights(config: Mapping[str, Any], packed: int = 1) -> int:
+    """One dense layer's matrices, from the sizes that every decoder has.
+
+    Args:
+        packed: Weights in one element of a quantised layer's container.
+    """
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or hidden // heads)
+    # q and o are [heads x head size, h] each, k and v [key-value heads x head size, h] each.
+    attention = 2 * hidden * head_size * (heads + int(config.get("num_key_value_heads") or heads))
+    mlp = 8 * hidden * hidden  # GPT-2 and its like name no width: two matrices, four times as wide as the model
+    if inner := config.get("intermediate_size"):
+        mlp = 3 * hidden * int(inner)
+    return (attention + mlp) // packed
+
+
+def approximate_weights(config: Mapping[str, Any]) -> float | None:
+    """Any decoder's weights to about a fifth, experts included; None if its config.json does not have the sizes."""
+    config = config.get("text_config") or config
+    try:
+        hidden, layers, weights = config["hidden_size"], config["num_hidden_layers"], layer_weights(config)
+        ends = config["vocab_size"] * hidden * (2 - bool(config.get("tie_word_embeddings")))
+    except (KeyError, TypeError):
+        return None
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+        weights += 3 * hidden * width * (config.get(key) or 0)
+    return float(ends + layers * weights)
+
+
 def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
     """Adapter weights in all layers, each with its own path's rank, and rows for new tokens.
 

@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import WEIGHT, CollectiveStats
+from finetune.planner.plan_recipe import Layout, Plan
 from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
 from finetune.planner.trace.step_work import StepWork
 from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
 from finetune.wording import counted
-
-if TYPE_CHECKING:
-    from finetune.planner.plan_recipe import Plan
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
@@ -65,27 +63,6 @@ CHIPS = {
     "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
     "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
 }
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The grouping of ranks, and the division of a step's rows among them."""
-
-    ranks: int
-    node: int  # ranks on one machine
-    tokens: int  # in a micro-batch
-    rows: int  # micro-batches in a step over all ranks
-    layers: int
-    copies: int = 1  # HSDP: copies of the sharded model; gradients are reduced between them
-    gathers_once: bool = False  # FSDP2 that keeps weights gathered: it gathers in the first micro-step alone
-    reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
-    shards_state: bool = True  # an update is divided among the ranks
-    on_disk: bool = False  # weights or states wait on a disk; its speed is not known here
-
-    @property
-    def micro_steps(self) -> int:
-        """One rank's micro-steps in a step; at least one, even if there are more ranks than rows."""
-        return max(1, -(-self.rows // self.ranks))
 
 
 @dataclass(frozen=True)

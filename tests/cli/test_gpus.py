@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune import planner
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
 from finetune.planner import command
@@ -88,7 +89,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
         calls.append(gpus)
         raise DoesNotFit("too large", 10**15)
 
-    monkeypatch.setattr(command, "plan_by_trace", plan)
+    monkeypatch.setattr(planner, "plan", plan)
     monkeypatch.setattr(command, "unsupported", lambda *_: "traced")
     return calls
 

@@ -22,12 +22,12 @@ from finetune.planner.remedies import (
     NEAR_LIMIT,
     ROWS,
     TRACE,
+    TRACES,
     changed,
     fitting_lines,
     largest,
     last_fitting,
     remedies,
-    smaller_variants,
     spare,
 )
 from finetune.recipe.gpus import Gpus, parse_gpus
@@ -77,37 +77,44 @@ def load(name: str, *overrides: str) -> Recipe:
     ("name", "gpus"),
     [
         ("llama3_full", "2x48GB"),
+        ("llama3_full", "8x40GB"),
         ("llama3_8b_lora_1x24gb", "12GB"),
         ("llama3_ddp", "4x12GB"),
         ("llama3_8b_lora_1x80gb", "24GB"),
     ],
 )
 def test_changes_that_fit(name: str, gpus: str) -> None:
+    """The cheapest is planned; the others are estimated, and are said to be."""
     recipe, room, plan = load(name), parse_gpus(gpus), Planner()
     assert not plan(recipe, room).fits
     found = remedies(recipe, config_of(recipe), room, plan)
-    assert found
+    assert [each.planned_by for each in found] == [TRACE] + [CLOSED_FORM] * (len(found) - 1)
+    assert [each.as_json()["planned_by"] for each in found] == [each.planned_by for each in found]
+    assert plan.asked == [recipe, found[0].recipe]
     for remedy in found:
         pasted = load(name, *shlex.split(remedy.words))
         assert pasted.training.global_batch_size == recipe.training.global_batch_size
         assert estimate(pasted, config_of(pasted), room).needed == remedy.needed <= room.memory
-        assert changed(recipe, remedy.changes) in plan.asked, "shown, and never planned"
+        assert remedy.planned_by == TRACE or remedy.needed <= (1 - NEAR_LIMIT) * room.memory
     for first, second in pairwise(found):
         assert not second.changes.keys() >= first.changes.keys()
-    costs = {variant.words(): variant.cost for variant in smaller_variants(recipe, room)}
-    assert [costs[remedy.words] for remedy in found] == sorted(costs[remedy.words] for remedy in found)
+        assert first.cost <= second.cost
+    heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
+    assert "each planned by a trace" in heads[0]
+    assert len(found) == 1 or "by the closed form alone" in heads[-1]
 
 
-def test_nothing_is_shown_that_the_plan_refuses() -> None:
-    recipe, room = load("llama3_full"), parse_gpus("2x48GB")
-    refused: list[Recipe] = []
+def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
+    recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
 
     def refuse(variant: Recipe, gpus: Gpus) -> Plan:
-        refused.append(variant)
+        asked.append(variant)
         return Plan(gpus.memory + 1, False)
 
-    assert remedies(recipe, config_of(recipe), room, refuse, tries=4) == []
-    assert len(refused) == 4
+    found = remedies(recipe, config_of(recipe), room, refuse)
+    assert len(asked) == TRACES
+    assert {each.planned_by for each in found} <= {CLOSED_FORM}
+    assert not [each for each in found if each.recipe in asked], "refuted by its trace"
 
 
 def test_what_spare_memory_could_buy() -> None:
@@ -120,55 +127,22 @@ def test_what_spare_memory_could_buy() -> None:
     assert spare(recipe, config_of(recipe), parse_gpus("19GB")) == []
 
 
-@pytest.mark.parametrize("traced", [0, 1, 2])
-def test_only_as_many_are_traced_as_are_asked_for(traced: int) -> None:
-    """The others are estimated, and are said to be."""
-    recipe, room, plan = load("llama3_full"), parse_gpus("8x40GB"), Planner()
-    found = remedies(recipe, config_of(recipe), room, plan, traced=traced)
-    assert [each.planned_by for each in found] == [TRACE] * traced + [CLOSED_FORM] * (3 - traced)
-    assert [each.as_json()["planned_by"] for each in found] == [each.planned_by for each in found]
-    assert len(plan.asked) == traced
-    for remedy in found:
-        variant = changed(recipe, remedy.changes)
-        assert (variant in plan.asked) == (remedy.planned_by == TRACE)
-        assert remedy.needed == estimate(variant, config_of(recipe), room).needed
-        assert remedy.planned_by == TRACE or remedy.needed <= (1 - NEAR_LIMIT) * room.memory
-    heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
-    assert len(heads) == (traced > 0) + 1
-    assert "by the closed form alone" in heads[-1]
-    assert traced == 0 or "each planned by a trace" in heads[0]
-
-
-def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
-    recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
-
-    def refuse(variant: Recipe, gpus: Gpus) -> Plan:
-        asked.append(variant)
-        return Plan(gpus.memory + 1, False)
-
-    found = remedies(recipe, config_of(recipe), room, refuse, tries=2, traced=1)
-    assert len(asked) == 2
-    assert {each.planned_by for each in found} == {CLOSED_FORM}
-    assert not [each for each in found if changed(recipe, each.changes) in asked], "refuted by its trace"
-
-
 @pytest.mark.parametrize(("name", "key"), [("max_length", LENGTH), ("training.per_device_batch_size", ROWS)])
 def test_how_far_a_size_goes(name: str, key: str) -> None:
     recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("24GB"), Planner()
     found = largest(recipe, config_of(recipe), room, name, plan)
-    assert (found.key, found.grain) == (key, {LENGTH: 128, ROWS: 1}[key])
-    assert found.needed <= room.memory
-    assert found.next_value == found.value + found.grain
-    assert not plan(changed(recipe, {key: found.next_value}), room).fits
+    grain = {LENGTH: 128, ROWS: 1}[key]
+    (named, _, value), (_, _, after) = (found[word].partition("=") for word in ("change", "does_not_fit"))
+    assert (named, found["granularity"], int(after) - int(value)) == (key, grain, grain)
+    assert found["needed_bytes"] <= room.memory
+    assert not plan(changed(recipe, {key: int(after)}), room).fits
     assert len(plan.asked) <= 3, "that value and the next one, and this test's own"
-    assert found.as_json()["does_not_fit"] == f"{key}={found.next_value}"
 
 
 def test_the_largest_there_is() -> None:
     recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("8x141GB"), Planner()
     found = largest(recipe, config_of(recipe), room, "per_device_batch_size", plan)
-    assert (found.value, found.next_value) == (recipe.training.global_batch_size, None)
-    assert found.as_json()["does_not_fit"] is None
+    assert (found["change"], found["does_not_fit"]) == (f"{ROWS}={recipe.training.global_batch_size}", None)
     assert len(plan.asked) == 1
 
 
@@ -260,17 +234,13 @@ def test_sizes_that_cannot_be_searched() -> None:
 
 
 def hold_the_pick(model: str, budget: str) -> bool:
-    """Whether something was picked; it surely fits, or nothing does."""
+    """Whether a variant surely fits. If none does, one that fits by its tensors is tried, or there is none."""
     config, room = full_config(model)[0], parse_gpus(budget)
-    picked = next(candidates.fitting_recipes(candidates.for_model(model), config, room), None)
-    if picked is None:
-        left = candidates.last_resorts(candidates.for_model(model), config, room)
-        assert bool(left) == (candidates.smallest(candidates.for_model(model), config, room) <= room.memory), (
-            f"{model} on {budget}"
-        )
+    fitting, smallest = candidates.fitting_recipes(candidates.for_model(model), config, room)
+    assert bool(fitting) == (smallest <= room.memory), f"{model} on {budget}"
+    if not fitting or estimate(fitting[0], config, room).upper > room.memory:
         return False
-    assert estimate(picked, config, room).upper <= room.memory
-    assert picked.budget.gpus == room.count
+    assert fitting[0].budget.gpus == room.count
     return True
 
 
@@ -296,7 +266,9 @@ def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str
     found = candidates.by_plans(candidates.for_model(model), room, lambda recipe: plan(recipe, room).fits)
     assert len(plan.asked) <= 13
     if found is None:
-        assert candidates.smallest(candidates.for_model(model), full_config(model)[0], room) > 0.8 * room.memory
+        assert (
+            candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room)[1] > 0.8 * room.memory
+        )
         return
     assert plan(found, room).fits
     assert found in plan.asked[:-1], "picked, and never planned"
@@ -315,7 +287,7 @@ def method_of(recipe: Recipe) -> str:
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
-    picked = next(candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room))
+    (picked, *_), _ = candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room)
     file = tmp_path / "mine.yaml"
     file.write_text(candidates.commented(picked, 20 * 2**30, room))
     written = load_recipe(file).recipe
@@ -336,7 +308,6 @@ def test_changes_where_there_is_no_closed_form() -> None:
     found = remedies(recipe, config_of(recipe), room, plan)
     assert [list(each.changes) for each in found] == [["quantization"]]
     assert len(asked) <= 6
-    assert remedies(recipe, config_of(recipe), room, plan, traced=1) == found, "none by a closed form"
     assert unsupported(recipe, config_of(recipe), room) == "the architecture gemma3_text"
     assert explain_plan(recipe, config_of(recipe), room).endswith("gemma3_text is planned by its trace.")
 

@@ -221,7 +221,7 @@ def test_a_plan_is_of_the_format_of_its_devices(
         planned.append(recipe)
         return {"ok": True}, "planned"
 
-    monkeypatch.setattr(command, "_plan_loaded", plan)
+    monkeypatch.setattr(command, "_one_plan", plan)
     path = write_recipe(tmp_path, least("x"))
     result, text = command.plan_in_words([str(path), *asked], command.PlanOptions(gpus), None, print)
     assert planned[0].training.mixed_precision == expected

@@ -28,6 +28,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.closed_form.constants import COMPONENTS
+from finetune.closed_form.shape import layer_weights
 from finetune.model.small import decoder_layers, with_layers_alone
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
@@ -205,12 +206,5 @@ def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
     Args:
         packed: A quantised layer's weights in one element of its container.
     """
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    head_size = int(config.get("head_dim") or hidden // heads)
-    # q and o are [heads x head size, h] each, k and v [key-value heads x head size, h] each.
-    attention = 2 * hidden * head_size * (heads + int(config.get("num_key_value_heads") or heads))
-    mlp = 8 * hidden * hidden  # GPT-2 and its like name no width: two matrices, four times as wide as the model
-    if inner := config.get("intermediate_size"):
-        mlp = 3 * hidden * int(inner)
-    layer = (attention + mlp) // packed
-    return 2 * (2 + math.ceil(int(config["vocab_size"]) * hidden / layer))
+    table = int(config["vocab_size"]) * int(config["hidden_size"])
+    return 2 * (2 + math.ceil(table / layer_weights(config, packed)))
