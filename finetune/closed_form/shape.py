@@ -12,9 +12,24 @@ from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.sections.lora import ends_of
 
 QUANTISED_BLOCK = 64  # weights to a scale
-# Architectures whose layers are as layer.py describes them: seven matrices, two norms, gated SiLU.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-NORMED_HEADS = ("qwen3",)  # a norm over each head's queries and keys
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture's layers have that config.json does not say."""
+
+    biased_inputs: bool = False  # q, k and v have biases, whatever the configuration says
+    normed_heads: bool = False  # a norm over each head's queries and keys
+
+
+# The architectures with layers as layer.py describes them: seven matrices, two norms, gated SiLU.
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(biased_inputs=True),  # models/qwen2/modeling_qwen2.py, Qwen2Attention
+    "qwen3": Family(normed_heads=True),
+    "smollm3": Family(),
+}
 
 
 @dataclass(frozen=True)
@@ -150,8 +165,8 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
     key_value_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_size, key_value_heads * head_size
-    # models/qwen2/modeling_qwen2.py, Qwen2Attention: these biases exist whatever the configuration says.
-    bias = bool(config.get("attention_bias")) or config["model_type"] == "qwen2"
+    family = FAMILIES.get(config["model_type"], Family())
+    bias = bool(config.get("attention_bias")) or family.biased_inputs
     output_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Linear:
@@ -175,7 +190,7 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
         head_size=head_size,
         vocabulary=config["vocab_size"] + len(recipe.model.new_tokens),
         tied=bool(config.get("tie_word_embeddings")),
-        normed_heads=config["model_type"] in NORMED_HEADS,
+        normed_heads=family.normed_heads,
         linears=linears,
     )
 

@@ -129,7 +129,7 @@ def _one_plan(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Not
         result["batches"] = batches
         result["run"] = whole_run(recipe, result, options.price)
         if options.details:
-            text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
+            text = [plan_text(planned), "", *roofline_lines(planned, result), "", *batches["notes"]]
             text.insert(1, run_in_words(result["run"], result, gpus))
         else:
             text = [verdict(planned), run_in_words(result["run"], result, gpus), "", *plan_bars(planned), ""]
@@ -182,8 +182,8 @@ def whole_run(recipe: Recipe, plan: dict[str, Any], price: float | None) -> dict
         price: Of one GPU for one hour.
 
     Seconds are a lower bound, as the speed is an upper one: 600 steps of 12 s are 2 hours; on 4 GPUs at 1.50 an hour
-    they cost 12. The speed is that of full rows. Of rows that hold a tenth of their tokens, a step takes a tenth of
-    forward and backward, and less of attention, which is left out of the bound.
+    they cost 12. The speed is that of full rows. If rows hold a tenth of their tokens, a step takes a tenth of forward
+    and backward. Attention takes less than that, so the bound does not count it.
     """
     batches, speed = plan["batches"], plan.get("speed") or {}
     steps = batches.get("steps") or recipe.training.max_steps

@@ -61,8 +61,6 @@ def plan_of_run(
         if not memory:
             return None, NO_MEMORY
         if "worst_step" not in memory:  # an older version planned beside the run, into the receipt
-            if memory.get("planned"):
-                return memory["planned"], None
             return memory.get("planned"), str(memory.get("why"))
         request = request_of_run(run, receipt)
         made_for = hashlib.sha256(json.dumps(asdict(request), sort_keys=True).encode()).hexdigest()
@@ -226,7 +224,7 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
                 unplanned[str(run)] = str(why)
             else:
                 rows += audited(run, receipt, plan)
-    # Loading is left out: temporaries of reading files are measured, not planned.
+    # Without loading: temporaries from reading files are measured, not planned.
     errors = [abs(row.error) for row in rows if row.phase in STEP_PHASES]
     result = {
         "ok": True,

@@ -131,7 +131,7 @@ def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
 def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[tuple[int, str], Peak]]:
     """Each segment's largest peak, by phase and by (run, name). A name does not depend on the number of layers.
 
-    Layers that the model with `few` layers lacks are left out.
+    Layers that the model with `few` layers lacks have no segment.
     """
     result: dict[str, dict[tuple[int, str], Peak]] = {}
     for phase, peaks in timeline.segments(device).items():

@@ -2,8 +2,8 @@
 
 `assemble` and `optimizer_step` are the trainer's own. No model, loss, optimizer or step is written a second time here.
 
-A trace replaces these names while it runs. Most are not public, and hold for the supported versions alone (torch up to
-2.13, DeepSpeed 0.19). tests/planner compares traces with measured runs.
+A trace replaces these names while it runs. Most are not public, so they may change with any version of torch and
+DeepSpeed. tests/planner compares traces with measured runs under each supported version.
 
     name                                           replaced by
     torch.nn.parallel.DistributedDataParallel      stand_ins.Replica, because the reducer is C++
@@ -122,6 +122,8 @@ def trace(
         batches = [without_learning(batch) for batch in batches]
     with ExitStack() as stack:
         accelerator = stack.enter_context(fake_accelerator(recipe, strategy, device, ranks, rank, node or ranks))
+        if strategy.uses_engine and gpu:
+            stand_ins.as_on_gpus(accelerator, strategy)
         if strategy.uses_engine and strategy.shards_parameters:
             partition = stand_ins.partitioner(accelerator, adapters=recipe.lora is not None)
 
@@ -254,8 +256,6 @@ def fake_accelerator(
     try:
         with engine, mock.patch.object(dist, "broadcast_object_list"):
             accelerator = build_accelerator(recipe, strategy, launch)
-            if strategy.uses_engine and device.type != "cpu":
-                stand_ins.as_on_gpus(accelerator, strategy)
             # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device
             yield accelerator
