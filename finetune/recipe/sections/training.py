@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
-from finetune.recipe.optimizers import Optimizer, usual_rate
+from finetune.recipe.optimizers import Optimizer
 from finetune.recipe.sections.base import Count, Section, WholeNumber
 
 Scheduler = Literal[
@@ -46,7 +46,7 @@ class Training(Section):
     per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
     num_train_epochs: float = Field(1.0, gt=0, le=1e6, description="Passes over the rows; max_steps wins.")
     max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
-    learning_rate: float = Field(usual_rate(None, "lora"), gt=0, description="Peak of the schedule.")
+    learning_rate: float = Field(2e-4, gt=0, description="Peak of the schedule.")
     lr_scheduler_type: Scheduler = Field("cosine", description="Shape of the schedule, by transformers' names.")
     lr_scheduler_kwargs: dict[str, Any] = Field({}, description="The shape's own arguments, by transformers' names.")
     warmup_ratio: Fraction = Field(0.03, description="Share of the steps spent warming up.")
