@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.closed_form.estimate import estimate, unsupported
-from finetune.closed_form.shape import FAMILIES
+from finetune.closed_form.shape import FAMILIES, approximate_weights
 from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import candidates
@@ -32,7 +33,8 @@ from finetune.planner.remedies import (
 )
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.optimizers import Method, usual_rate
+from finetune.recipe.schema import Recipe, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = [names[0] for names in HUB_NAMES.values() if full_config(names[0])[0]["model_type"] in FAMILIES]
@@ -322,3 +324,49 @@ def test_the_explanation_is_of_this_recipe() -> None:
     # 16 bytes a weight in all: on four, 4 + 4 + 8 of 8.03e9 by stages.
     for figure in ("128.5 GB", "80.3 GB", "56.2 GB", "32.1 GB"):
         assert figure in whole, figure
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "objective", "rate"),
+    [
+        ("meta-llama/Llama-3.2-1B", "lora", "supervised", 5e-4),
+        ("meta-llama/Llama-3.2-1B", "full", "supervised", 2e-5),
+        ("meta-llama/Llama-3.1-8B", "qlora", "supervised", 3e-4),
+        ("openai/gpt-oss-20b", "lora", "supervised", 2e-4),
+        ("Qwen/Qwen3-30B-A3B", "lora", "supervised", 1e-4),
+        ("HuggingFaceTB/SmolLM2-135M", "lora", "supervised", 2e-3),
+        ("meta-llama/Llama-3.1-8B", "lora", "dpo", 5e-6),
+        ("HuggingFaceTB/SmolLM2-135M", "lora", "kto", 1e-4),
+    ],
+)
+def test_the_usual_rate_is_that_of_docs_recipes(model: str, method: Method, objective: str, rate: float) -> None:
+    weights = approximate_weights(full_config(model)[0])
+    assert usual_rate(weights, method, objective) == rate
+    assert usual_rate(None, "lora") == Training().learning_rate, (
+        "safe for every size, so a recipe without the key has it"
+    )
+
+
+def test_recipes_have_the_usual_rate() -> None:
+    """But for those whose header names another result that they repeat."""
+    others = {"llama3_1b_lora_tulu_1x24gb", "llama3_3b_lora_gsm8k_1x24gb", "qwen3_4b_lora_dpo_1x24gb"}
+    off = set()
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        recipe = load_recipe(path).recipe
+        weights = approximate_weights(full_config(recipe.model.name_or_path)[0])
+        usual = usual_rate(weights, "full" if recipe.lora is None else "lora", recipe.training.objective)
+        if recipe.training.learning_rate != usual:
+            off.add(path.stem)
+    assert off == others
+
+
+def test_weights_are_known_roughly() -> None:
+    """The size in each model's name, to a third. Llama 4 Scout's name has the weights that a token passes."""
+    found = {}
+    for name in (names[0] for names in HUB_NAMES.values()):
+        stated = re.search(r"(?<![A-Za-z])E?(\d+(?:\.\d+)?)([BM])", name, re.IGNORECASE)
+        if stated is not None:
+            billions = float(stated[1]) * {"b": 1, "m": 1e-3}[stated[2].lower()]
+            found[name] = (approximate_weights(full_config(name)[0]) or 0) / 1e9 / billions - 1
+    assert len(found) > 30
+    assert {name for name, error in found.items() if abs(error) > 1 / 3} == {"meta-llama/Llama-4-Scout-17B-16E"}
