@@ -16,7 +16,7 @@ QUANTISED_BLOCK = 64  # weights to a scale
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture's layers have that config.json does not say."""
+    """Facts about an architecture's layers that config.json does not state."""
 
     biased_inputs: bool = False  # q, k and v have biases, whatever the configuration says
     normed_heads: bool = False  # a norm over each head's queries and keys

@@ -23,7 +23,7 @@ from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import fastest_for
+from finetune.recipe.number_formats import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
@@ -60,54 +60,22 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
-    `model` is planned.
+    `model` is planned. A plan is made beside a probe. Changes that make it fit follow, or uses for spare memory.
     """
     pages = [Path(word) for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
-    if pages and model is not None:
-        raise FinetuneError(
-            f"--model: {model}: use either --model or a recipe ({pages[0]}), not both. To plan the recipe on another "
-            "model, write model.name_or_path="
-        )
-    if not pages and model is None:
-        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
     if options.price is not None and (len(pages) > 1 or options.largest):
         note("--price: a cost is shown for one recipe alone, without --largest")
-    if len(pages) > 1:
+    if len(pages) > 1 and model is None:
         return _compare(pages, overrides, options, note)
-    formats = None
-    if model is not None:
-        recipe, gpus = _adapters(model, overrides, options)
-    else:
-        loaded = load_recipe(pages[0], overrides)
-        gpus = options.gpus_for(loaded.recipe)
-        loaded, formats = loaded.formats_for(fastest_for(gpus.count if gpus else 0))
-        recipe = loaded.recipe
+    recipe, gpus, formats = _asked(pages, overrides, options, model)
+    format_facts: dict[str, Any] = {}
+    format_lines: list[str] = []
+    if formats is not None and formats.line:
+        format_facts, format_lines = {"formats": formats.facts}, [formats.line]
     if options.largest is not None:
-        result, text = _largest(recipe, gpus, options.largest, note)
-    else:
-        result, text = _one_plan(recipe, gpus, options, note)
-    if formats is None or not formats.line:
-        return result, text
-    return result | {"formats": formats.facts}, f"{text}\n{formats.line}"
-
-
-def _adapters(model: str, overrides: Sequence[str], options: PlanOptions) -> tuple[Recipe, Gpus]:
-    """The recipe for a model without one, and its GPUs."""
-    gpus = None
-    if options.gpus is not None:
-        gpus = parse_gpus(options.gpus, options.nodes)
-    if gpus is None:
-        raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
-    with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
-        page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
-        content = candidates.adapters(candidates.for_model(model), gpus).model_dump(mode="json", exclude_defaults=True)
-        page.write_text(json.dumps(content), "utf-8")
-        return load_recipe(page, overrides).recipe, gpus
-
-
-def _one_plan(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
-    """The plan beside a probe, changes that make it fit or uses for spare memory, and the arithmetic if asked for."""
+        result, line = _largest(recipe, gpus, options.largest, note)
+        return result | format_facts, "\n".join([line, *format_lines])
     chosen = choose_recomputation(recipe, gpus)
     recipe = chosen.recipe
     # Read once, before two processes ask the Hub for it.
@@ -125,7 +93,7 @@ def _one_plan(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Not
 
         code = 0 if planned.fits else DoesNotFit.exit_code
         batches = notes_before_launch(recipe, ranks=planned.ranks)
-        result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
+        result = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
         result["batches"] = batches
         result["run"] = whole_run(recipe, result, options.price)
         if options.details:
@@ -162,7 +130,35 @@ def _one_plan(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Not
         text += [chosen.line]
     if not options.details:
         text += ["more: --details; the arithmetic: --explain"]
-    return result, "\n".join(text)
+    return result | format_facts, "\n".join([*text, *format_lines])
+
+
+def _asked(
+    pages: Sequence[Path], overrides: Sequence[str], options: PlanOptions, model: str | None
+) -> tuple[Recipe, Gpus | None, ChosenFormats | None]:
+    """The recipe, its GPUs, and the number formats that were chosen for them."""
+    if pages and model is not None:
+        raise FinetuneError(
+            f"--model: {model}: use either --model or a recipe ({pages[0]}), not both. To plan the recipe on another "
+            "model, write model.name_or_path="
+        )
+    if pages:
+        loaded = load_recipe(pages[0], overrides)
+        gpus = options.gpus_for(loaded.recipe)
+        loaded, formats = loaded.formats_for(fastest_for(gpus.count if gpus else 0))
+        return loaded.recipe, gpus, formats
+    if model is None:
+        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
+    gpus = None
+    if options.gpus is not None:
+        gpus = parse_gpus(options.gpus, options.nodes)
+    if gpus is None:
+        raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
+    with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
+        page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
+        content = candidates.adapters(candidates.for_model(model), gpus).model_dump(mode="json", exclude_defaults=True)
+        page.write_text(json.dumps(content), "utf-8")
+        return load_recipe(page, overrides).recipe, gpus, None
 
 
 def _answer_or_refusal(probe: Callable[[], ProbeResult]) -> ProbeResult | FinetuneError:

@@ -158,7 +158,7 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
 
 
 def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
-    """The same recipe on 1 to 512 ranks; under HSDP with 2 to 512 / `node` copies."""
+    """Step times on 1 to 512 ranks; under HSDP with 2 to 512 / `node` copies."""
     for ranks in SCALE:
         copies = 1
         if traced.copies > 1:
