@@ -74,13 +74,13 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def smaller_variants(recipe: Recipe, gpus: Gpus, weights: float | None) -> list[Variant]:
+def smaller_variants(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[Variant]:
     """Every combination of changes that lower a recipe's memory, the cheapest first; without the recipe itself.
 
     Args:
         weights: The model's, roughly, for a rate; None: not known.
     """
-    result = []
+    combinations: list[tuple[int, int, Changes, tuple[str, ...]]] = []
     for options in product(*([None, *knob] for knob in _knobs(recipe, gpus, weights))):
         chosen = [option for option in options if option is not None]
         changes = {key: value for option in chosen for key, value in option.changes.items()}
@@ -90,13 +90,11 @@ def smaller_variants(recipe: Recipe, gpus: Gpus, weights: float | None) -> list[
             changes["quantization"], changes["lora"] = changes.pop("quantization"), changes.pop("lora")
         if not chosen or (recipe.lora is None and "lora" not in changes and "quantization" in changes):
             continue  # full training needs weights that are not quantised
-        try:
-            variant = changed(recipe, changes)
-        except ValidationError:
-            continue
-        cost = sum(option.cost for option in chosen)
-        result.append(Variant(variant, changes, cost, tuple(option.says for option in chosen)))
-    return sorted(result, key=lambda variant: (variant.cost, len(variant.changes)))
+        cost, says = sum(option.cost for option in chosen), tuple(option.says for option in chosen)
+        combinations.append((cost, len(changes), changes, says))
+    for cost, _, changes, says in sorted(combinations, key=lambda each: each[:2]):
+        with suppress(ValidationError):  # the changes contradict each other
+            yield Variant(changed(recipe, changes), changes, cost, says)
 
 
 def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[Option]]:
