@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from finetune.planner.roofline import compute_seconds as compute_seconds
     from finetune.planner.roofline import not_overlapped as not_overlapped
     from finetune.planner.roofline import step_time as step_time
-    from finetune.planner.run_plans import AuditRow as AuditRow
     from finetune.planner.run_plans import audit as audit
     from finetune.planner.run_plans import audited as audited
     from finetune.planner.run_plans import plan_of_run as plan_of_run
@@ -54,7 +53,7 @@ _PARTS = {
     "plan_recipe": "Plan plan",
     "remedies": "changed",
     "roofline": "CHIPS HOST_MEMORY PCIE_MACHINE StepTime compute_seconds not_overlapped step_time",
-    "run_plans": "AuditRow audit audited plan_of_run",
+    "run_plans": "audit audited plan_of_run",
     "trace.fake_device": "pretend_device",
     "trace.step_work": "StepWork",
     "trace.timeline": "layer_of",
