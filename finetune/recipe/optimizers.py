@@ -98,8 +98,8 @@ USUAL_RATES = {0.5e9: (2e-3, 1e-4), 3.6e9: (5e-4, 2e-5), 10e9: (3e-4, 1e-5), 25e
 USUAL_PREFERENCE_RATES = {0.5e9: (1e-4, 1e-5), 1e15: (5e-6, 1e-6)}
 TYPICAL_WEIGHTS = 12e9  # for a model that is not known: its rates are safe for every size
 # (least, most) learning rate. Beyond the limits a method learns nothing, or it diverges.
-LIMITS = {"full": (1e-6, 1e-4), "adapters": (1e-5, 2e-3)}
-PREFERENCE_LIMITS = {"full": (5e-8, 1e-5), "adapters": (5e-7, 5e-4)}
+RATE_LIMITS = {"full": (1e-6, 1e-4), "adapters": (1e-5, 2e-3)}
+PREFERENCE_RATE_LIMITS = {"full": (5e-8, 1e-5), "adapters": (5e-7, 5e-4)}
 
 
 def usual_rate(weights: float | None, method: Method, objective: str = "supervised") -> float:
@@ -122,9 +122,9 @@ def far_rate(recipe: Recipe) -> Iterator[str]:
     if recipe.lora is not None:
         method = "lora" if recipe.quantization is None else "qlora"
     words = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}[method]
-    rate, objective, limits = recipe.training.learning_rate, recipe.training.objective, LIMITS
+    rate, objective, limits = recipe.training.learning_rate, recipe.training.objective, RATE_LIMITS
     if recipe.preferences is not None:
-        limits, words = PREFERENCE_LIMITS, f"{objective.upper()} by {words}"
+        limits, words = PREFERENCE_RATE_LIMITS, f"{objective.upper()} by {words}"
     least, most = limits["full" if method == "full" else "adapters"]
     if not least <= rate <= most:
         side = "below" if rate < least else "above"
