@@ -56,9 +56,6 @@ REASONS: dict[str, str] = {
     "finetune/probe/probe.py probe: device.type == 'cpu'": (
         "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
     ),
-    "finetune/planner/trace/trace.py TraceEnvironment.on_gpu: self.device.type != 'cpu'": (
-        "a GPU's plans of engines and pipelines trace in children, whose answers are not heard"
-    ),
 }
 
 

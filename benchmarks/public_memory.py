@@ -1,10 +1,10 @@
-"""Memory that others measured on a GPU, against our trace of their loop: peft's method comparison on an L40S,
-torchtitan's FSDP2 on H100s, torchtune's table of techniques on an A100.
+"""Memory that others measured on a GPU, against our trace of their loop: peft's method comparison on an L40S, and
+torchtitan's FSDP2 on H100s.
 
     python benchmarks/public_memory.py [NAME ... | others]
 
-Of all points, or peft's that are named, or the two others' alone; tests/support/memory/public_memory.py,
-titan_memory.py and tune_memory.py say what they are and how each is traced. Writes
+Of all points, or peft's that are named, or torchtitan's alone; tests/support/memory/public_memory.py and
+titan_memory.py say what they are and how each is traced. Writes
 benchmarks/results/public_memory.json and the tables of docs/planner.md.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
-from tests.support.memory import others_memory
+from tests.support.memory import titan_memory
 from tests.support.memory.public_memory import LONGEST, MEAN, POINTS, compared, summary, table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
@@ -44,12 +44,12 @@ def main(wanted: Sequence[str]) -> None:
     found = traced(names, points)
     if wanted:
         found = {name: found.get(name, known["points"][name]) for name in points}
-    others = known["others"] if wanted and OTHERS not in wanted else others_memory.compared()
+    others = known["others"] if wanted and OTHERS not in wanted else titan_memory.compared()
     kinds = "reserved_error", "mean_allocated_error"
     result = {"longest": LONGEST, "mean": MEAN} | {kind: summary(found, kind) for kind in kinds}
     write_result("public_memory", result | {"points": found, "others": others})
     write_page("public_memory.py", table(points, found))
-    write_page("others of public_memory.py", others_memory.table(others))
+    write_page("others of public_memory.py", titan_memory.table(others))
 
 
 def traced(names: Sequence[str], points: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +21,7 @@ import typer
 from finetune.errors import FinetuneError
 from finetune.output_stream import wrapped
 
+ERASED, TICK_SECONDS = b"\r\x1b[2K", 1.0
 app = typer.Typer(
     name="finetune",
     help="Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.",
@@ -70,6 +76,34 @@ def say_begun(doing: str) -> None:
     """On a terminal's standard error, say at once what a verb does that takes more than some seconds."""
     if sys.stderr.isatty():
         typer.echo(f"{doing} ...", err=True)
+
+
+@contextmanager
+def ticking() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on standard error what begins. On a terminal, its seconds move below it."""
+    if not sys.stderr.isatty() or not hasattr(signal, "setitimer"):
+        yield partial(say, err=True)
+        return
+    began = time.monotonic()
+
+    def begin(line: str) -> None:
+        nonlocal began
+        os.write(2, ERASED)
+        say(line, err=True)
+        began = time.monotonic()
+
+    def tick(*_: object) -> None:  # os.write, because this may interrupt a write to sys.stderr
+        os.write(2, ERASED + f"  {time.monotonic() - began:.0f} s".encode())
+
+    # A timer and no thread: the work forks.
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, TICK_SECONDS, TICK_SECONDS)
+    try:
+        yield begin
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.write(2, ERASED)
 
 
 # `rows.csv:7, 12, 19 and 4 more rows: problem`

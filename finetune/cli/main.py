@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +13,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
-from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries, readable_threads
 from finetune.output_stream import open_missing_streams, plain_output
@@ -236,13 +235,13 @@ def plan(
         if file is not None:
             check_output(file, "--output")
         options = planner.PlanOptions(gpus, nodes, largest, explain, details, price)
-        note = partial(say, err=True)
-        if audit:
-            result, text = planner.audit([user_path(word) for word in words or []], note)
-        elif pick:
-            result, text = planner.pick_in_words(words or [], model, options, file, note)
-        else:
-            result, text = planner.plan_in_words(words or [], options, model, note)
+        with ticking() as note:
+            if audit:
+                result, text = planner.audit([user_path(word) for word in words or []], note)
+            elif pick:
+                result, text = planner.pick_in_words(words or [], model, options, file, note)
+            else:
+                result, text = planner.plan_in_words(words or [], options, model, note)
         if not as_json:
             say(text)
             if result.get("ok") and file is not None:

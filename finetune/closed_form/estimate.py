@@ -27,10 +27,9 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
-# The allocator may reserve this share of the needed bytes on top of them. It is the largest share in the replays of
-# benchmarks/closed_form.py's grid, with all the room that the allocator asked for, rounded up. Sharding frees and
-# allocates large buffers of different sizes all the time, on several streams. Its largest share is that of a 7B model
-# on 64 GPUs, with 5 GiB on each.
+# The allocator may reserve this share on top of the needed bytes: the largest share, rounded up, that
+# benchmarks/closed_form.py's replays had with all the room they asked for. Sharding frees and allocates large buffers
+# with different sizes all the time, on several streams. A 7B model on 64 GPUs, with 5 GiB on each, had the largest.
 RESERVED = {"single": 0.18, "ddp": 0.14, "fsdp": 0.42}
 
 

@@ -49,7 +49,7 @@ class RankSizes:
         self.base_trained = recipe.lora is None
         self.casts_once = strategy.casts_weights_once(recipe)  # bfloat16 copies of all weights, for a whole step
         self.four_bit = recipe.quantization is not None
-        # Bytes of one trained weight, of its gradient, and of each AdamW moment.
+        # Bytes that a trained weight takes. Its gradient and each AdamW moment take as many.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
         self.tokens = training.per_device_batch_size * recipe.data.row_tokens  # of a micro-batch
         self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))

@@ -30,7 +30,7 @@ ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, a
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe with settled recomputation, and the reason."""
+    """A recipe in which `auto` is replaced, and the reason."""
 
     recipe: Recipe
     why: str | None = None  # None: the recipe says so itself

@@ -12,9 +12,24 @@ from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.sections.lora import ends_of
 
 QUANTISED_BLOCK = 64  # weights to a scale
-# Architectures whose layers are as layer.py describes them: seven matrices, two norms, gated SiLU.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-NORMED_HEADS = ("qwen3",)  # a norm over each head's queries and keys
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about an architecture's layers that config.json does not state."""
+
+    biased_inputs: bool = False  # q, k and v have biases, whatever the configuration says
+    normed_heads: bool = False  # a norm over each head's queries and keys
+
+
+# The architectures with layers as layer.py describes them: seven matrices, two norms, gated SiLU.
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(biased_inputs=True),  # models/qwen2/modeling_qwen2.py, Qwen2Attention
+    "qwen3": Family(normed_heads=True),
+    "smollm3": Family(),
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,36 @@ class Shape:
         return self.layers * (self.matrix_weights + self.vector_weights) + ends
 
 
+def layer_weights(config: Mapping[str, Any], packed: int = 1) -> int:
+    """One dense layer's matrices, from the sizes that every decoder has.
+
+    Args:
+        packed: Weights in one element of a quantised layer's container.
+    """
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or hidden // heads)
+    # q and o are [heads x head size, h] each, k and v [key-value heads x head size, h] each.
+    attention = 2 * hidden * head_size * (heads + int(config.get("num_key_value_heads") or heads))
+    mlp = 8 * hidden * hidden  # GPT-2 and its like name no width: two matrices, four times as wide as the model
+    if inner := config.get("intermediate_size"):
+        mlp = 3 * hidden * int(inner)
+    return (attention + mlp) // packed
+
+
+def approximate_weights(config: Mapping[str, Any]) -> float | None:
+    """Any decoder's weights to about a fifth, experts included; None if its config.json does not have the sizes."""
+    config = config.get("text_config") or config
+    try:
+        hidden, layers, weights = config["hidden_size"], config["num_hidden_layers"], layer_weights(config)
+        ends = config["vocab_size"] * hidden * (2 - bool(config.get("tie_word_embeddings")))
+    except (KeyError, TypeError):
+        return None
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+        weights += 3 * hidden * width * (config.get(key) or 0)
+    return float(ends + layers * weights)
+
+
 def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
     """Adapter weights in all layers, each with its own path's rank, and rows for new tokens.
 
@@ -120,8 +165,8 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
     key_value_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_size, key_value_heads * head_size
-    # models/qwen2/modeling_qwen2.py, Qwen2Attention: these biases exist whatever the configuration says.
-    bias = bool(config.get("attention_bias")) or config["model_type"] == "qwen2"
+    family = FAMILIES.get(config["model_type"], Family())
+    bias = bool(config.get("attention_bias")) or family.biased_inputs
     output_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Linear:
@@ -145,7 +190,7 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
         head_size=head_size,
         vocabulary=config["vocab_size"] + len(recipe.model.new_tokens),
         tied=bool(config.get("tie_word_embeddings")),
-        normed_heads=config["model_type"] in NORMED_HEADS,
+        normed_heads=family.normed_heads,
         linears=linears,
     )
 

@@ -72,7 +72,7 @@ FUNCTIONAL = {
     "irecv": _Call("recv", 0, 3),
 }
 CALLS = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
-# What a rank sends in a ring and by the textbook, in units of (N-1)/N and of 1 payload.
+# A rank's sent bytes in a ring, in units of (N-1)/N payloads, and by the textbook, in payloads.
 WEIGHT = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1, "all_to_all": 1}
 WEIGHT |= {"scatter": 1, "gather": 0, "send": 1, "recv": 0, "barrier": 0}
 

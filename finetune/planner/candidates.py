@@ -13,27 +13,31 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import yaml
 
 from finetune.closed_form.estimate import estimate, unsupported
-from finetune.errors import DoesNotFit
+from finetune.closed_form.shape import approximate_weights
+from finetune.errors import DoesNotFit, FinetuneError
+from finetune.model.known_configs import planned_config
 from finetune.planner.remedies import plain
 from finetune.probe.own_template import with_template
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.optimizers import PREFERENCE_RATES
+from finetune.recipe.optimizers import Method, usual_rate
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.sections.training import RECOMPUTATIONS_IF_COMPILED, Recomputation
 from finetune.wording import counted
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
-METHODS = ("full", "lora", "qlora")
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 ROWS = (8, 4, 2, 1)
 TOKENS_AT_ONCE = 8192  # more than these do not make a step faster
 TOKENS_A_STEP = 32_768  # about; more only if one micro-batch on every GPU is more
+TRIES, LAST_RESORTS = 3, 2  # variants that are planned: the best that certainly fit, and the smallest
 STRATEGIES = ("ddp", "fsdp2_grad_op", "fsdp2")
 EPOCHS = 2
 # Chats under the MIT licence, a tenth of them: a picked recipe trains something at once.
@@ -46,13 +50,25 @@ class Wanted:
     """The settings that a picked recipe keeps, and the variants to try."""
 
     recipe: Recipe  # its model, data and other settings are kept
-    row_lengths: tuple[int, ...]
-    methods: tuple[str, ...]
-    is_users: bool  # its batch and learning rate are kept too
+    row_lengths: tuple[int, ...] = ROW_LENGTHS
+    methods: tuple[Method, ...] = METHODS
+    is_users: bool = False  # its batch and learning rate are kept too
 
     @property
     def model(self) -> str:
         return self.recipe.model.name_or_path
+
+    @property
+    def usual_length(self) -> int:
+        return 2048 if 2048 in self.row_lengths else self.row_lengths[0]
+
+    @cached_property
+    def weights(self) -> float | None:
+        """The model's, roughly; None if its configuration is not known."""
+        try:
+            return approximate_weights(planned_config(self.model, self.recipe.model.revision)[0])
+        except FinetuneError:
+            return None
 
 
 def for_model(model: str) -> Wanted:
@@ -62,12 +78,12 @@ def for_model(model: str) -> Wanted:
     # A budget with a GPU: number formats that are left to the device are a GPU's, whatever this machine computes in.
     budget, base = schema.Budget(gpus=1), schema.ModelSection(name_or_path=model)
     recipe = Recipe(budget=budget, model=base, data=data, training=training)
-    return Wanted(recipe, ROW_LENGTHS, METHODS, is_users=False)
+    return Wanted(recipe)
 
 
 def for_recipe(recipe: Recipe) -> Wanted:
     """A user's recipe: its row length stays, and one that trains adapters keeps adapters."""
-    methods = METHODS if recipe.lora is None else ("lora", "qlora")
+    methods = METHODS if recipe.lora is None else METHODS[1:]
     return Wanted(recipe, (recipe.data.max_length,), methods, is_users=True)
 
 
@@ -92,7 +108,7 @@ def _strategies(gpus: Gpus) -> tuple[str, ...]:
 
 
 def _variant(
-    wanted: Wanted, gpus: Gpus, method: str, length: int, strategy: str, recomputation: Recomputation, rows: int
+    wanted: Wanted, gpus: Gpus, method: Method, length: int, strategy: str, recomputation: Recomputation, rows: int
 ) -> Recipe:
     rows_at_once = rows * gpus.count * gpus.nodes
     start = wanted.recipe
@@ -104,9 +120,7 @@ def _variant(
     aim = start.training.global_batch_size if wanted.is_users else TOKENS_A_STEP / length
     training["global_batch_size"] = rows_at_once * max(1, round(aim / rows_at_once))
     if not wanted.is_users or (method == "full") != (start.lora is None):
-        training["learning_rate"] = 2e-5 if method == "full" else 2e-4
-        if start.preferences is not None:
-            training["learning_rate"] = PREFERENCE_RATES["full training" if method == "full" else "LoRA"][1]
+        training["learning_rate"] = usual_rate(wanted.weights, method, start.training.objective)
     return start.model_copy(
         update={
             "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
@@ -119,23 +133,34 @@ def _variant(
     )
 
 
-def _usual_length(wanted: Wanted) -> int:
-    return 2048 if 2048 in wanted.row_lengths else wanted.row_lengths[0]
-
-
 def adapters(wanted: Wanted, gpus: Gpus) -> Recipe:
     """LoRA on rows with 2,048 tokens, with every layer recomputed: the recipe for a model without one.
 
     Weights are sharded if there are several GPUs.
     """
-    return _variant(wanted, gpus, "lora", _usual_length(wanted), _strategies(gpus)[-1], True, 1)
+    return _variant(wanted, gpus, "lora", wanted.usual_length, _strategies(gpus)[-1], True, 1)
 
 
-def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
-    """Variants that certainly fit by the closed form, the best first: to be planned by trace until one fits."""
-    for recipe in candidates(wanted, gpus):
-        if unsupported(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
-            yield recipe
+def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> tuple[list[Recipe], int]:
+    """Variants to be planned by trace until one fits, by the closed form, and the bytes that the smallest one needs.
+
+    Those that certainly fit come first, the best first. Then the smallest ones, which fit if the allocator reserves
+    nothing more: a plan replays the allocator with that little room. Raises DoesNotFit if none can be estimated.
+    """
+    certain: list[Recipe] = []
+    by_need: list[tuple[int, int, Recipe]] = []
+    for place, recipe in enumerate(candidates(wanted, gpus)):
+        if unsupported(recipe, config, gpus) is None:
+            estimated = estimate(recipe, config, gpus)
+            by_need.append((estimated.needed, place, recipe))
+            if estimated.upper <= gpus.memory and len(certain) < TRIES:
+                certain.append(recipe)
+    if not by_need:
+        raise DoesNotFit(
+            f"--model: {wanted.model}: no variant of it can be estimated; plan a recipe of your own instead"
+        )
+    smallest = sorted(by_need)[:LAST_RESORTS]
+    return certain + [recipe for needed, _, recipe in smallest if needed <= gpus.memory], smallest[0][0]
 
 
 def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
@@ -144,28 +169,30 @@ def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Reci
     The first method with a smallest variant that fits is taken. Then one setting after another grows as far as it fits.
     None if no variant fits.
     """
-    strategies = _strategies(gpus)
-    lengths, answers = wanted.row_lengths, wanted.recipe.data.answers_a_row
-    usual = _usual_length(wanted)
-    for method, length in (*((method, usual) for method in wanted.methods), ("qlora", lengths[-1])):
+    strategies, lengths = _strategies(gpus), wanted.row_lengths
+    for method, length in (*product(wanted.methods, (wanted.usual_length,)), ("qlora", lengths[-1])):
         chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}
         chosen |= {"recomputation": True, "rows": 1}
         if fits(_variant(wanted, gpus, **chosen)):
             break
     else:
         return None
-    better: dict[str, tuple[Any, ...]] = {
-        "length": tuple(length for length in lengths if length == 2 * chosen["length"]),
-        "strategy": strategies[:-1],
-        "recomputation": RECOMPUTATIONS_IF_COMPILED[:-1],
-        "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // (answers * chosen["length"])),
-    }
-    for setting, values in better.items():
-        for value in values:
-            if fits(_variant(wanted, gpus, **chosen | {setting: value})):
-                chosen[setting] = value
-                break
+    most_rows = TOKENS_AT_ONCE // (wanted.recipe.data.answers_a_row * length)
+    for setting, values in (
+        ("length", [longer for longer in lengths if longer == 2 * length]),
+        ("strategy", strategies[:-1]),
+        ("recomputation", RECOMPUTATIONS_IF_COMPILED[:-1]),
+        ("rows", [rows for rows in ROWS if 1 < rows <= most_rows]),
+    ):
+        tried = (value for value in values if fits(_variant(wanted, gpus, **chosen | {setting: value})))
+        chosen[setting] = next(tried, chosen[setting])
     return _variant(wanted, gpus, **chosen)
+
+
+def offloaded(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
+    """Weights offloaded to host memory, if nothing else fits: a large and a small variant. Each takes a trace."""
+    yield _variant(wanted, gpus, "lora", wanted.usual_length, "fsdp2_offload", True, 1)
+    yield _variant(wanted, gpus, "qlora", wanted.row_lengths[-1], "fsdp2_offload", True, 1)
 
 
 def variant_in_words(recipe: Recipe) -> str:
@@ -181,35 +208,6 @@ def variant_in_words(recipe: Recipe) -> str:
         f"{method}, {recipe.accelerate_config}, {rows} x {data.row_tokens:,} tokens, "
         f"activation_checkpointing: {plain(training.activation_checkpointing)}"
     )
-
-
-def last_resorts(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
-    """If no variant certainly fits: the smallest ones, which fit if the allocator reserves nothing more.
-
-    A plan replays the allocator with that little room.
-    """
-    return [recipe for needed, recipe in _by_need(wanted, config, gpus)[:count] if needed <= gpus.memory]
-
-
-def offloaded(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
-    """Weights offloaded to host memory, if nothing else fits: a large and a small variant. Each takes a trace."""
-    for length, method in ((_usual_length(wanted), "lora"), (wanted.row_lengths[-1], "qlora")):
-        yield _variant(wanted, gpus, method, length, "fsdp2_offload", True, 1)
-
-
-def smallest(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> int:
-    """Bytes that the smallest variant needs. Raises DoesNotFit if no variant can be estimated."""
-    variants = _by_need(wanted, config, gpus)
-    if not variants:
-        raise DoesNotFit(
-            f"--model: {wanted.model}: no variant of it can be estimated; plan a recipe of your own instead"
-        )
-    return variants[0][0]
-
-
-def _by_need(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
-    variants = [recipe for recipe in candidates(wanted, gpus) if unsupported(recipe, config, gpus) is None]
-    return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in variants), key=lambda pair: pair[0])
 
 
 def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:

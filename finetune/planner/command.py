@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import json
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import planner
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.recomputation import choose_recomputation
@@ -26,16 +23,14 @@ from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import fastest_for
+from finetune.recipe.number_formats import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan
-    from finetune.tokens.batches import MicroBatch
+    from finetune.probe.probe import ProbeResult
 
-TRIES = 3  # variants that are planned if they certainly fit by the closed form
-TRACED, TRACES = 1, 3  # changes that make a recipe fit: so many shown ones are traced, with so many traces at most
 ALMOST_FULL = 0.95  # rows that hold this share of their tokens count as full: estimates have three figures
 Output = tuple[dict[str, Any], str]
 Note = Callable[[str], None]  # receives progress lines of steps that take seconds
@@ -57,159 +52,122 @@ class PlanOptions:
         if self.gpus is not None:
             return parse_gpus(self.gpus, self.nodes)
         if self.nodes is not None:
-            raise FinetuneError(f"--nodes: {self.nodes}: of which GPUs? add --gpus 8xH100, the GPUs of each node")
+            raise FinetuneError(f"--nodes: {self.nodes}: needs --gpus; name one node's GPUs, for example --gpus 8xH100")
         return gpus_of(recipe.budget)
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Import without garbage collection: traversing a million permanent objects takes one second in ten."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def plan_by_trace(
-    recipe: Recipe,
-    gpus: Gpus | None,
-    *,
-    batches: Sequence[MicroBatch] | None = None,
-    ranks: int | None = None,
-    must_fit: bool = False,
-) -> Plan:
-    """Plan by a trace.
-
-    Raises FinetuneError. It is EnvironmentMismatch if a library fails on fake tensors and, with `must_fit`, DoesNotFit
-    as soon as that is certain.
-    """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
-    with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, prints when Accelerate imports it
-        with without_gc():
-            from finetune.planner.plan_recipe import plan_recipe
-
-        try:
-            return plan_recipe(recipe, gpus, batches=batches, ranks=ranks, must_fit=must_fit)
-        except FinetuneError:
-            raise
-        except Exception as error:  # a library does not support fake tensors
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0][:200]}"
-            raise EnvironmentMismatch(
-                f"{recipe.accelerate_config}: the planner cannot trace it ({why}); `finetune compare` measures it"
-            ) from error
 
 
 def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
     """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
-    `model` is planned.
+    `model` is planned. A plan is made beside a probe. Changes that make it fit follow, or uses for spare memory.
     """
-    recipes = [word for word in words if "=" not in word]
+    pages = [Path(word) for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
-    if recipes and model is not None:
-        raise FinetuneError(
-            f"--model: {model}: use either --model or a recipe ({recipes[0]}), not both. To plan the recipe on another "
-            "model, write model.name_or_path="
-        )
-    if model is not None:
-        gpus = None
-        if options.gpus is not None:
-            gpus = parse_gpus(options.gpus, options.nodes)
-        if gpus is None:
-            raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
-        with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
-            page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
-            content = candidates.adapters(candidates.for_model(model), gpus).model_dump(
-                mode="json", exclude_defaults=True
-            )
-            page.write_text(json.dumps(content), "utf-8")
-            recipe = load_recipe(page, overrides).recipe
-        return _plan_loaded(recipe, gpus, options, note)
-    if not recipes:
-        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
-    if options.price is not None and (len(recipes) > 1 or options.largest):
+    if options.price is not None and (len(pages) > 1 or options.largest):
         note("--price: a cost is shown for one recipe alone, without --largest")
-    if len(recipes) > 1:
-        return _compare([Path(word) for word in recipes], overrides, options, note)
-    loaded = load_recipe(Path(recipes[0]), overrides)
-    gpus = options.gpus_for(loaded.recipe)
-    loaded, formats = loaded.formats_for(fastest_for(gpus.count if gpus else 0))
-    result, text = _plan_loaded(loaded.recipe, gpus, options, note)
-    if not formats.line:
-        return result, text
-    return result | {"formats": formats.facts}, f"{text}\n{formats.line}"
-
-
-def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
+    if len(pages) > 1 and model is None:
+        return _compare(pages, overrides, options, note)
+    recipe, gpus, formats = _asked(pages, overrides, options, model)
+    format_facts: dict[str, Any] = {}
+    format_lines: list[str] = []
+    if formats is not None and formats.line:
+        format_facts, format_lines = {"formats": formats.facts}, [formats.line]
     if options.largest is not None:
-        if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
-            recipe = changed(recipe, {"training.activation_checkpointing": True})
-        return _largest(recipe, gpus, options.largest, note)
+        result, line = _largest(recipe, gpus, options.largest, note)
+        return result | format_facts, "\n".join([line, *format_lines])
     chosen = choose_recomputation(recipe, gpus)
     recipe = chosen.recipe
-    planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
+    # Read once, before two processes ask the Hub for it.
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
     note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
-    with without_gc():
-        from finetune.probe.forked import probed_in_child
+    with planner.quick_imports():  # before the child is forked
+        from finetune.probe.probe import probe
+    probing = partial(_answer_or_refusal, partial(probe, recipe, offline=True))
+    with planner.run_in_forks({0: probing}, even_one=True) as probed:
+        planned = planner.plan(recipe, gpus)
+        from finetune.planner.memory_table import plan_bars, plan_json, plan_text, verdict
+        from finetune.planner.roofline import roofline_json, roofline_lines
+        from finetune.training.batch_notes import notes_before_launch
 
-    with probed_in_child(recipe) as probed:
-        result, text = _planned(recipe, gpus, note, options)
-        found = probed()
+        code = 0 if planned.fits else DoesNotFit.exit_code
+        batches = notes_before_launch(recipe, ranks=planned.ranks)
+        result = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
+        result["batches"] = batches
+        result["run"] = whole_run(recipe, result, options.price)
+        if options.details:
+            text = [plan_text(planned), "", *roofline_lines(planned, result), "", *batches["notes"]]
+            text.insert(1, run_in_words(result["run"], result, gpus))
+        else:
+            text = [verdict(planned), run_in_words(result["run"], result, gpus), "", *plan_bars(planned), ""]
+            text += [f"assumed: {'; '.join(planned.notes)}"]
+        if gpus is not None and not planned.fits:
+            sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
+            note(f"  {sizes}, does not fit; looking for changes that make it fit")
+            fitting = remedies.remedies(recipe, config, gpus, _noted(note))
+            result["changes"] = [each.as_json() for each in fitting]
+            result["advice"] = [*remedies.fitting_lines(fitting)]
+            text += ["", *result["advice"]]
+        elif gpus is not None and unsupported(recipe, config, gpus) is None:
+            spare = remedies.spare(recipe, config, gpus)
+            result["spare"] = [each.as_json() for each in spare]
+            if spare and options.details:
+                text += ["", "the spare memory could be used for one of these (by the closed form):"]
+                text += remedies.lines(spare)
+            elif spare:
+                text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
+        if options.explain:
+            result["explanation"] = explain_plan(recipe, config, gpus)
+            text += ["", result["explanation"]]
+        found = probed(0)
+    if isinstance(found, FinetuneError):
+        raise found
     result["probe"] = found.as_json()
-    if options.details:
-        text += f"\n\n{found.line()}"
-    else:
-        text += f"\n{found.line().partition(chr(10))[0]}"
+    text += ["", found.line()] if options.details else [found.line().partition("\n")[0]]
     if chosen.line:
         result["recomputation"] = chosen.facts
-        text += f"\n{chosen.line}"
+        text += [chosen.line]
     if not options.details:
-        text += "\nmore: --details; the arithmetic: --explain"
-    return result, text
+        text += ["more: --details; the arithmetic: --explain"]
+    return result | format_facts, "\n".join([*text, *format_lines])
 
 
-def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, options: PlanOptions) -> Output:
-    """The plan, changes that make it fit or uses for spare memory, and its arithmetic if that is asked for."""
-    planned = plan_by_trace(recipe, gpus)
-    from finetune.planner.memory_table import plan_bars, plan_json, plan_text, verdict
-    from finetune.planner.roofline import roofline_json, roofline_lines
-    from finetune.training.batch_notes import notes_before_launch
+def _asked(
+    pages: Sequence[Path], overrides: Sequence[str], options: PlanOptions, model: str | None
+) -> tuple[Recipe, Gpus | None, ChosenFormats | None]:
+    """The recipe, its GPUs, and the number formats that were chosen for them."""
+    if pages and model is not None:
+        raise FinetuneError(
+            f"--model: {model}: use either --model or a recipe ({pages[0]}), not both. To plan the recipe on another "
+            "model, write model.name_or_path="
+        )
+    if pages:
+        loaded = load_recipe(pages[0], overrides)
+        gpus = options.gpus_for(loaded.recipe)
+        loaded, formats = loaded.formats_for(fastest_for(gpus.count if gpus else 0))
+        return loaded.recipe, gpus, formats
+    if model is None:
+        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
+    gpus = None
+    if options.gpus is not None:
+        gpus = parse_gpus(options.gpus, options.nodes)
+    if gpus is None:
+        raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
+    with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
+        page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
+        content = candidates.adapters(candidates.for_model(model), gpus).model_dump(mode="json", exclude_defaults=True)
+        page.write_text(json.dumps(content), "utf-8")
+        return load_recipe(page, overrides).recipe, gpus, None
 
-    code = 0 if planned.fits else DoesNotFit.exit_code
-    batches = notes_before_launch(recipe, ranks=planned.ranks)
-    result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
-    result["batches"] = batches
-    result["run"] = whole_run(recipe, result, options.price)
-    if options.details:
-        text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
-        text.insert(1, run_in_words(result["run"], result, gpus))
-    else:
-        text = [verdict(planned), run_in_words(result["run"], result, gpus), "", *plan_bars(planned), ""]
-        text += [f"assumed: {'; '.join(planned.notes)}"]
-    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    if gpus is not None and not planned.fits:
-        sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
-        note(f"  {sizes}, does not fit; looking for changes that make it fit")
-        fitting = remedies.remedies(recipe, config, gpus, _noted(note), tries=TRACES, traced=TRACED)
-        result["changes"] = [each.as_json() for each in fitting]
-        result["advice"] = [*remedies.fitting_lines(fitting)]
-        text += ["", *result["advice"]]
-    elif gpus is not None and unsupported(recipe, config, gpus) is None:
-        spare = remedies.spare(recipe, config, gpus)
-        result["spare"] = [each.as_json() for each in spare]
-        if spare and options.details:
-            text += ["", "the spare memory could be used for one of these (by the closed form):"]
-            text += remedies.lines(spare)
-        elif spare:
-            text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
-    if options.explain:
-        result["explanation"] = explain_plan(recipe, config, gpus)
-        text += ["", result["explanation"]]
-    return result, "\n".join(text)
+
+def _answer_or_refusal(probe: Callable[[], ProbeResult]) -> ProbeResult | FinetuneError:
+    """The probe's answer, or its refusal in a form that a child can send."""
+    try:
+        return probe()
+    except FinetuneError as error:
+        kind = EnvironmentMismatch if isinstance(error, EnvironmentMismatch) else FinetuneError
+        return kind(str(error))
 
 
 def whole_run(recipe: Recipe, plan: dict[str, Any], price: float | None) -> dict[str, Any]:
@@ -220,8 +178,8 @@ def whole_run(recipe: Recipe, plan: dict[str, Any], price: float | None) -> dict
         price: Of one GPU for one hour.
 
     Seconds are a lower bound, as the speed is an upper one: 600 steps of 12 s are 2 hours; on 4 GPUs at 1.50 an hour
-    they cost 12. The speed is that of full rows. Of rows that hold a tenth of their tokens, a step takes a tenth of
-    forward and backward, and less of attention, which is left out of the bound.
+    they cost 12. The speed is that of full rows. If rows hold a tenth of their tokens, a step takes a tenth of forward
+    and backward. Attention takes less than that, so the bound does not count it.
     """
     batches, speed = plan["batches"], plan.get("speed") or {}
     steps = batches.get("steps") or recipe.training.max_steps
@@ -276,32 +234,30 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
 
 
 def _noted(note: Note) -> remedies.PlanFunction:
-    """`plan_by_trace`, with a note at its beginning and its verdict."""
+    """The plan, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
-        found = plan_by_trace(recipe, gpus)
-        note(f"  {_needed_in_words(found.needed, found.fits, gpus)}")
+        found = planner.plan(recipe, gpus)
+        verdict = "" if found.fits else ", does not fit"
+        note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
         return found
 
     return plan
 
 
-def _needed_in_words(needed: int, fits: bool, gpus: Gpus) -> str:
-    words = f"{needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
-    return words if fits else f"{words}, does not fit"
-
-
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
+    if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
+        recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     found = remedies.largest(recipe, config, gpus, name, _noted(note))
     assert gpus is not None
-    words = f"{found.key}={found.value}  needs {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
-    if found.next_value is None:
+    words = f"{found['change']}  needs {found['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    if found["does_not_fit"] is None:
         words += "; it is the largest there is"
     else:
-        words += f"; {found.next_value} does not fit"
-    return {"ok": True, "gpu_bytes": gpus.memory, **found.as_json()}, words
+        words += f"; {found['does_not_fit'].partition('=')[2]} does not fit"
+    return {"ok": True, "gpu_bytes": gpus.memory, **found}, words
 
 
 def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
@@ -333,39 +289,10 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
     note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
-        planned = plan_by_trace(recipe, gpus)
+        planned = planner.plan(recipe, gpus)
     except FinetuneError as error:
         return row | {"needed_bytes": None, "fits": None, "planned_by": str(error)}
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
-
-
-@dataclass
-class _Search:
-    """Plans for variants, and the least bytes among them."""
-
-    gpus: Gpus
-    note: Note
-    least: int | None = None
-    refusal: FinetuneError | None = None
-    planned: dict[str, Plan] = field(default_factory=dict)
-
-    def fits(self, recipe: Recipe) -> bool:
-        try:
-            found = plan_by_trace(recipe, self.gpus, must_fit=True)
-        except DoesNotFit as error:
-            needed, fits = error.needed, False
-        except FinetuneError as error:  # the trainer would refuse it
-            self.refusal = error
-            self.note(f"{candidates.variant_in_words(recipe)}: refused")
-            return False
-        else:
-            needed, fits = found.needed, found.fits
-            self.planned[recipe.model_dump_json()] = found
-        verdict = "" if fits else ", does not fit"
-        self.note(f"{candidates.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{verdict}")
-        if self.least is None or needed < self.least:
-            self.least = needed
-        return fits
 
 
 def pick_in_words(
@@ -409,23 +336,43 @@ def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: s
 
     Raises DoesNotFit if no variant fits.
     """
-    model = wanted.model
-    config, source = planned_config(model)
-    search = _Search(gpus, note)
-    if unsupported(candidates.adapters(wanted, gpus), config, gpus) is None:
-        certain = islice(candidates.fitting_recipes(wanted, config, gpus), TRIES)
-        search.least = candidates.smallest(wanted, config, gpus)
-        tried = chain(certain, candidates.last_resorts(wanted, config, gpus), candidates.offloaded(wanted, gpus))
-        recipe = next(filter(search.fits, tried), None)
+    config, source = planned_config(wanted.model)
+    plans: dict[str, Plan] = {}
+    needs: list[int] = []  # bytes of each variant
+    refusal: FinetuneError | None = None
+
+    def fits(recipe: Recipe) -> bool:
+        nonlocal refusal
+        words = candidates.variant_in_words(recipe)
+        try:
+            found = planner.plan(recipe, gpus, must_fit=True)
+        except DoesNotFit as error:
+            needed, does_fit = error.needed, False
+        except FinetuneError as error:  # the trainer would refuse it
+            refusal = error
+            note(f"{words}: refused")
+            return False
+        else:
+            needed, does_fit = found.needed, found.fits
+            plans[recipe.model_dump_json()] = found
+        needs.append(needed)
+        note(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
+        return does_fit
+
+    recipe = None
+    if unsupported(candidates.adapters(wanted, gpus), config, gpus) is not None:
+        recipe = candidates.by_plans(wanted, gpus, fits)
     else:
-        recipe = candidates.by_plans(wanted, gpus, search.fits)
-        recipe = recipe or next(filter(search.fits, candidates.offloaded(wanted, gpus)), None)
+        fitting, smallest = candidates.fitting_recipes(wanted, config, gpus)
+        needs.append(smallest)
+        recipe = next(filter(fits, fitting), None)
+    recipe = recipe or next(filter(fits, candidates.offloaded(wanted, gpus)), None)
     if recipe is not None:
-        return recipe, search.planned[recipe.model_dump_json()]
-    if search.refusal is not None and not search.planned:
-        raise search.refusal
-    least = search.least or 0
-    message = f"--gpus: {written or gpus.name}: {model} ({source}) does not fit: its smallest variant needs "
+        return recipe, plans[recipe.model_dump_json()]
+    if refusal is not None and not plans:
+        raise refusal
+    least = min(needs, default=0)
+    message = f"--gpus: {written or gpus.name}: {wanted.model} ({source}) does not fit: its smallest variant needs "
     if least > gpus.memory:
         message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
     else:

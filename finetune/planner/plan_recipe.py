@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from finetune.closed_form.constants import CUDA_CONTEXT, NCCL_BUFFERS
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.known_configs import planned_config
 from finetune.planner.depth.caching_allocator import NoMemory, least_room, replay
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
-from finetune.planner.roofline import Layout
 from finetune.planner.trace.step_work import StepWork, with_ddp_reductions
 from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
@@ -32,6 +33,27 @@ from finetune.strategies.packages import check_packages
 from finetune.tokens.batches import MicroBatch
 
 STAGES_AT_ONCE = 4  # pipeline stages that are traced at once, with half a GiB of host memory each
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The grouping of ranks, and the division of a step's rows among them."""
+
+    ranks: int
+    node: int  # ranks on one machine
+    tokens: int  # in a micro-batch
+    rows: int  # micro-batches in a step over all ranks
+    layers: int
+    copies: int = 1  # HSDP: copies of the sharded model; gradients are reduced between them
+    gathers_once: bool = False  # FSDP2 that keeps weights gathered: it gathers in the first micro-step alone
+    reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
+    shards_state: bool = True  # an update is divided among the ranks
+    on_disk: bool = False  # weights or states wait on a disk; its speed is not known here
+
+    @property
+    def micro_steps(self) -> int:
+        """One rank's micro-steps in a step; at least one, even if there are more ranks than rows."""
+        return max(1, -(-self.rows // self.ranks))
 
 
 @dataclass(frozen=True)
@@ -90,9 +112,10 @@ def plan_recipe(
     stage: int | None = None,
     must_fit: bool = False,
 ) -> Plan:
-    """Plan one rank; in a pipeline the stage that needs most.
+    """Plan one rank by a trace; in a pipeline the stage that needs most. It takes seconds.
 
-    Raises EnvironmentMismatch for an unknown model, and if the trainer would refuse the recipe.
+    Raises FinetuneError if the trainer would refuse the recipe. It is EnvironmentMismatch for an unknown model, and if
+    a library fails on tensors without data.
 
     Args:
         gpus: None: plan a CPU's memory, for one process unless `ranks` and those on a `node` are given.
@@ -156,7 +179,7 @@ def plan_recipe(
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)
     work = deep.work
     if strategy.gradient_buckets:
@@ -182,6 +205,22 @@ def plan_recipe(
         most = int(deep.reserved_share * allocated)
         return dataclasses.replace(planned, reserved=(allocated, most), upper=most + outside_bytes)
     return _with_allocator(planned, deep.changes, gpus.memory - outside_bytes)
+
+
+@contextmanager
+def _failure_in_one_line(strategy: str) -> Iterator[None]:
+    """Make one line of a library's error on tensors without data, and nothing of what libraries print."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
+    try:
+        with redirect_stdout(io.StringIO()):  # DeepSpeed
+            yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0][:200]}"
+        raise EnvironmentMismatch(
+            f"{strategy}: the planner cannot trace it ({why}); `finetune compare` measures it"
+        ) from error
 
 
 def _with_allocator(planned: Plan, changes: Sequence[StorageChange], room: int) -> Plan:

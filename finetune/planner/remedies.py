@@ -5,49 +5,60 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
+from finetune.closed_form.shape import approximate_weights
 from finetune.errors import FinetuneError
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.optimizers import OPTIMIZERS, PREFERENCE_RATES, for_shards
+from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
 
 Changes = dict[str, Any]  # dotted key -> value
+LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
+RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
 SHORTEST = 512  # tokens; shorter rows are not proposed
+SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
+GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
+NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
+TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a variant's bytes
 
 
-@dataclass(frozen=True)
-class Option:
-    """One setting of one knob."""
+class Option(NamedTuple):
+    """One setting of a knob, or several that belong together."""
 
-    changes: tuple[tuple[str, Any], ...]
+    changes: Changes
     cost: int  # relative; variants are ordered by the sum
     says: str  # its cost or gain
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe with some changes."""
+    """A recipe with some changes, and the bytes of one GPU that it needs, once these are known."""
 
     recipe: Recipe
     changes: Changes
     cost: int
     says: tuple[str, ...]
+    needed: int = 0
+    planned_by: str = CLOSED_FORM
 
+    @property
     def words(self) -> str:
-        """The changes as on the command line."""
+        """The changes as on the command line: key=value ..."""
         return " ".join(f"{key}={plain(value)}" for key, value in self.changes.items())
 
-
-NOTHING = Option((), 0, "")
+    def as_json(self) -> dict[str, Any]:
+        facts = {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
+        return facts | {"planned_by": self.planned_by}
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -63,75 +74,68 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
-    """Every combination of changes that lower a recipe's memory, the cheapest first; without the recipe itself."""
-    knobs = [list(knob) for knob in _knobs(recipe, gpus)]
-    result = []
-    for options in product(*knobs):
-        chosen = [option for option in options if option is not NOTHING]
-        keys = [key for option in chosen for key, _ in option.changes]
-        if len(keys) > len(set(keys)):  # two options set one key
+def smaller_variants(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[Variant]:
+    """Every combination of changes that lower a recipe's memory, the cheapest first; without the recipe itself.
+
+    Args:
+        weights: The model's, roughly, for a rate; None: not known.
+    """
+    combinations: list[tuple[int, int, Changes, tuple[str, ...]]] = []
+    for options in product(*([None, *knob] for knob in _knobs(recipe, gpus, weights))):
+        chosen = [option for option in options if option is not None]
+        changes = {key: value for option in chosen for key, value in option.changes.items()}
+        if len(changes) < sum(len(option.changes) for option in chosen):  # two options set one key
             continue
-        changes = {key: value for option in chosen for key, value in option.changes}
         if "lora" in changes and "quantization" in changes:  # written in a recipe's order
             changes["quantization"], changes["lora"] = changes.pop("quantization"), changes.pop("lora")
         if not chosen or (recipe.lora is None and "lora" not in changes and "quantization" in changes):
             continue  # full training needs weights that are not quantised
-        try:
-            variant = changed(recipe, changes)
-        except ValidationError:
-            continue
-        cost = sum(option.cost for option in chosen)
-        result.append(Variant(variant, changes, cost, tuple(option.says for option in chosen)))
-    return sorted(result, key=lambda variant: (variant.cost, len(variant.changes)))
+        cost, says = sum(option.cost for option in chosen), tuple(option.says for option in chosen)
+        combinations.append((cost, len(changes), changes, says))
+    for cost, _, changes, says in sorted(combinations, key=lambda each: each[:2]):
+        with suppress(ValidationError):  # the changes contradict each other
+            yield Variant(changed(recipe, changes), changes, cost, says)
 
 
-def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
+def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[Option]]:
     """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     # Half as many rows, down to one; each halving costs one more.
-    rows = training.per_device_batch_size
-    knob = [NOTHING]
-    for halvings in range(1, rows.bit_length()):
-        why = "more, smaller micro-batches"
-        knob.append(_set("training.per_device_batch_size", rows >> halvings, halvings, why))
-    yield knob
-
-    # More recomputation than now.
-    knob = [NOTHING]
-    for setting, cost, says in (
-        ("selective", 3, "all but products and attention is computed twice"),
-        (True, 4, "a third more compute"),
-    ):
-        if _recomputed(setting) > _recomputed(training.activation_checkpointing):
-            knob.append(_set("training.activation_checkpointing", setting, cost, says))
-    yield knob
-
-    if gpus.count * gpus.nodes > 1:
-        yield [NOTHING, *_sharding(recipe, strategy.name)]
-    smaller = OPTIMIZERS[training.optim].smaller
+    rows, says = training.per_device_batch_size, "more, smaller micro-batches"
+    yield [Option({ROWS: rows >> halvings}, halvings, says) for halvings in range(1, rows.bit_length())]
+    recomputation = [
+        Option({RECOMPUTATION: "selective"}, 3, "all but products and attention is computed twice"),
+        Option({RECOMPUTATION: True}, 4, "a third more compute"),
+    ]
+    now = _recomputed(training.activation_checkpointing)
+    yield [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
+    if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
+        required: Changes = {}  # settings that sharded strategies require
+        if recipe.quantization is not None and recipe.quantization.load_in_4bit:
+            required["quantization.bnb_4bit_quant_storage"] = recipe.quantization.bnb_4bit_compute_dtype
+        if for_shards(training.optim) != training.optim:
+            required["training.optim"] = for_shards(training.optim)
+        sharding = [Option({STRATEGY: "fsdp2"} | required, 5, "weights travel twice a micro-batch")]
+        says = "weights wait in host memory, and AdamW runs there"
+        yield [*sharding * (strategy.name != "fsdp2"), Option({STRATEGY: "fsdp2_offload"} | required, 13, says)]
+    smaller, title = OPTIMIZERS[training.optim].smaller, OPTIMIZERS[training.optim].title
     if smaller and recipe.lora is None and not strategy.uses_engine:
-        title = OPTIMIZERS[training.optim].title
-        yield [NOTHING, _set("training.optim", smaller, 7, f"{title}'s moments in 8 bits")]
+        yield [Option({"training.optim": smaller}, 7, f"{title}'s moments in 8 bits")]
     if recipe.quantization is None:
         # Stored in the computation's number format, which sharded strategies require and others accept.
         compute = "float16" if training.mixed_precision == "fp16" else "bfloat16"
         four_bit = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
-        yield [NOTHING, _set("quantization", four_bit, 8, "base weights rounded to 4 bits")]
+        yield [Option({"quantization": four_bit}, 8, "base weights rounded to 4 bits")]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
         says = "weights and their state in bfloat16, stochastically rounded"
         if OPTIMIZERS[training.optim].library(sharded=strategy.shards_modules) == "bitsandbytes":
             says = "weights in bfloat16, where small updates round away"
-        yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, says)]
+        yield [Option({"training.pure_bf16": True}, 14 if recipe.lora is None else 9, says)]
     if recipe.lora is None:
-        rate = 2e-4 if recipe.preferences is None else PREFERENCE_RATES["LoRA"][1]
-        adapters: tuple[tuple[str, Any], ...] = (("lora", {}), ("training.learning_rate", rate))
-        yield [NOTHING, Option(adapters, 18, "adapters instead of all weights")]
-    knob = [NOTHING]
-    for tokens, cost in ((recipe.data.max_length // 2, 24), (recipe.data.max_length // 4, 48)):
-        if tokens >= SHORTEST:
-            knob.append(_set("data.max_length", tokens, cost, "shorter rows"))
-    yield knob
+        rate = usual_rate(weights, "lora", training.objective)
+        yield [Option({"lora": {}, "training.learning_rate": rate}, 18, "adapters instead of all weights")]
+    shorter = {recipe.data.max_length // 2: 24, recipe.data.max_length // 4: 48}
+    yield [Option({LENGTH: tokens}, cost, "shorter rows") for tokens, cost in shorter.items() if tokens >= SHORTEST]
 
 
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
@@ -139,29 +143,28 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
-    options = [
-        _set("training.activation_checkpointing", False, 0, "no recomputation: a quarter less compute"),
-        _set("training.activation_checkpointing", "selective", 0, "products and attention are computed once"),
-        _set("training.activation_checkpointing", 2, 0, "recomputation of every other layer alone"),
-        *(_set("accelerate_config", name, 0, "less traffic") for name in ("ddp", "fsdp2_grad_op")),
-        *(_set("training.per_device_batch_size", n, 0, "fewer, larger micro-batches") for n in _powers(most)),
-        *(_set("data.max_length", n, 0, "longer rows") for n in _powers(longest)),
-        _set("quantization", None, 0, "base weights that are not rounded"),
-        _set("training.pure_bf16", False, 0, "trained weights and their state in float32"),
+    options: list[tuple[str, Any, str]] = [
+        (RECOMPUTATION, False, "no recomputation: a quarter less compute"),
+        (RECOMPUTATION, "selective", "products and attention are computed once"),
+        (RECOMPUTATION, 2, "recomputation of every other layer alone"),
+        *((STRATEGY, name, "less traffic") for name in ("ddp", "fsdp2_grad_op")),
+        *((ROWS, number, "fewer, larger micro-batches") for number in _powers(most)),
+        *((LENGTH, tokens, "longer rows") for tokens in _powers(longest)),
+        ("quantization", None, "base weights that are not rounded"),
+        ("training.pure_bf16", False, "trained weights and their state in float32"),
     ]
-    for option in options:
-        key, value = option.changes[0]
+    for key, value, says in options:
         current: Any = reduce(getattr, key.split("."), recipe)
-        if key in GROWING.values():
+        if key in (ROWS, LENGTH):
             allowed = value > current
-        elif key == "training.activation_checkpointing":
+        elif key == RECOMPUTATION:
             allowed = _recomputed(value) < _recomputed(current)
-        elif key == "accelerate_config":
+        elif key == STRATEGY:
             allowed = strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp")
         else:  # quantization and pure_bf16 can be taken away
             allowed = bool(current)
         if allowed and value != current:
-            yield Variant(changed(recipe, dict(option.changes)), dict(option.changes), 0, (option.says,))
+            yield Variant(changed(recipe, {key: value}), {key: value}, 0, (says,))
 
 
 def _recomputed(setting: bool | int | str) -> int:
@@ -176,24 +179,6 @@ def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length() - 1, -1, -1)]
 
 
-def _sharding(recipe: Recipe, current: str) -> Iterator[Option]:
-    """Weights sharded over the GPUs, or offloaded to host memory; with the settings that sharded strategies require."""
-    required: list[tuple[str, Any]] = []
-    if recipe.quantization is not None and recipe.quantization.load_in_4bit:
-        required.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
-    if for_shards(recipe.training.optim) != recipe.training.optim:
-        required.append(("training.optim", for_shards(recipe.training.optim)))
-    if current != "fsdp2_offload":
-        if current != "fsdp2":
-            yield Option((("accelerate_config", "fsdp2"), *required), 5, "weights travel twice a micro-batch")
-        says = "weights wait in host memory, and AdamW runs there"
-        yield Option((("accelerate_config", "fsdp2_offload"), *required), 13, says)
-
-
-def _set(key: str, value: Any, cost: int, says: str) -> Option:
-    return Option(((key, value),), cost, says)
-
-
 def plain(value: Any) -> str:
     """A value as in YAML, in one line."""
     if isinstance(value, dict):
@@ -202,14 +187,6 @@ def plain(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
-
-
-LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
-GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
-GRAIN = {LENGTH: 128, ROWS: 1}  # a searched value is a multiple of this
-GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
-NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
-TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a remedy's bytes
 
 
 class PlanVerdict(Protocol):
@@ -228,80 +205,41 @@ class PlanVerdict(Protocol):
 PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change, the bytes needed with it, and its cost or gain."""
-
-    words: str  # key=value ..., to be pasted into a command
-    changes: Changes
-    needed: int
-    says: tuple[str, ...]
-    planned_by: str = TRACE
-
-    def as_json(self) -> dict[str, Any]:
-        facts = {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
-        return facts | {"planned_by": self.planned_by}
-
-
-def remedies(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    gpus: Gpus,
-    plan: PlanFunction,
-    *,
-    count: int = 3,
-    tries: int = 6,
-    traced: int | None = None,
-) -> list[Remedy]:
+def remedies(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFunction) -> list[Variant]:
     """Changes that make the recipe fit, the cheapest first. No result contains another.
 
-    The closed form selects the changes that are worth a plan. If it does not know the recipe, single changes are
-    planned and no combinations.
-
-    Args:
-        count: Results at most.
-        tries: Plans at most, because each takes seconds.
-        traced: As many results are planned; the closed form estimates the others. None: all are planned.
+    The closed form selects them, and the first result is planned: no other has a trace's word. If the closed form does
+    not know the recipe, single changes are planned until one fits.
     """
-    result: list[Remedy] = []
-    for variant, estimated in _worth_a_plan(recipe, config, gpus):
-        if len(result) == count:
+    result: list[Variant] = []
+    traces, has_closed_form = 0, unsupported(recipe, config, gpus) is None
+    for variant in smaller_variants(recipe, gpus, approximate_weights(config)):
+        if len(result) == SHOWN:
             break
         if any(variant.changes.keys() >= shown.changes.keys() for shown in result):
             continue
-        if tries and (traced is None or sum(each.planned_by == TRACE for each in result) < traced):
-            tries -= 1
-            try:
-                planned = plan(variant.recipe, gpus)
-            except FinetuneError:  # the trainer would refuse it
+        needed = 0
+        if has_closed_form:
+            if unsupported(variant.recipe, config, gpus) is not None:
                 continue
-            if planned.fits:
-                result.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
-        elif traced is not None and estimated is not None and _fits_by(estimated, variant.recipe, gpus):
-            result.append(Remedy(variant.words(), variant.changes, estimated, variant.says, CLOSED_FORM))
+            needed = estimate(variant.recipe, config, gpus).needed
+        elif len(variant.says) > 1:
+            continue
+        if needed > gpus.memory:
+            continue
+        if traces < TRACES and not any(each.planned_by == TRACE for each in result):
+            traces += 1
+            with suppress(FinetuneError):  # the trainer would refuse it
+                planned = plan(variant.recipe, gpus)
+                if planned.fits:
+                    result.append(replace(variant, needed=planned.needed, planned_by=TRACE))
+        elif 0 < needed <= (1 - NEAR_LIMIT) * gpus.memory and _is_trained(variant.recipe):
+            result.append(replace(variant, needed=needed))
     return result
 
 
-def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[tuple[Variant, int | None]]:
-    """Variants that may fit, the cheapest first, each with its needed bytes by the closed form.
-
-    If the closed form does not know the recipe, these are single changes, with None.
-    """
-    has_closed_form = unsupported(recipe, config, gpus) is None
-    for variant in smaller_variants(recipe, gpus):
-        if not has_closed_form:
-            if len(variant.says) == 1:
-                yield variant, None
-        elif unsupported(variant.recipe, config, gpus) is None:
-            needed = estimate(variant.recipe, config, gpus).needed
-            if needed <= gpus.memory:
-                yield variant, needed
-
-
-def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
-    """Whether the estimate clearly fits, and the trainer would not refuse the recipe. A plan would find both."""
-    if estimated > (1 - NEAR_LIMIT) * gpus.memory:
-        return False
+def _is_trained(recipe: Recipe) -> bool:
+    """Whether the trainer takes the recipe. A plan would find it too."""
     from finetune.recipe.strategy import strategy_of
     from finetune.strategies.accelerator import check_combination  # imports torch
 
@@ -312,51 +250,32 @@ def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
     return True
 
 
-def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
+def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Variant]:
     """Uses for spare memory, by the closed form with its margin: one change each, at most one for each key."""
     longest = int(config.get("max_position_embeddings") or recipe.data.max_length)
-    result: dict[str, Remedy] = {}
+    result: dict[str, Variant] = {}
     for variant in larger_variants(recipe, gpus, longest):
         (key,) = variant.changes
         if key not in result and unsupported(variant.recipe, config, gpus) is None:
             upper = estimate(variant.recipe, config, gpus).upper
             if upper <= gpus.memory:
-                result[key] = Remedy(variant.words(), variant.changes, upper, variant.says, CLOSED_FORM)
+                result[key] = replace(variant, needed=upper)
     return list(result.values())
 
 
-@dataclass(frozen=True)
-class Largest:
-    """A size's largest value that fits, and its needed bytes. The next value was planned too, and does not fit."""
-
-    key: str
-    value: int
-    needed: int
-    grain: int  # values are multiples of it
-    next_value: int | None  # None: there is no larger value
-
-    def as_json(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"change": f"{self.key}={self.value}", "needed_bytes": self.needed}
-        facts |= {"granularity": self.grain, "does_not_fit": None}
-        if self.next_value is not None:
-            facts["does_not_fit"] = f"{self.key}={self.next_value}"
-        return facts
-
-
 def largest(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    gpus: Gpus | None,
-    name: str,
-    plan: PlanFunction,
-) -> Largest:
-    """The largest `max_length` or `per_device_batch_size` that fits, by `plan`. The next value does not fit.
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: PlanFunction
+) -> dict[str, Any]:
+    """The largest `max_length` or `per_device_batch_size` that fits, by `plan`, as JSON.
+
+    `does_not_fit` is the next value, a `granularity` further, which was planned too; None if there is no larger one.
 
     Raises FinetuneError for another name, without a GPU, and if not even the smallest value fits.
     """
-    key = GROWING.get(name.rpartition(".")[2])
-    if key is None:
-        raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(GROWING)}")
+    sizes = {"max_length": (LENGTH, 128), "per_device_batch_size": (ROWS, 1)}  # a value is a multiple of the number
+    key, grain = sizes.get(name.rpartition(".")[2], ("", 0))
+    if not key:
+        raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(sizes)}")
     if gpus is None:
         raise FinetuneError(f"--max: {name}: needs a GPU; add --gpus 4x24GB")
     plans: dict[int, PlanVerdict] = {}
@@ -368,20 +287,20 @@ def largest(
     def estimated(value: int) -> int:
         return estimate(changed(recipe, {key: value}), config, gpus).needed
 
-    if key == ROWS:
-        current, most = recipe.training.per_device_batch_size, recipe.training.global_batch_size
-    else:
+    current, most = recipe.training.per_device_batch_size, recipe.training.global_batch_size
+    if key == LENGTH:
         current, most = recipe.data.max_length, int(config.get("max_position_embeddings") or 131_072)
-    values = range(GRAIN[key], most + 1, GRAIN[key])
+    values = range(grain, most + 1, grain)
     start = bisect_right(values, current) - 1
     has_closed_form = unsupported(recipe, config, gpus) is None
     best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    next_value = None
+    facts: dict[str, Any] = {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
+    facts |= {"granularity": grain, "does_not_fit": None}
     if best + 1 < len(values):
-        next_value = values[best + 1]
-    return Largest(key, values[best], plans[values[best]].needed, GRAIN[key], next_value)
+        facts["does_not_fit"] = f"{key}={values[best + 1]}"
+    return facts
 
 
 def last_fitting(
@@ -405,11 +324,7 @@ def last_fitting(
     while high - low > 1:
         index = (low + high) // 2
         if len(points) < GUESSES:
-            if estimated is not None:
-                guess = _by_estimate(values, memory, points, estimated)
-            else:
-                guess = _on_a_line(values, memory, points, start)
-            index = min(max(guess, low + 1), high - 1)
+            index = min(max(_guess(values, memory, points, estimated, start), low + 1), high - 1)
         found = planned(values[index])
         points.append((values[index], found.fits_from()))
         if found.fits:
@@ -419,38 +334,35 @@ def last_fitting(
     return low
 
 
-def _by_estimate(
-    values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], estimated: Callable[[int], int]
+def _guess(
+    values: Sequence[int],
+    memory: int,
+    points: Sequence[tuple[int, int]],
+    estimated: Callable[[int], int] | None,
+    start: int,
 ) -> int:
-    """Index of the last value with an estimate that fits, scaled by the latest plan's bytes over its estimate."""
-    factor = 1.0
-    if points:
-        value, nbytes = points[-1]
-        factor = nbytes / estimated(value)
-    return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
-
-
-def _on_a_line(values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], start: int) -> int:
-    """Index of the last value that fits by a line through the two plans nearest to the memory; first `start`."""
+    """Index of the last value that fits: by the estimate, scaled to the latest plan, or by a line."""
+    if estimated is not None:
+        factor = points[-1][1] / estimated(points[-1][0]) if points else 1.0
+        return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
     if not points:
         return start
-    (value, nbytes), *others = sorted(points, key=lambda point: abs(point[1] - memory))
-    other_value, other_bytes = 0, 0  # a single plan's line goes through zero
-    if others:
-        other_value, other_bytes = others[0]
+    # Through the two plans nearest to the memory. A single plan's line goes through zero.
+    nearest = [*sorted(points, key=lambda point: abs(point[1] - memory)), (0, 0)]
+    (value, nbytes), (other_value, other_bytes) = nearest[:2]
     slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
-    if slope > 0:
-        return bisect_right(values, value + (memory - nbytes) / slope) - 1
-    return start
+    if slope <= 0:
+        return start
+    return bisect_right(values, value + (memory - nbytes) / slope) - 1
 
 
-def lines(result: Iterable[Remedy]) -> list[str]:
+def lines(result: Iterable[Variant]) -> list[str]:
     """Two lines for each: the change; the memory it needs and what it means."""
     shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in result]
     return [line for pair in shown for line in pair]
 
 
-def fitting_lines(result: Sequence[Remedy]) -> Iterator[str]:
+def fitting_lines(result: Sequence[Variant]) -> Iterator[str]:
     """The lines for changes that make a recipe fit, under the source of their bytes."""
     if not result:
         yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"

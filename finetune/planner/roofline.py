@@ -20,19 +20,17 @@ Collectives and copies do not slow each other here, although cards without NVLin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import WEIGHT, CollectiveStats
+from finetune.planner.plan_recipe import Layout, Plan
 from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
 from finetune.planner.trace.step_work import StepWork
 from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
 from finetune.wording import counted
-
-if TYPE_CHECKING:
-    from finetune.planner.plan_recipe import Plan
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
@@ -65,27 +63,6 @@ CHIPS = {
     "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
     "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
 }
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The grouping of ranks, and the division of a step's rows among them."""
-
-    ranks: int
-    node: int  # ranks on one machine
-    tokens: int  # in a micro-batch
-    rows: int  # micro-batches in a step over all ranks
-    layers: int
-    copies: int = 1  # HSDP: copies of the sharded model; gradients are reduced between them
-    gathers_once: bool = False  # FSDP2 that keeps weights gathered: it gathers in the first micro-step alone
-    reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
-    shards_state: bool = True  # an update is divided among the ranks
-    on_disk: bool = False  # weights or states wait on a disk; its speed is not known here
-
-    @property
-    def micro_steps(self) -> int:
-        """One rank's micro-steps in a step; at least one, even if there are more ranks than rows."""
-        return max(1, -(-self.rows // self.ranks))
 
 
 @dataclass(frozen=True)
@@ -181,7 +158,7 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
 
 
 def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
-    """The same recipe on 1 to 512 ranks; under HSDP with 2 to 512 / `node` copies."""
+    """Step times on 1 to 512 ranks; under HSDP with 2 to 512 / `node` copies."""
     for ranks in SCALE:
         copies = 1
         if traced.copies > 1:
@@ -214,112 +191,11 @@ def not_overlapped(communication: float, computing: float, layers: int) -> float
     return one + max(0.0, communication - one - computing * (layers - 1) / layers)
 
 
-ASSUMED = (
-    "an upper bound from vendors' peak figures: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, "
-    "{memory:.2f} TB/s of memory, {link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; "
-    "real kernels are slower"
-)
-
-ASSUMED_OF_OFFLOAD = (
-    "assumed for offloading: {host:.0f} GB/s from a GPU to the host, one way (PCIe), overlapped with forward and "
-    "backward, not with the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
-)
-
 SHOWN_SECONDS = 1e-3  # copies that take less of a step are not shown: a batch's token ids take less
 
 
-@dataclass(frozen=True)
-class Speed:
-    """A plan's speed on a known GPU."""
-
-    time: StepTime  # as the run computes: with its layers compiled or not
-    as_written: StepTime  # with training.compile: false
-    scale: Sequence[StepTime]  # `time` on other numbers of ranks
-    compiled: bool
-    launches: float  # operations in all micro-steps and the update, with training.compile: false
-
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds that the host has to launch an operation, without compiled layers, before the GPU waits for it."""
-        return self.as_written.seconds / self.launches
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **self.time.as_json(),
-            "scale": [each.as_json() for each in self.scale],
-            "compiled_layers": self.compiled,
-            "uncompiled_tokens_per_second": self.as_written.tokens_per_second,
-            "uncompiled_launch_seconds": self.launch_seconds,
-        }
-
-
-@dataclass(frozen=True)
-class PipelineTime:
-    """A step's forwards and backwards on a pipeline's stages, in its schedule's order."""
-
-    schedule: str
-    micro_batches: int
-    forward: Sequence[float]  # one micro-batch on each stage: seconds on a known GPU, else GFLOP
-    backward: Sequence[float]
-    idle: float  # share of the stages' time
-    seconds: float | None  # a step's, with the update; None if the GPU's speed is not known
-    tokens: int  # in a step
-
-    @property
-    def idle_if_equal(self) -> float:
-        """The idle share if every stage takes as long."""
-        return bubble_of_equal_stages(self.schedule, len(self.forward), self.micro_batches)
-
-    def as_json(self) -> dict[str, Any]:
-        """Shares and seconds."""
-        known = self.seconds is not None
-        return {
-            "schedule": self.schedule,
-            "micro_batches": self.micro_batches,
-            "bubble_share": self.idle,
-            "bubble_share_of_equal_stages": self.idle_if_equal,
-            "forward_seconds": list(self.forward) if known else None,
-            "backward_seconds": list(self.backward) if known else None,
-            "step_seconds": self.seconds,
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
-        }
-
-
-def pipeline_time(planned: Plan) -> PipelineTime:
-    """A pipeline's step, from a plan with stages.
-
-    Messages take the slowest link that they cross. A sender does not wait until its message has arrived. Several
-    pipelines' gradients are added up afterwards, over the same link.
-    """
-    layout, schedule = planned.layout, planned.schedule or ""
-    works = [stage.work for stage in planned.stages]
-    chip = None
-    if planned.gpus is not None:
-        chip = CHIPS.get(planned.gpus.name)
-    if chip is None:  # stages still compare by their GFLOP
-        forward, backward = ([work.flops(phase) / 1e9 for work in works] for phase in STEP_PHASES[:2])
-        message_seconds = 0.0
-    else:
-        forward, backward = ([compute_seconds(work, chip, phase) for work in works] for phase in STEP_PHASES[:2])
-        link = chip.link
-        if planned.node < planned.ranks:
-            link = min(chip.link, chip.between)
-        sent = works[0].collectives.get("backward", {}).get("send", CollectiveStats())
-        message_seconds = sent.payload_bytes / max(1, sent.calls) / link
-    spans = planned_spans(schedule, forward, backward, layout.micro_steps, message_seconds)
-    seconds = None
-    if chip is not None:
-        sums = [work.collectives.get("backward", {}).get("all_reduce", CollectiveStats()) for work in works]
-        # Each pipeline is a copy of the model. A ring sends 2 (copies - 1) / copies of the gradients.
-        reduced_bytes = 2 * (layout.ranks - 1) / layout.ranks * max(each.payload_bytes for each in sums)
-        update = max(compute_seconds(work, chip, "step") for work in works) + reduced_bytes / link
-        seconds = max(span.end for span in spans) + update
-    tokens = layout.tokens * layout.micro_steps * layout.ranks
-    return PipelineTime(schedule, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
-
-
 def roofline_json(planned: Plan) -> dict[str, Any]:
-    """One rank's `communication` and `arithmetic`, per micro-step and update, and `speed` on a named GPU."""
+    """One rank's `communication` and `arithmetic`, per micro-step and update; `speed` on a named GPU; a `pipeline`."""
     work, layout = planned.work, planned.layout
     communication = {
         phase: {name: {"calls": each.calls, "bytes": each.payload_bytes} for name, each in collectives.items()}
@@ -329,52 +205,16 @@ def roofline_json(planned: Plan) -> dict[str, Any]:
         f"{phase}_flops_per_token": (work.flops(phase, "product") + work.flops(phase, "attention")) / layout.tokens
         for phase in STEP_PHASES[:2]
     }
-    arithmetic["attention_share"] = _attention_share(work)
+    attention = sum(work.flops(phase, "attention") for phase in STEP_PHASES[:2])
+    arithmetic["attention_share"] = attention / sum(work.flops(phase) for phase in STEP_PHASES[:2])
     arithmetic |= {f"{phase}_launches": work.launches(phase) for phase in STEP_PHASES}
-    speed = _speed(planned)
-    result = {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
+    result = {"communication": communication, "arithmetic": arithmetic, "speed": _speed(planned)}
     if planned.stages:
-        result["pipeline"] = pipeline_time(planned).as_json()
+        result["pipeline"] = _pipeline(planned)
     return result
 
 
-def roofline_lines(planned: Plan) -> Iterator[str]:
-    """One rank's traffic and computation, and the time that they take at best."""
-    work, layout = planned.work, planned.layout
-    once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
-    for phase in STEP_PHASES:
-        for name, each in work.collectives.get(phase, {}).items():
-            if each.payload_bytes >= 2**20:
-                times = "step" if phase in once else "micro-step"
-                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
-    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
-    for phase in STEP_PHASES:
-        times = "step" if phase == "step" else "micro-step"
-        for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
-            nbytes = work.nbytes(phase, place)
-            if nbytes >= 2**20:
-                yield f"{phase}: {nbytes / 2**30:.2f} GiB {words} a {times}"
-    share = _attention_share(work)
-    yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
-    launches = [work.launches(phase) for phase in STEP_PHASES]
-    speed = _speed(planned)
-    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
-    if speed is not None:
-        counts += f"; the host has {speed.launch_seconds * 1e6:.0f} us to launch each"
-    yield f"without compiled layers: {counts}"
-    if planned.gpus is not None and speed is not None:
-        yield from _speed_lines(planned.gpus.name, speed)
-    if planned.stages:
-        yield from _pipeline_lines(planned, pipeline_time(planned))
-
-
-def _attention_share(work: StepWork) -> float:
-    """Attention's share in the floating-point operations of forward and backward."""
-    attention = sum(work.flops(phase, "attention") for phase in STEP_PHASES[:2])
-    return attention / sum(work.flops(phase) for phase in STEP_PHASES[:2])
-
-
-def _speed(planned: Plan) -> Speed | None:
+def _speed(planned: Plan) -> dict[str, Any] | None:
     """The plan's speed; None without a known GPU, with weights or states on a disk, and for a pipeline's stage."""
     if planned.stage is not None or planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
         return None
@@ -382,60 +222,151 @@ def _speed(planned: Plan) -> Speed | None:
     scale: list[StepTime] = []
     if planned.strategy != "single":
         scale = list(scaled_step_times(work, chip, layout))
-    as_written = step_time(work.as_written(), chip, layout, layout)
+    as_written = step_time(work.as_written(), chip, layout, layout)  # with training.compile: false
     launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
-    return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
+    return {
+        **step_time(work, chip, layout, layout).as_json(),
+        "scale": [each.as_json() for each in scale],  # on other numbers of ranks
+        "compiled_layers": work.compiles,
+        "uncompiled_tokens_per_second": as_written.tokens_per_second,
+        # The host has so long to launch an operation, without compiled layers, before the GPU waits for it.
+        "uncompiled_launch_seconds": as_written.seconds / launches,
+    }
 
 
-def _assumed(chip: Chip) -> str:
-    units = {name: value / 1e9 for name, value in vars(chip).items()}
-    units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
-    return ASSUMED.format(**units)
+def _pipeline(planned: Plan) -> dict[str, Any]:
+    """A step's forwards and backwards on a pipeline's stages, in its schedule's order.
+
+    Messages take the slowest link that they cross. A sender does not wait until its message has arrived. Several
+    pipelines' gradients are added up afterwards, over the same link. Without a known GPU the stages' floating-point
+    operations stand for their seconds, in the idle shares alone.
+    """
+    layout, schedule = planned.layout, planned.schedule or ""
+    works = [stage.work for stage in planned.stages]
+    forward, backward = ([work.flops(phase) / 1e9 for work in works] for phase in STEP_PHASES[:2])
+    chip, message_seconds, link = None, 0.0, 0.0
+    if planned.gpus is not None:
+        chip = CHIPS.get(planned.gpus.name)
+    if chip is not None:
+        forward, backward = ([compute_seconds(work, chip, phase) for work in works] for phase in STEP_PHASES[:2])
+        link = chip.link
+        if planned.node < planned.ranks:
+            link = min(chip.link, chip.between)
+        sent = works[0].collectives.get("backward", {}).get("send", CollectiveStats())
+        message_seconds = sent.payload_bytes / max(1, sent.calls) / link
+    spans = planned_spans(schedule, forward, backward, layout.micro_steps, message_seconds)
+    facts: dict[str, Any] = {
+        "schedule": schedule,
+        "micro_batches": layout.micro_steps,
+        "bubble_share": bubble(spans),
+        "bubble_share_of_equal_stages": bubble_of_equal_stages(schedule, len(works), layout.micro_steps),
+        "forward_seconds": None,  # of one micro-batch on each stage
+        "backward_seconds": None,
+        "step_seconds": None,
+        "tokens_per_second": None,
+    }
+    if chip is None:
+        return facts
+    sums = [work.collectives.get("backward", {}).get("all_reduce", CollectiveStats()) for work in works]
+    # Each pipeline is a copy of the model. A ring sends 2 (copies - 1) / copies of the gradients.
+    reduced_bytes = 2 * (layout.ranks - 1) / layout.ranks * max(each.payload_bytes for each in sums)
+    update = max(compute_seconds(work, chip, "step") for work in works) + reduced_bytes / link
+    seconds = max(span.end for span in spans) + update
+    tokens = layout.tokens * layout.micro_steps * layout.ranks
+    facts |= {"forward_seconds": forward, "backward_seconds": backward}
+    return facts | {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
-def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
-    chip, time, scale = CHIPS[gpu], speed.time, speed.scale
+def roofline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
+    """One rank's traffic and computation, and the time that they take at best.
+
+    Args:
+        facts: The plan's `roofline_json`.
+    """
+    work, layout, speed = planned.work, planned.layout, facts["speed"]
+    once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
+    for phase in STEP_PHASES:
+        for name, each in work.collectives.get(phase, {}).items():
+            if each.payload_bytes >= 2**20:
+                times = "step" if phase in once else "micro-step"
+                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
+    for phase in STEP_PHASES:
+        times = "step" if phase == "step" else "micro-step"
+        for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
+            nbytes = work.nbytes(phase, place)
+            if nbytes >= 2**20:
+                yield f"{phase}: {nbytes / 2**30:.2f} GiB {words} a {times}"
+    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
+    share = facts["arithmetic"]["attention_share"]
+    yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
+    launches = [work.launches(phase) for phase in STEP_PHASES]
+    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
+    if speed is not None:
+        counts += f"; the host has {speed['uncompiled_launch_seconds'] * 1e6:.0f} us to launch each"
+    yield f"without compiled layers: {counts}"
+    if planned.gpus is not None and speed is not None:
+        yield from _speed_lines(planned.gpus.name, layout, speed)
+    if planned.stages:
+        yield from _pipeline_lines(planned, facts["pipeline"])
+
+
+def _speed_lines(gpu: str, layout: Layout, speed: Mapping[str, Any]) -> Iterator[str]:
+    chip, scale = CHIPS[gpu], speed["scale"]
     yield (
-        f"at most {time.tokens_per_second:,.0f} tokens/s on {time.layout.ranks} x {gpu}, "
-        f"{time.seconds:.2f} s a step, {time.exposed / time.seconds:.1%} of that communication that is not overlapped"
+        f"at most {speed['tokens_per_second']:,.0f} tokens/s on {speed['ranks']} x {gpu}, "
+        f"{speed['step_seconds']:.2f} s a step, {speed['exposed_share']:.1%} of that communication that is not "
+        "overlapped"
     )
-    if speed.compiled:
+    if speed["compiled_layers"]:
         yield (
             "  of compiled layers, by matrix products and attention alone, because all else is fused; "
-            f"{speed.as_written.tokens_per_second:,.0f} with training.compile: false"
+            f"{speed['uncompiled_tokens_per_second']:,.0f} with training.compile: false"
         )
     yield "  " + _assumed(chip)
-    if max(time.copies, time.host) >= SHOWN_SECONDS:
-        ranks = counted(min(time.layout.node, time.layout.ranks), "rank")
+    if max(speed["copy_seconds"], speed["host_seconds"]) >= SHOWN_SECONDS:
         yield (
-            f"  {time.host:.2f} s of the host, {time.exposed_copies:.2f} s of copies that are not overlapped "
-            f"({time.copies:.2f} s in all)"
+            f"  {speed['host_seconds']:.2f} s of the host, {speed['exposed_copy_seconds']:.2f} s of copies that are "
+            f"not overlapped ({speed['copy_seconds']:.2f} s in all)"
         )
-        yield "  " + ASSUMED_OF_OFFLOAD.format(host=chip.host / 1e9, memory=HOST_MEMORY / 1e9, ranks=ranks)
+        yield (
+            f"  assumed for offloading: {chip.host / 1e9:.0f} GB/s from a GPU to the host, one way (PCIe), overlapped "
+            f"with forward and backward, not with the update; {HOST_MEMORY / 1e9:.0f} GB/s of host memory, shared by "
+            f"{counted(min(layout.node, layout.ranks), 'rank')} of a machine"
+        )
     if scale:
-        yield f"  {'ranks':<12}" + "".join(f"{each.layout.ranks:>11,}" for each in scale)
-        yield f"  {'tokens/s':<12}" + "".join(f"{each.tokens_per_second:>11,.0f}" for each in scale)
-        yield f"  {'exposed':<12}" + "".join(f"{each.exposed / each.seconds:>11.1%}" for each in scale)
-        largest = [each.layout.ranks for each in scale if each.layout.ranks > time.layout.rows]
+        yield f"  {'ranks':<12}" + "".join(f"{each['ranks']:>11,}" for each in scale)
+        yield f"  {'tokens/s':<12}" + "".join(f"{each['tokens_per_second']:>11,.0f}" for each in scale)
+        yield f"  {'exposed':<12}" + "".join(f"{each['exposed_share']:>11.1%}" for each in scale)
+        largest = [each["ranks"] for each in scale if each["ranks"] > layout.rows]
         if largest:
             yield f"  from {largest[0]} ranks on, a step has more rows than global_batch_size: one for each rank"
 
 
-def _pipeline_lines(planned: Plan, time: PipelineTime) -> Iterator[str]:
-    micro_batches = counted(time.micro_batches, "micro-batch", "micro-batches")
-    yield (
-        f"{time.schedule} over {len(time.forward)} stages, {micro_batches} a step: {time.idle:.1%} of the stages' time "
-        f"in forward and backward is idle; {time.idle_if_equal:.1%} if every stage took as long"
+def _assumed(chip: Chip) -> str:
+    return (
+        f"an upper bound from vendors' peak figures: {chip.half / 1e12:.0f} TFLOP/s in 16 bits and "
+        f"{chip.single / 1e12:.0f} in 32, {chip.memory / 1e12:.2f} TB/s of memory, {chip.link / 1e9:.0f} GB/s to GPUs "
+        f"of the machine, {chip.between / 1e9:.1f} to others; real kernels are slower"
     )
-    unit, scale = "ms", 1e3
-    if time.seconds is None:
-        unit, scale = "GFLOP", 1.0
-    yield f"  {'stage':<14}" + "".join(f"{stage:>9}" for stage in range(len(time.forward)))
-    yield f"  {'forward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.forward)
-    yield f"  {'backward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.backward)
-    if time.seconds is not None and planned.gpus is not None:
+
+
+def _pipeline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
+    stages = range(len(planned.stages))
+    yield (
+        f"{facts['schedule']} over {len(stages)} stages, "
+        f"{counted(facts['micro_batches'], 'micro-batch', 'micro-batches')} a step: {facts['bubble_share']:.1%} of the "
+        f"stages' time in forward and backward is idle; {facts['bubble_share_of_equal_stages']:.1%} if every stage "
+        "took as long"
+    )
+    yield f"  {'stage':<14}" + "".join(f"{stage:>9}" for stage in stages)
+    for phase in STEP_PHASES[:2]:
+        unit, figures = "GFLOP", [stage.work.flops(phase) / 1e9 for stage in planned.stages]
+        if facts["step_seconds"] is not None:
+            unit, figures = "ms", [1e3 * seconds for seconds in facts[f"{phase}_seconds"]]
+        yield f"  {f'{phase}, {unit}':<14}" + "".join(f"{figure:>9.2f}" for figure in figures)
+    if facts["step_seconds"] is not None and planned.gpus is not None:
         yield (
-            f"at most {time.tokens / time.seconds:,.0f} tokens/s on {planned.ranks} x {planned.gpus.name}, "
-            f"{time.seconds:.2f} s a step"
+            f"at most {facts['tokens_per_second']:,.0f} tokens/s on {planned.ranks} x {planned.gpus.name}, "
+            f"{facts['step_seconds']:.2f} s a step"
         )
         yield "  " + _assumed(CHIPS[planned.gpus.name])

@@ -24,7 +24,6 @@ from finetune.files import read_lines, write_json
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import one_line
-from finetune.planner import PLAN_OF_RUN_SECONDS
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
@@ -38,17 +37,21 @@ if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan
     from finetune.tokens.batches import MicroBatch
 
+PLAN_OF_RUN_SECONDS = 600  # a plan of the largest recipes takes about two minutes
 PLAN_FILE = "plan.json"  # in the run's folder, beside the receipt
 NO_MEMORY = "its receipt has no memory section: it ended before its worst step, or an older version wrote it"
 
 
-def plan_of_run(run: Path, note: Callable[[str], None], timeout: float) -> tuple[Mapping[str, Any] | None, str | None]:
+def plan_of_run(
+    run: Path, note: Callable[[str], None] = lambda line: None, timeout: float = PLAN_OF_RUN_SECONDS
+) -> tuple[Mapping[str, Any] | None, str | None]:
     """The run's plan as JSON, or None and the reason. Plans once: the result is stored in the run's folder.
 
     A folder that cannot be written is planned every time. Never raises for a plan that cannot be made.
 
     Args:
         note: Receives one line before a plan is made, because that takes seconds to minutes.
+        timeout: Seconds to wait for a new plan.
     """
     try:
         receipt: Mapping[str, Any] = {}
@@ -58,8 +61,6 @@ def plan_of_run(run: Path, note: Callable[[str], None], timeout: float) -> tuple
         if not memory:
             return None, NO_MEMORY
         if "worst_step" not in memory:  # an older version planned beside the run, into the receipt
-            if memory.get("planned"):
-                return memory["planned"], None
             return memory.get("planned"), str(memory.get("why"))
         request = request_of_run(run, receipt)
         made_for = hashlib.sha256(json.dumps(asdict(request), sort_keys=True).encode()).hexdigest()
@@ -149,7 +150,7 @@ def fitting_changes(request: PlanRequest) -> list[dict[str, Any]]:
             return plan_run(request_for(request, another))
 
         config, _source = planned_config(recipe.model.name_or_path, recipe.model.revision)
-        return [result.as_json() for result in remedies(recipe, config, gpus_of_run(request), plan)]
+        return [variant.as_json() for variant in remedies(recipe, config, gpus_of_run(request), plan)]
     from finetune.measure.out_of_memory import smaller
     from finetune.planner.remedies import changed
 
@@ -205,8 +206,10 @@ class AuditRow:
         return self.planned_bytes / self.measured_bytes - 1
 
 
-def audit_in_words(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, Any], str]:
-    """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run.
+def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    """`finetune plan --audit`: planned and measured bytes, as JSON and as text.
+
+    Raises FinetuneError for a folder that is not a run.
 
     Args:
         note: Receives a line for each run that is planned now, because that takes seconds.
@@ -216,12 +219,12 @@ def audit_in_words(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[d
     unplanned: dict[str, str] = {}
     for run, receipt in receipts:
         with in_one_line(partial(_not_a_run, run)):
-            plan, why = plan_of_run(run, note, PLAN_OF_RUN_SECONDS)
+            plan, why = plan_of_run(run, note)
             if plan is None:
                 unplanned[str(run)] = str(why)
             else:
                 rows += audited(run, receipt, plan)
-    # Loading is left out: temporaries of reading files are measured, not planned.
+    # Without loading: temporaries from reading files are measured, not planned.
     errors = [abs(row.error) for row in rows if row.phase in STEP_PHASES]
     result = {
         "ok": True,

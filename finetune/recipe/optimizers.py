@@ -87,13 +87,30 @@ def for_shards(name: Optimizer) -> Optimizer:
     return spec.unpaged or DEFAULT
 
 
-# (least, usual, most) learning rate under AdamW. LoRA's best rate is about ten times the best rate for full training
-# (Biderman et al., LoRA Learns Less and Forgets Less, 2024). Beyond the limits a method learns nothing, or it diverges.
-# Adapters on a quantised base use the same rates as on any other base (Dettmers et al., QLoRA, 2023: 1e-4 to 2e-4).
-RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3), "QLoRA": (1e-5, 2e-4, 2e-3)}
-# The same for preferences, whose rates are a tenth or less: TRL's DPOConfig and KTOConfig take 1e-6 by default, the
-# alignment-handbook's recipes 5e-7 for all weights and 5e-6 for adapters of 7B. Adapters of models below 1B bear 5e-4.
-PREFERENCE_RATES = {"full training": (5e-8, 1e-6, 1e-5), "LoRA": (5e-7, 5e-6, 5e-4), "QLoRA": (5e-7, 5e-6, 5e-4)}
+Method = Literal["full", "lora", "qlora"]
+# Adapters' and all weights' usual learning rate, below so many weights of the model: docs/recipes.md#learning-rates.
+# Models of 3.7 billion weights are called 4B.
+# LoRA's best rate is about ten times the best rate for full training (Biderman et al., LoRA Learns Less and Forgets
+# Less, 2024). Adapters on a quantised base use the same rates as on any other base (Dettmers et al., QLoRA, 2023).
+USUAL_RATES = {0.5e9: (2e-3, 1e-4), 3.6e9: (5e-4, 2e-5), 10e9: (3e-4, 1e-5), 25e9: (2e-4, 1e-5), 1e15: (1e-4, 5e-6)}
+# For preferences a tenth or less: TRL's DPOConfig and KTOConfig take 1e-6 by default, the alignment-handbook's recipes
+# 5e-7 for all weights and 5e-6 for adapters of 7B. docs/preferences.md measures 135M.
+USUAL_PREFERENCE_RATES = {0.5e9: (1e-4, 1e-5), 1e15: (5e-6, 1e-6)}
+TYPICAL_WEIGHTS = 12e9  # for a model that is not known: its rates are safe for every size
+# (least, most) learning rate. Beyond the limits a method learns nothing, or it diverges.
+RATE_LIMITS = {"full": (1e-6, 1e-4), "adapters": (1e-5, 2e-3)}
+PREFERENCE_RATE_LIMITS = {"full": (5e-8, 1e-5), "adapters": (5e-7, 5e-4)}
+
+
+def usual_rate(weights: float | None, method: Method, objective: str = "supervised") -> float:
+    """The learning rate under AdamW with which to begin.
+
+    Args:
+        weights: The model's, roughly; None: not known.
+    """
+    rates = USUAL_RATES if objective == "supervised" else USUAL_PREFERENCE_RATES
+    adapters, full = next(rate for most, rate in rates.items() if (weights or TYPICAL_WEIGHTS) < most)
+    return full if method == "full" else adapters
 
 
 LEAST_SIMPO_BETA = 1.0  # below it, a margin of 1 by the token is a reward below simpo_gamma
@@ -101,16 +118,19 @@ LEAST_SIMPO_BETA = 1.0  # below it, a margin of 1 by the token is a reward below
 
 def far_rate(recipe: Recipe) -> Iterator[str]:
     """A line for a learning rate far outside the usual range of the method and the objective, and for SimPO's beta."""
-    method = "full training"
+    method: Method = "full"
     if recipe.lora is not None:
-        method = "LoRA" if recipe.quantization is None else "QLoRA"
-    rate, (least, usual, most), words = recipe.training.learning_rate, RATES[method], method
+        method = "lora" if recipe.quantization is None else "qlora"
+    words = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}[method]
+    rate, objective, limits = recipe.training.learning_rate, recipe.training.objective, RATE_LIMITS
     if recipe.preferences is not None:
-        (least, usual, most), words = PREFERENCE_RATES[method], f"{recipe.training.objective.upper()} by {method}"
+        limits, words = PREFERENCE_RATE_LIMITS, f"{objective.upper()} by {words}"
+    least, most = limits["full" if method == "full" else "adapters"]
     if not least <= rate <= most:
         side = "below" if rate < least else "above"
         problem = f"{decimal(rate)} is far {side} what {words} takes, {decimal(least)} to {decimal(most)}"
-        yield f"training.learning_rate: {problem}; set training.learning_rate={decimal(usual)}"
+        usual = decimal(usual_rate(None, method, objective))
+        yield f"training.learning_rate: {problem}; set training.learning_rate={usual}"
     if recipe.training.objective == "dpo" and recipe.dpo.loss_type == "simpo" and recipe.dpo.beta < LEAST_SIMPO_BETA:
         problem = f"{decimal(recipe.dpo.beta)} is a beta for DPO; simpo's rewards are by the token and take 2 to 10"
         yield f"dpo.beta: {problem}; set dpo.beta=2"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune import planner
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
 from finetune.planner import command
@@ -88,7 +89,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
         calls.append(gpus)
         raise DoesNotFit("too large", 10**15)
 
-    monkeypatch.setattr(command, "plan_by_trace", plan)
+    monkeypatch.setattr(planner, "plan", plan)
     monkeypatch.setattr(command, "unsupported", lambda *_: "traced")
     return calls
 
@@ -183,7 +184,7 @@ def test_nodes_in_the_text_or_beside_it(
     [
         (["--gpus", "2x8xH100", "--nodes", "4"], "--nodes: 4: --gpus 2x8xH100 says 2 nodes; leave --nodes out"),
         (["--gpus", "cpu", "--nodes", "2"], "--nodes: 2: --gpus cpu is one machine without GPUs; leave --nodes out"),
-        (["--nodes", "2"], "--nodes: 2: of which GPUs? add --gpus 8xH100, the GPUs of each node"),
+        (["--nodes", "2"], "--nodes: 2: needs --gpus; name one node's GPUs, for example --gpus 8xH100"),
     ],
 )
 def test_nodes_that_contradict(words: list[str], line: str, capsys: Capture) -> None:

@@ -213,7 +213,7 @@ def test_preferences_become_recipes_with_their_objective(
     recipe = load_recipe("a.yaml", here=True).recipe
     assert recipe.training.objective == objective
     assert recipe.data.train[0].columns == columns
-    assert recipe.training.learning_rate == (1e-4 if gpus == "cpu" else 1e-5)
+    assert recipe.training.learning_rate == (1e-4 if gpus == "cpu" else 5e-6), "of 135M, and of 8B"
     assert recipe.training.num_train_epochs == 1
     assert sum(check_rows(recipe.data).values()) == COUNT
     assert len(Path("a.yaml").read_text().splitlines()) <= 25

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from finetune import planner
 from finetune.architecture import loss
 from finetune.cli.main import main
 from finetune.closed_form.estimate import estimate
 from finetune.errors import DoesNotFit
 from finetune.model.known_configs import full_config
-from finetune.planner import command
 from finetune.planner.candidates import candidates, for_model
-from finetune.planner.command import plan_by_trace
+from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -152,7 +152,7 @@ def test_auto_is_resolved_for_the_gpus_that_are_asked_about(
 def test_the_largest_size_is_searched_with_all_layers_recomputed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "plan_by_trace", Estimated)
+    monkeypatch.setattr(planner, "plan", Estimated)
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
     words = ["training.activation_checkpointing=auto", "--max", "max_length"]
     _, _, err = plan_output([recipe, *words], capsys)
@@ -163,7 +163,7 @@ def test_the_largest_size_is_searched_with_all_layers_recomputed(
 def test_progress_is_beside_the_result(
     as_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "plan_by_trace", Estimated)
+    monkeypatch.setattr(planner, "plan", Estimated)
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
     code, out, err = plan_output([recipe, "--max", "max_length", *(["--json"] if as_json else [])], capsys)
     assert code == 0
@@ -236,12 +236,12 @@ def test_weights_wait_in_host_memory_where_nothing_else_fits(capsys: pytest.Capt
 def test_what_must_fit_is_refused_early_with_the_same_bytes() -> None:
     """`--pick` has half a plan of what does not fit."""
     recipe = load_recipe(ROOT / "recipes" / "llama3_1b_lora_1x8gb.yaml", []).recipe
-    whole = plan_by_trace(recipe, parse_gpus("2GB"))
+    whole = plan_recipe(recipe, parse_gpus("2GB"))
     assert not whole.fits
     with pytest.raises(DoesNotFit) as caught:
-        plan_by_trace(recipe, parse_gpus("2GB"), must_fit=True)
+        plan_recipe(recipe, parse_gpus("2GB"), must_fit=True)
     assert caught.value.needed == pytest.approx(whole.needed, rel=1e-3)
-    assert plan_by_trace(recipe, parse_gpus("8GB"), must_fit=True) == plan_by_trace(recipe, parse_gpus("8GB"))
+    assert plan_recipe(recipe, parse_gpus("8GB"), must_fit=True) == plan_recipe(recipe, parse_gpus("8GB"))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from finetune.planner.depth.extrapolate import (
     SHALLOW,
+    depths,
     extrapolate,
     kinds_of_layers,
     layers_kept_gathered,
@@ -47,19 +48,20 @@ def test_deep_from_shallow(
     method: str, checkpointing: int, strategy: str, ranks: int, folder: Path, tmp_path: Path
 ) -> None:
     case = Case(method, "bf16", checkpointing, packed=True, tied=False, micro_steps=1)
-    recipe, depths = case.recipe(folder), []
+    recipe = case.recipe(folder)
     config = json.loads(Path(recipe.model.name_or_path, "config.json").read_text())
 
     def timeline_of(layers: int) -> Timeline:
-        depths.append(layers)
         smaller = with_layers(recipe, config, layers, tmp_path)
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks).timeline
 
     shallow = SHALLOW + (layers_kept_gathered(config) if strategy == "zero3" else 0)
     layers = max(LAYERS, shallow + 2)
     whole = timeline_of(layers).phases("cpu")
-    found = extrapolate(timeline_of, layers, "cpu", period=max(1, checkpointing), shallow=shallow)
-    assert max(depths[1:]) < layers
+    period = max(1, checkpointing)
+    two = depths(layers, period, shallow)
+    assert max(two) < layers
+    found = extrapolate({depth: timeline_of(depth) for depth in two}, layers, "cpu", period=period)
     assert list(found) == list(whole)
     for name, phase in whole.items():
         assert found[name].end == phase.end
@@ -111,16 +113,15 @@ def test_deep_from_shallow_of_layers_of_two_kinds(
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(whole_model)})})
     period, shallow = period_and_depth(kinds_of_layers(config), max(1, checkpointing))
     assert (period, shallow) == ((2, 4) if checkpointing < 2 else (6, 12))
-    depths = []
 
     def timeline_of(depth: int) -> Timeline:
-        depths.append(depth)
         smaller = with_layers(recipe, config, depth, tmp_path)
         return trace(smaller, read_strategy("single"), case.batches(), ranks=1).timeline
 
     whole = timeline_of(layers).phases("cpu")
-    found = extrapolate(timeline_of, layers, "cpu", period=period, shallow=shallow)
-    assert max(depths[1:]) < layers
+    two = depths(layers, period, shallow)
+    assert max(two) < layers
+    found = extrapolate({depth: timeline_of(depth) for depth in two}, layers, "cpu", period=period)
     for name, phase in whole.items():
         assert found[name].end == phase.end, name
         assert found[name].peak.nbytes == phase.peak.nbytes, name

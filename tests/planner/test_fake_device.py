@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.architecture.attention import varlen_attention
 from finetune.closed_form.constants import CUBLAS_WORKSPACE
-from finetune.planner.depth.extrapolate import extrapolate, with_layers
+from finetune.planner.depth.extrapolate import depths, extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
 from finetune.planner.trace.fake_model import no_data
@@ -259,7 +259,7 @@ def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, fold
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks, gpu=True).timeline
 
     whole: dict[str, PhaseMemory] = timeline_of(9).phases(DEVICE_NAME)
-    found = extrapolate(timeline_of, 9, DEVICE_NAME)
+    found = extrapolate({depth: timeline_of(depth) for depth in depths(9, 1)}, 9, DEVICE_NAME)
     del whole["load"]  # its largest tensor comes first in a shallow model, and is not the peak of a deep one
     for name, phase in whole.items():
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name

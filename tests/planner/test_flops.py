@@ -17,7 +17,8 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner import roofline
-from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
+from finetune.planner.plan_recipe import Layout
+from finetune.planner.roofline import Chip, scaled_step_times, step_time
 from finetune.planner.trace.flops import COPY, ON_HOST, Operation, count_operations, crossing_bytes, operation_place
 from finetune.planner.trace.step_work import StepWork, per_step, work_at_depth
 from tests.support.stand_ins import addmm_stand_in

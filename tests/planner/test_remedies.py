@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.closed_form.estimate import estimate, unsupported
-from finetune.closed_form.shape import FAMILIES
+from finetune.closed_form.shape import FAMILIES, approximate_weights
 from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import candidates
@@ -22,17 +23,18 @@ from finetune.planner.remedies import (
     NEAR_LIMIT,
     ROWS,
     TRACE,
+    TRACES,
     changed,
     fitting_lines,
     largest,
     last_fitting,
     remedies,
-    smaller_variants,
     spare,
 )
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.optimizers import Method, usual_rate
+from finetune.recipe.schema import Recipe, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = [names[0] for names in HUB_NAMES.values() if full_config(names[0])[0]["model_type"] in FAMILIES]
@@ -77,37 +79,44 @@ def load(name: str, *overrides: str) -> Recipe:
     ("name", "gpus"),
     [
         ("llama3_full", "2x48GB"),
+        ("llama3_full", "8x40GB"),
         ("llama3_8b_lora_1x24gb", "12GB"),
         ("llama3_ddp", "4x12GB"),
         ("llama3_8b_lora_1x80gb", "24GB"),
     ],
 )
 def test_changes_that_fit(name: str, gpus: str) -> None:
+    """The cheapest is planned; the others are estimated, and are said to be."""
     recipe, room, plan = load(name), parse_gpus(gpus), Planner()
     assert not plan(recipe, room).fits
     found = remedies(recipe, config_of(recipe), room, plan)
-    assert found
+    assert [each.planned_by for each in found] == [TRACE] + [CLOSED_FORM] * (len(found) - 1)
+    assert [each.as_json()["planned_by"] for each in found] == [each.planned_by for each in found]
+    assert plan.asked == [recipe, found[0].recipe]
     for remedy in found:
         pasted = load(name, *shlex.split(remedy.words))
         assert pasted.training.global_batch_size == recipe.training.global_batch_size
         assert estimate(pasted, config_of(pasted), room).needed == remedy.needed <= room.memory
-        assert changed(recipe, remedy.changes) in plan.asked, "shown, and never planned"
+        assert remedy.planned_by == TRACE or remedy.needed <= (1 - NEAR_LIMIT) * room.memory
     for first, second in pairwise(found):
         assert not second.changes.keys() >= first.changes.keys()
-    costs = {variant.words(): variant.cost for variant in smaller_variants(recipe, room)}
-    assert [costs[remedy.words] for remedy in found] == sorted(costs[remedy.words] for remedy in found)
+        assert first.cost <= second.cost
+    heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
+    assert "each planned by a trace" in heads[0]
+    assert len(found) == 1 or "by the closed form alone" in heads[-1]
 
 
-def test_nothing_is_shown_that_the_plan_refuses() -> None:
-    recipe, room = load("llama3_full"), parse_gpus("2x48GB")
-    refused: list[Recipe] = []
+def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
+    recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
 
     def refuse(variant: Recipe, gpus: Gpus) -> Plan:
-        refused.append(variant)
+        asked.append(variant)
         return Plan(gpus.memory + 1, False)
 
-    assert remedies(recipe, config_of(recipe), room, refuse, tries=4) == []
-    assert len(refused) == 4
+    found = remedies(recipe, config_of(recipe), room, refuse)
+    assert len(asked) == TRACES
+    assert {each.planned_by for each in found} <= {CLOSED_FORM}
+    assert not [each for each in found if each.recipe in asked], "refuted by its trace"
 
 
 def test_what_spare_memory_could_buy() -> None:
@@ -120,55 +129,22 @@ def test_what_spare_memory_could_buy() -> None:
     assert spare(recipe, config_of(recipe), parse_gpus("19GB")) == []
 
 
-@pytest.mark.parametrize("traced", [0, 1, 2])
-def test_only_as_many_are_traced_as_are_asked_for(traced: int) -> None:
-    """The others are estimated, and are said to be."""
-    recipe, room, plan = load("llama3_full"), parse_gpus("8x40GB"), Planner()
-    found = remedies(recipe, config_of(recipe), room, plan, traced=traced)
-    assert [each.planned_by for each in found] == [TRACE] * traced + [CLOSED_FORM] * (3 - traced)
-    assert [each.as_json()["planned_by"] for each in found] == [each.planned_by for each in found]
-    assert len(plan.asked) == traced
-    for remedy in found:
-        variant = changed(recipe, remedy.changes)
-        assert (variant in plan.asked) == (remedy.planned_by == TRACE)
-        assert remedy.needed == estimate(variant, config_of(recipe), room).needed
-        assert remedy.planned_by == TRACE or remedy.needed <= (1 - NEAR_LIMIT) * room.memory
-    heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
-    assert len(heads) == (traced > 0) + 1
-    assert "by the closed form alone" in heads[-1]
-    assert traced == 0 or "each planned by a trace" in heads[0]
-
-
-def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
-    recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
-
-    def refuse(variant: Recipe, gpus: Gpus) -> Plan:
-        asked.append(variant)
-        return Plan(gpus.memory + 1, False)
-
-    found = remedies(recipe, config_of(recipe), room, refuse, tries=2, traced=1)
-    assert len(asked) == 2
-    assert {each.planned_by for each in found} == {CLOSED_FORM}
-    assert not [each for each in found if changed(recipe, each.changes) in asked], "refuted by its trace"
-
-
 @pytest.mark.parametrize(("name", "key"), [("max_length", LENGTH), ("training.per_device_batch_size", ROWS)])
 def test_how_far_a_size_goes(name: str, key: str) -> None:
     recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("24GB"), Planner()
     found = largest(recipe, config_of(recipe), room, name, plan)
-    assert (found.key, found.grain) == (key, {LENGTH: 128, ROWS: 1}[key])
-    assert found.needed <= room.memory
-    assert found.next_value == found.value + found.grain
-    assert not plan(changed(recipe, {key: found.next_value}), room).fits
+    grain = {LENGTH: 128, ROWS: 1}[key]
+    (named, _, value), (_, _, after) = (found[word].partition("=") for word in ("change", "does_not_fit"))
+    assert (named, found["granularity"], int(after) - int(value)) == (key, grain, grain)
+    assert found["needed_bytes"] <= room.memory
+    assert not plan(changed(recipe, {key: int(after)}), room).fits
     assert len(plan.asked) <= 3, "that value and the next one, and this test's own"
-    assert found.as_json()["does_not_fit"] == f"{key}={found.next_value}"
 
 
 def test_the_largest_there_is() -> None:
     recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("8x141GB"), Planner()
     found = largest(recipe, config_of(recipe), room, "per_device_batch_size", plan)
-    assert (found.value, found.next_value) == (recipe.training.global_batch_size, None)
-    assert found.as_json()["does_not_fit"] is None
+    assert (found["change"], found["does_not_fit"]) == (f"{ROWS}={recipe.training.global_batch_size}", None)
     assert len(plan.asked) == 1
 
 
@@ -260,17 +236,13 @@ def test_sizes_that_cannot_be_searched() -> None:
 
 
 def hold_the_pick(model: str, budget: str) -> bool:
-    """Whether something was picked; it surely fits, or nothing does."""
+    """Whether a variant surely fits. If none does, one that fits by its tensors is tried, or there is none."""
     config, room = full_config(model)[0], parse_gpus(budget)
-    picked = next(candidates.fitting_recipes(candidates.for_model(model), config, room), None)
-    if picked is None:
-        left = candidates.last_resorts(candidates.for_model(model), config, room)
-        assert bool(left) == (candidates.smallest(candidates.for_model(model), config, room) <= room.memory), (
-            f"{model} on {budget}"
-        )
+    fitting, smallest = candidates.fitting_recipes(candidates.for_model(model), config, room)
+    assert bool(fitting) == (smallest <= room.memory), f"{model} on {budget}"
+    if not fitting or estimate(fitting[0], config, room).upper > room.memory:
         return False
-    assert estimate(picked, config, room).upper <= room.memory
-    assert picked.budget.gpus == room.count
+    assert fitting[0].budget.gpus == room.count
     return True
 
 
@@ -296,7 +268,9 @@ def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str
     found = candidates.by_plans(candidates.for_model(model), room, lambda recipe: plan(recipe, room).fits)
     assert len(plan.asked) <= 13
     if found is None:
-        assert candidates.smallest(candidates.for_model(model), full_config(model)[0], room) > 0.8 * room.memory
+        assert (
+            candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room)[1] > 0.8 * room.memory
+        )
         return
     assert plan(found, room).fits
     assert found in plan.asked[:-1], "picked, and never planned"
@@ -315,7 +289,7 @@ def method_of(recipe: Recipe) -> str:
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
-    picked = next(candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room))
+    (picked, *_), _ = candidates.fitting_recipes(candidates.for_model(model), full_config(model)[0], room)
     file = tmp_path / "mine.yaml"
     file.write_text(candidates.commented(picked, 20 * 2**30, room))
     written = load_recipe(file).recipe
@@ -336,7 +310,6 @@ def test_changes_where_there_is_no_closed_form() -> None:
     found = remedies(recipe, config_of(recipe), room, plan)
     assert [list(each.changes) for each in found] == [["quantization"]]
     assert len(asked) <= 6
-    assert remedies(recipe, config_of(recipe), room, plan, traced=1) == found, "none by a closed form"
     assert unsupported(recipe, config_of(recipe), room) == "the architecture gemma3_text"
     assert explain_plan(recipe, config_of(recipe), room).endswith("gemma3_text is planned by its trace.")
 
@@ -351,3 +324,49 @@ def test_the_explanation_is_of_this_recipe() -> None:
     # 16 bytes a weight in all: on four, 4 + 4 + 8 of 8.03e9 by stages.
     for figure in ("128.5 GB", "80.3 GB", "56.2 GB", "32.1 GB"):
         assert figure in whole, figure
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "objective", "rate"),
+    [
+        ("meta-llama/Llama-3.2-1B", "lora", "supervised", 5e-4),
+        ("meta-llama/Llama-3.2-1B", "full", "supervised", 2e-5),
+        ("meta-llama/Llama-3.1-8B", "qlora", "supervised", 3e-4),
+        ("openai/gpt-oss-20b", "lora", "supervised", 2e-4),
+        ("Qwen/Qwen3-30B-A3B", "lora", "supervised", 1e-4),
+        ("HuggingFaceTB/SmolLM2-135M", "lora", "supervised", 2e-3),
+        ("meta-llama/Llama-3.1-8B", "lora", "dpo", 5e-6),
+        ("HuggingFaceTB/SmolLM2-135M", "lora", "kto", 1e-4),
+    ],
+)
+def test_the_usual_rate_is_that_of_docs_recipes(model: str, method: Method, objective: str, rate: float) -> None:
+    weights = approximate_weights(full_config(model)[0])
+    assert usual_rate(weights, method, objective) == rate
+    assert usual_rate(None, "lora") == Training().learning_rate, (
+        "safe for every size, so a recipe without the key has it"
+    )
+
+
+def test_recipes_have_the_usual_rate() -> None:
+    """But for those whose header names another result that they repeat."""
+    others = {"llama3_1b_lora_tulu_1x24gb", "llama3_3b_lora_gsm8k_1x24gb", "qwen3_4b_lora_dpo_1x24gb"}
+    off = set()
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        recipe = load_recipe(path).recipe
+        weights = approximate_weights(full_config(recipe.model.name_or_path)[0])
+        usual = usual_rate(weights, "full" if recipe.lora is None else "lora", recipe.training.objective)
+        if recipe.training.learning_rate != usual:
+            off.add(path.stem)
+    assert off == others
+
+
+def test_weights_are_known_roughly() -> None:
+    """The size in each model's name, to a third. Llama 4 Scout's name has the weights that a token passes."""
+    found = {}
+    for name in (names[0] for names in HUB_NAMES.values()):
+        stated = re.search(r"(?<![A-Za-z])E?(\d+(?:\.\d+)?)([BM])", name, re.IGNORECASE)
+        if stated is not None:
+            billions = float(stated[1]) * {"b": 1, "m": 1e-3}[stated[2].lower()]
+            found[name] = (approximate_weights(full_config(name)[0]) or 0) / 1e9 / billions - 1
+    assert len(found) > 30
+    assert {name for name, error in found.items() if abs(error) > 1 / 3} == {"meta-llama/Llama-4-Scout-17B-16E"}

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.closed_form.shape import FAMILIES
 from finetune.paths import CHECKOUT
-from finetune.planner.command import plan_by_trace
+from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.remedies import changed
 from finetune.recipe.loader import load_recipe
 from lectures.scaling.plans import gpus_of_ranks, plan_size, with_model
@@ -33,7 +33,7 @@ def test_hsdp_is_fsdp2_and_an_all_reduce_of_shards(tmp_path: Path) -> None:
     assert CONFIG["model_type"] in FAMILIES
     recipe = with_model(load_recipe(CHECKOUT / "recipes" / "llama3_full.yaml").recipe, CONFIG, tmp_path)
     cells = dict(plan_size(recipe, CONFIG))
-    traced = plan_by_trace(changed(recipe, {"accelerate_config": "hsdp"}), gpus_of_ranks(16))
+    traced = plan_recipe(changed(recipe, {"accelerate_config": "hsdp"}), gpus_of_ranks(16))
     derived = cells["hsdp"].work
     for phase, kinds in traced.work.collectives.items():
         for name, each in kinds.items():

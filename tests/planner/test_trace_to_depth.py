@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from finetune.planner.depth import trace_to_depth as module
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
 from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.timeline import Event, Timeline
+from finetune.planner.trace.trace import Traced
+from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from tests.support.models.tiny import flat_batch
 from tests.support.runs.recipes import least_recipe
@@ -30,10 +33,11 @@ def of_layers(depth: int, alike_from: int) -> int:
     return min(depth, alike_from) ** 2 + depth
 
 
-def standing_in(alike_from: int) -> Callable[..., tuple[Timeline, StepWork, tuple[range, ...]]]:
-    def traced(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:
+def standing_in(alike_from: int) -> Callable[..., Traced]:
+    def traced(recipe: Recipe, *_: Any, **__: Any) -> Traced:
+        layers = json.loads(Path(recipe.model.name_or_path, "config.json").read_text())["num_hidden_layers"]
         events = [Event(NONE, 0, 0), Event(0, of_layers(layers, alike_from), 0)]
-        return Timeline(events, [("step", "")], ["cpu"], ["parameters"]), StepWork({}), ()
+        return Traced(Timeline(events, [("step", "")], ["cpu"], ["parameters"]), {}, {}, StepWork({}))
 
     return traced
 
@@ -54,7 +58,7 @@ def standing_in(alike_from: int) -> Callable[..., tuple[Timeline, StepWork, tupl
 def test_what_only_deep_models_have_is_planned(
     sections: dict[str, Any], alike_from: int, full_depth: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_trace_shallow", standing_in(alike_from))
+    monkeypatch.setattr(module, "trace", standing_in(alike_from))
     recipe = least_recipe(**sections)
     strategy = read_strategy(recipe.accelerate_config)
     request = TraceRequest(recipe, CONFIG, strategy, [flat_batch()], 2, 2, False, 0, None, 0)  # type: ignore[list-item]

@@ -221,9 +221,11 @@ def test_a_plan_is_of_the_format_of_its_devices(
         planned.append(recipe)
         return {"ok": True}, "planned"
 
-    monkeypatch.setattr(command, "_plan_loaded", plan)
+    monkeypatch.setattr(command, "_largest", plan)
     path = write_recipe(tmp_path, least("x"))
-    result, text = command.plan_in_words([str(path), *asked], command.PlanOptions(gpus), None, print)
+    result, text = command.plan_in_words(
+        [str(path), *asked], command.PlanOptions(gpus, largest="max_length"), None, print
+    )
     assert planned[0].training.mixed_precision == expected
     is_auto = not any("mixed_precision" in word for word in asked)
     assert (f"auto chose training.mixed_precision: {expected}" in text) == is_auto

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from finetune.cli.main import main
@@ -73,10 +75,15 @@ def test_few_steps_are_reported_with_their_reason(tiny_llama: Path, chats: Path)
     ]
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
-@pytest.mark.parametrize("per_device", [1, 2, 3, 8])
-@pytest.mark.parametrize("rows", [1, 2, 19, 20, 39, 45, 139, 278, 10_000])
+# An edge of 20 steps; more rows at once than there are; a batch that no number of ranks divides.
+@example(rows=1, per_device=8, ranks=16)
+@example(rows=19, per_device=1, ranks=1)
+@example(rows=20, per_device=3, ranks=2)
+@example(rows=39, per_device=2, ranks=4)
+@example(rows=278, per_device=3, ranks=16)
+@example(rows=10_000, per_device=1, ranks=1)
+@given(rows=st.integers(1, 400), per_device=st.integers(1, 8), ranks=st.sampled_from([1, 2, 3, 4, 16]))
+@settings(max_examples=15, deadline=None)
 def test_the_settings_named_give_enough_steps(
     tiny_llama: Path, chats: Path, rows: int, per_device: int, ranks: int
 ) -> None:
@@ -86,12 +93,12 @@ def test_the_settings_named_give_enough_steps(
     lines = list(few_steps(recipe, plan))
     assert bool(lines) == (plan.total_steps < FEW)
     if lines:
-        settings = SETTING.findall(lines[0])
-        mended = recipe_with(tiny_llama, chats, *settings, **training)
+        named = SETTING.findall(lines[0])
+        mended = recipe_with(tiny_llama, chats, *named, **training)
         plan = plan_of(mended, rows, ranks)
         assert list(few_steps(mended, plan)) == list(idle_ranks(plan)) == []
         assert plan.total_steps < 3 * FEW, "no smaller a batch, and no more epochs, than is needed"
-        if settings[0].startswith("training.global_batch_size"):
+        if named[0].startswith("training.global_batch_size"):
             assert list(large_micro_batch(plan)) == []
             assert plan.global_batch_size % (ranks * plan.per_device_batch_size) == 0, "as many rows on each rank"
 

@@ -28,6 +28,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.closed_form.constants import COMPONENTS
+from finetune.closed_form.shape import layer_weights
 from finetune.model.small import decoder_layers, with_layers_alone
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
@@ -86,18 +87,18 @@ def period_and_depth(kinds: Sequence[Hashable], every: int) -> tuple[int, int]:
 
 
 def extrapolate(
-    timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
+    timelines: Mapping[int, Timeline], layers: int, device: str, *, period: int = 1
 ) -> dict[str, PhaseMemory]:
-    """Phases for a model with `layers` layers, from traces at two depths; for few layers, from one trace at full depth.
+    """Phases for a model with `layers` layers, from its own trace or from traces at two smaller depths.
 
     Args:
+        timelines: By depth; `depths` names the two.
         period: The number of layers after which they repeat.
-        shallow: The depth from which each layer adds the same.
     """
-    few, more = depths(layers, period, shallow)
-    if layers <= more:
-        return timeline_of(layers).phases(device)
-    shallow_timeline, deep_timeline = timeline_of(few), timeline_of(more)
+    if layers in timelines:
+        return timelines[layers].phases(device)
+    few, more = sorted(timelines)
+    shallow_timeline, deep_timeline = timelines[few], timelines[more]
     times = (layers - few) // period
     segments = _segments(shallow_timeline, device, few, few)
     deep_segments = _segments(deep_timeline, device, more, few)
@@ -130,7 +131,7 @@ def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
 def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[tuple[int, str], Peak]]:
     """Each segment's largest peak, by phase and by (run, name). A name does not depend on the number of layers.
 
-    Layers that the model with `few` layers lacks are left out.
+    Layers that the model with `few` layers lacks have no segment.
     """
     result: dict[str, dict[tuple[int, str], Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
@@ -205,12 +206,5 @@ def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
     Args:
         packed: A quantised layer's weights in one element of its container.
     """
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    head_size = int(config.get("head_dim") or hidden // heads)
-    # q and o are [heads x head size, h] each, k and v [key-value heads x head size, h] each.
-    attention = 2 * hidden * head_size * (heads + int(config.get("num_key_value_heads") or heads))
-    mlp = 8 * hidden * hidden  # GPT-2 and its like name no width: two matrices, four times as wide as the model
-    if inner := config.get("intermediate_size"):
-        mlp = 3 * hidden * int(inner)
-    layer = (attention + mlp) // packed
-    return 2 * (2 + math.ceil(int(config["vocab_size"]) * hidden / layer))
+    table = int(config["vocab_size"]) * int(config["hidden_size"])
+    return 2 * (2 + math.ceil(table / layer_weights(config, packed)))

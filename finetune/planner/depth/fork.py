@@ -1,4 +1,4 @@
-"""Functions run at the same time, each in a forked child of this process: a plan's two depths, on two cores."""
+"""Functions run at the same time, each in a forked child of this process: a plan's two depths, a probe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 @contextmanager
-def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
+def run_in_forks(functions: Mapping[int, Callable[[], T]], *, even_one: bool = False) -> Iterator[Callable[[int], T]]:
     """Start each function in a child, and yield a callable that waits for a result. Children end with the context.
 
-    A function runs in this process if it is the only one, if its child failed, or if this process cannot be forked.
-    Their errors are raised here. Results are pickled.
+    A function runs in this process if its child failed, if this process cannot be forked, or if it is the only one and
+    not `even_one`. Their errors are raised here. Results are pickled.
     """
     children = {}
-    if len(functions) > 1 and can_fork():
+    if (even_one or len(functions) > 1) and can_fork():
         children = {name: start_forked(_send_result, function) for name, function in functions.items()}
 
     def result(name: int) -> T:

@@ -29,9 +29,9 @@ from finetune.planner.depth.extrapolate import (
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
-from finetune.planner.trace.step_work import StepWork, per_step, with_more_micro_steps, work_at_depth
-from finetune.planner.trace.timeline import PhaseMemory, Timeline
-from finetune.planner.trace.trace import STEPS, trace
+from finetune.planner.trace.step_work import StepWork, with_more_micro_steps, work_at_depth
+from finetune.planner.trace.timeline import PhaseMemory
+from finetune.planner.trace.trace import trace
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import RUNS
 from finetune.recipe.strategy import Strategy
@@ -71,66 +71,77 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     """Trace shallow models and extrapolate to the request's depth, or trace it at `full_depth`."""
     if not full_depth and (counts := _fewer_micro_batches(request)) is not None:
         return _of_few_micro_batches(request, folder, *counts)
-    config = request.config
-    layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
-    period, shallow = period_and_depth(kinds_of_layers(config), period)
-    if request.strategy.uses_engine and request.strategy.offloaded:
+    strategy, layers = request.strategy, int(request.config["num_hidden_layers"])
+    period, shallow = repetition(request)
+    few, more = depths(layers, period, shallow)
+    needed = (layers,) if full_depth or layers <= more else (more, few)
+    functions = {}
+    for depth in needed:
+        model = with_layers(request.recipe, request.config, depth, folder)
+        place: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
+        functions[depth] = partial(trace, model, strategy, request.batches, gpu=request.on_gpu, **place)
+    changes: list[StorageChange] = []
+    with run_in_forks(functions) as traced:
+        deepest = traced(needed[0])
+        if request.on_gpu and strategy.layers_repeat:
+            changes = list(repeat_layers(deepest.timeline, DEVICE_NAME, needed[0], layers, period))
+            if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
+                check_fits(changes, request.must_fit_bytes, request.outside_bytes)
+        traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
+    timelines = {depth: each.timeline for depth, each in traces.items()}
+    deep = DeepTrace(
+        phases=extrapolate(timelines, layers, DEVICE_NAME if request.on_gpu else "cpu", period=period),
+        work=work_at_depth({depth: each.work for depth, each in traces.items()}, layers),
+        stage_layers=deepest.stage_layers if needed == (layers,) else (),
+    )
+    if not request.on_gpu:
+        return deep
+    in_host = extrapolate(timelines, layers, "cpu", period=period)
+    deep = replace(deep, host={name: phase.peak.nbytes for name, phase in in_host.items()}, changes=changes)
+    if strategy.layers_repeat:
+        return deep
+    # ZeRO-3 gathers weights in an order that does not repeat from layer to layer, so runs cannot be repeated.
+    shares = []
+    for depth, timeline in timelines.items():
+        peaks = replay(repeat_layers(timeline, DEVICE_NAME, depth, depth), expandable=expands_segments()).values()
+        shares.append(max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks))
+    return replace(deep, reserved_share=max(shares))
+
+
+def repetition(request: TraceRequest) -> tuple[int, int]:
+    """The number of layers after which they repeat, and the depth from which each such period adds the same bytes.
+
+    The depth is the model's own if no layer stands for another.
+    """
+    strategy, lora, config = request.strategy, request.recipe.lora, request.config
+    period, shallow = period_and_depth(kinds_of_layers(config), max(1, request.recipe.training.recompute_every))
+    no_layer_stands_for_another = (
+        strategy.schedule is not None,  # each stage has some of the layers
+        lora is not None and lora.names_single_layers,  # adapters differ
         # ZeRO's pinned flat buffers are rounded up to a power of two, so they do not grow linearly with layers.
-        shallow = layers
-    elif not request.strategy.layers_repeat:
+        strategy.uses_engine and bool(strategy.offloaded),
+        # ZeRO-1 and 2 reduce by buckets, with a size that follows the trained weights. They make the buffer for a
+        # rank's gradients with its first weight: in a shallow model the embeddings', in a deep one a layer's.
+        strategy.uses_engine and strategy.layers_repeat,
+    )
+    if any(no_layer_stands_for_another):
+        return period, int(config["num_hidden_layers"])
+    if not strategy.layers_repeat:
         quantization, packed = request.recipe.quantization, 1
         if quantization is not None and not quantization.load_in_8bit:
             # 4-bit weights in one element of their container: 4 in bfloat16's two bytes.
             packed = 2 * int(getattr(torch, quantization.bnb_4bit_quant_storage).itemsize)
         shallow += layers_kept_gathered(config, packed)
-    elif request.strategy.uses_engine:
-        # ZeRO-1 and 2 reduce by buckets, with a size that follows the trained weights. They make the buffer for a
-        # rank's gradients with its first weight: in a shallow model the embeddings', in a deep one a layer's.
-        shallow = layers
-    if request.strategy.schedule or (request.recipe.lora and request.recipe.lora.names_single_layers):
-        shallow = layers  # a stage has some of them; or adapters differ, so that no layer stands for another
-    few, more = depths(layers, period, shallow)
-    needed = (layers,) if full_depth or layers <= more else (more, few)
-    with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:
-        work: dict[int, StepWork] = {}
-        timelines: dict[int, Timeline] = {}
-        stage_layers: dict[int, tuple[range, ...]] = {}
+    return period, shallow
 
-        def timeline_of(depth: int) -> Timeline:
-            if depth not in timelines:
-                timelines[depth], work[depth], stage_layers[depth] = traced(depth)
-            return timelines[depth]
 
-        if full_depth:
-            phases = timeline_of(layers).phases("cpu")
-            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=stage_layers[layers])
-        phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
-        if not request.on_gpu:
-            phases = phases_on("cpu")
-            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=stage_layers.get(layers, ()))
-        if not request.strategy.layers_repeat:
-            phases = phases_on(DEVICE_NAME)
-            host = {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
-            # ZeRO-3 gathers weights in an order that does not repeat from layer to layer, so runs cannot be repeated.
-            shares = []
-            for depth, timeline in timelines.items():
-                own_changes = repeat_layers(timeline, DEVICE_NAME, depth, depth)
-                peaks = replay(own_changes, expandable=expands_segments()).values()
-                shares.append(max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks))
-            return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=max(shares))
-        deepest = needed[0]
-        changes = list(repeat_layers(timeline_of(deepest), DEVICE_NAME, deepest, layers, period))
-        if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
-            try:
-                replay(changes, request.must_fit_bytes - request.outside_bytes, expandable=expands_segments())
-            except NoMemory:
-                nbytes = request.outside_bytes + max(peak.allocated for peak in replay(changes).values())
-                message = f"it needs {nbytes} bytes of a GPU's {request.must_fit_bytes}"
-                raise DoesNotFit(message, nbytes) from None
-        phases = phases_on(DEVICE_NAME)
-        host = {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
-        done = phases, work_at_depth(work, layers), host, changes
-        return DeepTrace(*done, stage_layers=stage_layers.get(layers, ()))
+def check_fits(changes: Sequence[StorageChange], memory: int, outside_bytes: int) -> None:
+    """Raise DoesNotFit if the allocator cannot replay the changes in what `outside_bytes` leave."""
+    try:
+        replay(changes, memory - outside_bytes, expandable=expands_segments())
+    except NoMemory:
+        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
+        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {memory}", needed) from None
 
 
 def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
@@ -169,22 +180,3 @@ def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: i
         host=host,
         work=with_more_micro_steps(deep.work, first.work, second.work, (few, more, len(request.batches))),
     )
-
-
-def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:
-    """Trace the model with `layers` layers. The last result is the layers that a pipeline's stage holds."""
-    shallow = with_layers(request.recipe, request.config, layers, folder)
-    options: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
-    options["gpu"] = request.on_gpu
-    traced = trace(shallow, request.strategy, request.batches, **options)
-    collectives = {name: phase.collectives for name, phase in traced.measured.items()}
-    work = per_step(
-        traced.operations,
-        collectives,
-        steps=STEPS,
-        micro_steps=len(request.batches),
-        gathers_once=request.strategy.gathers_once,
-        reduces_once=request.strategy.reduces_once,
-        compiles=traced.compiles,
-    )
-    return traced.timeline, work, traced.stage_layers

@@ -31,11 +31,19 @@ from finetune.tokens.batches import MicroBatch, changed_tensors
 OnParameter = Callable[[nn.Parameter], None]
 
 
+# Answers to a read on the host, by number format: those that let a training go on.
+ANSWERS = {
+    torch.int32: 1,  # torch's pipeline stages: are all shapes given?
+    torch.uint8: 0,  # DeepSpeed's ranks: has a gradient overflowed?
+}
+
+
 class _Answers(TorchDispatchMode):
     """Answers each read of a fake tensor's value, and operations that torch's fakes refuse and GPUs compute.
 
-    `all` is answered yes (transformers: are these one document's positions?), `any` no (DeepSpeed: is a norm not
-    finite?). torch's device meshes are real tensors.
+    `any` is answered no (DeepSpeed: is a norm not finite?), formats in ANSWERS as it says, and everything else with
+    `answer`. So `all` is answered yes (transformers: are these one document's positions?). torch's device meshes are
+    real tensors.
     """
 
     def __init__(self, answer: float) -> None:
@@ -47,13 +55,9 @@ class _Answers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # DeepSpeed's ranks exchange one byte that says whether a gradient overflowed, and torch's stages of a
-            # pipeline an int32 that says whether all shapes were given.
-            if args[0].dtype == torch.int32:
-                return 1
-            if args[0].dtype == torch.uint8 or args[0] is self._latest_any():
+            if args[0] is self._latest_any():
                 return 0
-            return self._answer
+            return ANSWERS.get(args[0].dtype, self._answer)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _experts_product(*args[:3], **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

@@ -11,8 +11,8 @@ from finetune.measure.collectives import CollectiveStats
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK
 from finetune.planner.trace.flops import FUSED_UPDATE, Operation
 
-# Of one bfloat16 weight, read and written: by RoundedAdamW's fused update, and by the update as written in its kernels
-# for each chunk (tests/planner/test_speed.py counts them).
+# Bytes that an update reads and writes for one bfloat16 weight: RoundedAdamW's fused kernel, and the update as it is
+# written, with its kernels for each chunk (tests/planner/test_speed.py counts them).
 FUSED_BYTES, WRITTEN_BYTES, WRITTEN_KERNELS = 14, 576, 66
 STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/update.py reduces once a step
 

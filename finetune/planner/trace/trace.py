@@ -2,8 +2,8 @@
 
 `assemble` and `optimizer_step` are the trainer's own. No model, loss, optimizer or step is written a second time here.
 
-A trace replaces these names while it runs. Most are not public, and hold for the supported versions alone (torch up to
-2.13, DeepSpeed 0.19). tests/planner compares traces with measured runs.
+A trace replaces these names while it runs. Most are not public, so they may change with any version of torch and
+DeepSpeed. tests/planner compares traces with measured runs under each supported version.
 
     name                                           replaced by
     torch.nn.parallel.DistributedDataParallel      stand_ins.Replica, because the reducer is C++
@@ -46,6 +46,7 @@ from finetune.planner.trace.flops import Halves, Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.pinned_memory import pinned_memory
 from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
+from finetune.planner.trace.step_work import StepWork, per_step
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -70,122 +71,13 @@ PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_
 
 @dataclass(frozen=True)
 class Traced:
-    """A trace's result: its record, and the trainer's own measurement."""
+    """A trace's result."""
 
     timeline: Timeline
-    measured: dict[str, Phase]
+    measured: dict[str, Phase]  # the trainer's own measurement
     operations: Mapping[Operation, int]  # in all steps, by layers as they are written
-    compiles: bool  # a run on a GPU compiles the layers
+    work: StepWork  # in one forward, one backward and one update
     stage_layers: tuple[range, ...] = ()  # the layers in a pipeline stage's runs
-
-
-@dataclass(frozen=True)
-class TraceEnvironment:
-    """A trace's surroundings: one rank's place among others that do not exist, its device, and a step's batches."""
-
-    recipe: Recipe
-    strategy: Strategy
-    batches: Sequence[MicroBatch]  # the rank's own
-    units: int  # of the objective in a step: supervised tokens, pairs or answers
-    ranks: int
-    rank: int
-    node: int  # ranks on one machine
-    device: torch.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type != "cpu"
-
-    @contextmanager
-    def accelerator(self) -> Iterator[Accelerator]:
-        """The trainer's Accelerator, in a process group without communication."""
-        before = dict(os.environ)
-        for name in PLUGIN_SETTINGS:
-            os.environ.pop(name, None)
-        AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-        ranks, local_rank = self.strategy.rank_count(self.ranks), self.rank % self.node
-        if self.strategy.distributed:
-            from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
-
-            os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(ranks)}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(self.node), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate does, and warns
-            devices = dist.Backend.backend_capability[dist.Backend.FAKE]
-            if self.device.type not in devices:
-                devices.append(self.device.type)
-            dist.init_process_group(dist.Backend.FAKE, rank=self.rank, world_size=ranks, store=FakeStore())
-        options: dict[str, Any] = {"local_rank": local_rank, "local_world_size": self.node}
-        launch = Launch((), None, None, True, ranks, self.rank, on_cpu=True, **options)
-        engine: Any = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        if self.strategy.uses_engine:
-            engine = stand_ins.engine_without_ranks(self.device)
-        try:
-            with engine, mock.patch.object(dist, "broadcast_object_list"):
-                accelerator = build_accelerator(self.recipe, self.strategy, launch)
-                if self.strategy.uses_engine and self.on_gpu:
-                    stand_ins.as_on_gpus(accelerator, self.strategy)
-                # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
-                PartialState().device = accelerator.state.device = self.device
-                yield accelerator
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            os.environ.clear()
-            os.environ.update(before)
-
-    @contextmanager
-    def without_devices(self) -> Iterator[None]:
-        """Stand-ins for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-            if self.strategy.schedule is not None:
-                stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not self.on_gpu))
-            if OPTIMIZERS[self.recipe.training.optim].paged:
-                stack.enter_context(host_pages())
-            yield
-
-    def step(self, accelerator: Accelerator, parts: Assembled, recorder: Recorder) -> None:
-        """One optimizer step. Its batches and copies end with it, before the next step makes its own."""
-        recipe, strategy = self.recipe, self.strategy
-        batches: Iterator[MicroBatch] = (fake_batch(recorder.ledger.fake_mode, batch) for batch in self.batches)
-        # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
-        # they are copied to a device, where one or two are live at a time.
-        if not strategy.distributed or strategy.uses_engine or self.on_gpu:
-            batches = prefetch(list(batches), accelerator.device, recipe.training.non_blocking)
-
-        def note_gradients(*_: Any) -> None:
-            recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
-            for component, tensors in stand_ins.engine_parts(parts).items():
-                recorder.mark(tensors, component)
-
-        def note_copy(name: str, copy: torch.Tensor) -> None:
-            recorder.mark([copy], "cast weights")
-            recorder.place_in_layer(copy, name)
-
-        handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
-        step_parts = StepParts(
-            accelerator=accelerator,
-            model=parts.model,
-            optimizer=parts.optimizer,
-            objective=objective_of(recipe),
-            phases=recorder.phases,
-            max_grad_norm=recipe.training.max_grad_norm,
-            strategy=strategy,
-            weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
-            pipeline=parts.pipeline,
-        )
-        # Every value that is read to the host is `units`, so the sum over all ranks is too.
-        optimizer_step(
-            step_parts,
-            batches,
-            micro_steps=len(self.batches),
-            planned_count=self.units,
-            seed=recipe.training.seed,
-            stop=False,
-        )
-        handle.remove()
-        recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
 
 
 def trace(
@@ -217,7 +109,8 @@ def trace(
     if strategy.uses_engine:
         dtype = COMPUTE[recipe.training.mixed_precision] or torch.float32
     build = build_on_device = dataless_build(recipe, dtype=dtype)
-    units = sum(objective_of(recipe).count(batch) for batch in batches)
+    objective = objective_of(recipe)
+    units = sum(objective.count(batch) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     # Registered for a CPU's plan too. Autograd's engine reads the kinds of devices once, at a process's first backward,
     # and aborts at a tensor on a device that is registered later (torch 2.13).
@@ -228,8 +121,10 @@ def trace(
     stages = strategy.stage_count(ranks)
     if rank % stages != stages - 1:  # only a pipeline's last stage has a loss
         batches = [without_learning(batch) for batch in batches]
-    environment = TraceEnvironment(recipe, strategy, batches, units, ranks, rank, node or ranks, device)
-    with environment.accelerator() as accelerator, ExitStack() as stack:
+    with ExitStack() as stack:
+        accelerator = stack.enter_context(fake_accelerator(recipe, strategy, device, ranks, rank, node or ranks))
+        if strategy.uses_engine and gpu:
+            stand_ins.as_on_gpus(accelerator, strategy)
         if strategy.uses_engine and strategy.shards_parameters:
             partition = stand_ins.partitioner(accelerator, adapters=recipe.lora is not None)
 
@@ -239,41 +134,138 @@ def trace(
 
             build = build_partitioned
         mesh = make_mesh(strategy, device) if strategy.shards_modules else None
-        stack.enter_context(environment.without_devices())
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+        if strategy.schedule is not None:
+            stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu))
+        if OPTIMIZERS[recipe.training.optim].paged:
+            stack.enter_context(host_pages())
         fake_mode = stack.enter_context(no_data(float(units), masks=masks))
         recorder = Recorder(device, fake_mode)
         halves = Halves(recorder.phases)
         functions = [tagging(recorder, gloo=not gpu)]
         if gpu:
             functions += [pinned_memory(recorder), workspaces(recorder, device, cublas, recipe.training.deterministic)]
-        with count_operations(recorder.phases, *functions, current=halves.current, fake_mode=fake_mode) as operations:
-            with recorder.phases("load"):
-                mesh_ranks = None
-                if mesh is not None:  # torch's device mesh keeps the ranks [ranks] int32 in host memory
-                    mesh_ranks = torch.empty(ranks, dtype=torch.int32, device="cpu")
-                parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
-            if gpu and recipe.training.compile is not False:
-                stand_ins.fuse_update(unwrap_optimizer(parts.optimizer))
-            model = cast(PreTrainedModel, parts.unwrapped_model)
-            stage_layers: tuple[range, ...] = ()
-            if parts.pipeline is not None:
-                halves.watch(parts.pipeline.runs)
-                stage_layers = parts.pipeline.own_layers
-            recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
-            with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
-                parts.model.train()
-                for _ in range(STEPS):
-                    environment.step(accelerator, parts, recorder)
-            with recorder.phases("save"):
-                _copy_as_a_checkpoint(parts)  # a function of its own, so that its tensors end before the phase does
-            # The layers of weights and optimizer states, which are allocated outside the layers' modules.
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                recorder.place_in_layer(tensor, name)
-                for value in tensors_in(parts.optimizer.state.get(tensor, {})):
-                    recorder.place_in_layer(value, name)
-            del mesh_ranks
-        compiles = gpu and why_left_off(recipe, strategy, model) is None
-        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, stage_layers)
+        counting = count_operations(recorder.phases, *functions, current=halves.current, fake_mode=fake_mode)
+        operations = stack.enter_context(counting)
+        with recorder.phases("load"):
+            mesh_ranks = None
+            if mesh is not None:  # torch's device mesh keeps the ranks [ranks] int32 in host memory
+                mesh_ranks = torch.empty(ranks, dtype=torch.int32, device="cpu")
+            parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
+        if gpu and recipe.training.compile is not False:
+            stand_ins.fuse_update(unwrap_optimizer(parts.optimizer))
+        model = cast(PreTrainedModel, parts.unwrapped_model)
+        stage_layers: tuple[range, ...] = ()
+        if parts.pipeline is not None:
+            halves.watch(parts.pipeline.runs)
+            stage_layers = parts.pipeline.own_layers
+        recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
+
+        def fake_batches() -> Iterator[MicroBatch]:
+            made = (fake_batch(fake_mode, batch) for batch in batches)
+            # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
+            # they are copied to a device, where one or two are live at a time.
+            if strategy.distributed and not strategy.uses_engine and not gpu:
+                return made
+            return prefetch(list(made), accelerator.device, recipe.training.non_blocking)
+
+        def note_gradients(*_: Any) -> None:
+            recorder.mark((parameter.grad for parameter in model.parameters()), "gradients")
+            for component, tensors in stand_ins.engine_parts(parts).items():
+                recorder.mark(tensors, component)
+
+        def note_copy(name: str, copy: torch.Tensor) -> None:
+            recorder.mark([copy], "cast weights")
+            recorder.place_in_layer(copy, name)
+
+        unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
+        step_parts = StepParts(
+            accelerator=accelerator,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            objective=objective,
+            phases=recorder.phases,
+            max_grad_norm=recipe.training.max_grad_norm,
+            strategy=strategy,
+            weights=cast_weights(recipe, strategy, model, note_copy),
+            pipeline=parts.pipeline,
+        )
+        with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
+            parts.model.train()
+            for _ in range(STEPS):
+                # No name for the batches: they end with their step, before the next step makes its own. Every value
+                # that is read to the host is `units`, so the sum over all ranks is too.
+                optimizer_step(
+                    step_parts,
+                    fake_batches(),
+                    micro_steps=len(batches),
+                    planned_count=units,
+                    seed=recipe.training.seed,
+                    stop=False,
+                )
+                recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
+        with recorder.phases("save"):
+            _copy_as_a_checkpoint(parts)  # a function of its own, so that its tensors end before the phase does
+        # The layers of weights and optimizer states, which are allocated outside the layers' modules.
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            recorder.place_in_layer(tensor, name)
+            for value in tensors_in(parts.optimizer.state.get(tensor, {})):
+                recorder.place_in_layer(value, name)
+        del mesh_ranks
+        measured = recorder.phases.take()
+        work = per_step(
+            operations,
+            {name: phase.collectives for name, phase in measured.items()},
+            steps=STEPS,
+            micro_steps=len(batches),
+            gathers_once=strategy.gathers_once,
+            reduces_once=strategy.reduces_once,
+            compiles=gpu and why_left_off(recipe, strategy, model) is None,
+        )
+        return Traced(recorder.timeline, measured, operations, work, stage_layers)
+
+
+@contextmanager
+def fake_accelerator(
+    recipe: Recipe, strategy: Strategy, device: torch.device, ranks: int, rank: int, node: int
+) -> Iterator[Accelerator]:
+    """The trainer's Accelerator for one of `ranks`, in a process group without communication.
+
+    Args:
+        node: Ranks on one machine.
+    """
+    before = dict(os.environ)
+    for name in PLUGIN_SETTINGS:
+        os.environ.pop(name, None)
+    AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
+    ranks, local_rank = strategy.rank_count(ranks), rank % node
+    if strategy.distributed:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
+
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate does, and warns
+        devices = dist.Backend.backend_capability[dist.Backend.FAKE]
+        if device.type not in devices:
+            devices.append(device.type)
+        dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=ranks, store=FakeStore())
+    options: dict[str, Any] = {"local_rank": local_rank, "local_world_size": node}
+    launch = Launch((), None, None, True, ranks, rank, on_cpu=True, **options)
+    engine: Any = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+    if strategy.uses_engine:
+        engine = stand_ins.engine_without_ranks(device)
+    try:
+        with engine, mock.patch.object(dist, "broadcast_object_list"):
+            accelerator = build_accelerator(recipe, strategy, launch)
+            # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
+            PartialState().device = accelerator.state.device = device
+            yield accelerator
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _copy_as_a_checkpoint(parts: Assembled) -> None:

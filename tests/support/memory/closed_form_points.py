@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.closed_form.estimate import estimate
 from finetune.model.known_configs import full_config
-from finetune.planner.command import plan_by_trace
+from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 
@@ -74,7 +74,7 @@ def key_of(point: tuple[Any, ...]) -> str:
 def traced(point: tuple[Any, ...]) -> dict[str, Any]:
     recipe, gpus = recipe_of(point)
     begun = time.perf_counter()
-    planned = plan_by_trace(recipe, gpus)
+    planned = plan_recipe(recipe, gpus)
     return {
         "traced_bytes": planned.needed,
         "traced_peaks": {name: phase.peak.nbytes for name, phase in planned.phases.items()},

@@ -56,6 +56,7 @@ class Point:
     reserved: float
 
 
+Rows = dict[str, dict[str, Any]]
 POINTS = {
     "8 ranks, eager": Point(8, False, 82.4),
     "8 ranks, compiled": Point(8, True, 77.0),
@@ -250,3 +251,25 @@ def peaks(changes: list[StorageChange]) -> tuple[float, float]:
 def planned(point: Point) -> tuple[float, float]:
     """GiB allocated and reserved at most, at full depth."""
     return peaks(list(repeat_layers(timeline_of(point), DEVICE_NAME, LAYERS, DEEP)))
+
+
+def compared() -> Rows:
+    """GiB measured and planned, and the error in percent, by point."""
+    found: Rows = {}
+    for name, sharded in POINTS.items():
+        reserved = planned(sharded)[1]
+        error = round(100 * (reserved / sharded.reserved - 1), 2)
+        found[f"torchtitan, 8B, {name}"] = {
+            "measured_gib": sharded.reserved,
+            "planned_gib": round(reserved, 2),
+            "error": error,
+        }
+    return found
+
+
+def table(found: Rows) -> Iterator[str]:
+    """The page's rows."""
+    yield "| point | measured, GiB | planned | error |"
+    yield "|---|---|---|---|"
+    for name, row in found.items():
+        yield f"| {name} | {row['measured_gib']:.1f} | {row['planned_gib']:.1f} | {row['error']:+.1f} % |"

@@ -187,14 +187,14 @@ def rehearsal(name: str, folder: Path, way: Way) -> Cell:
 def planned(folder: Path, way: Way) -> Cell:
     """Whether adapters on one GPU are planned, with the weights held that the model has. Traces: not for a process
     that has run a backward pass before `pretend_device`."""
-    from finetune.planner.command import plan_by_trace
+    from finetune.planner.plan_recipe import plan_recipe
     from finetune.recipe.gpus import parse_gpus
 
     settings = {"model": {"attention": way.attention}, "data": {"packing": way.packing, "max_length": PLANNED_ROW}}
     training = {"global_batch_size": 1, "per_device_batch_size": 1, "activation_checkpointing": False}
     recipe = least_recipe(folder, lora={"target_modules": "all-linear"}, training=training, **settings)
     try:
-        plan = plan_by_trace(recipe, parse_gpus("1x24GB"))
+        plan = plan_recipe(recipe, parse_gpus("1x24GB"))
     except FinetuneError as error:
         return refused(error)
     model = build_model(recipe, META)

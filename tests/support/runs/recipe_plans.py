@@ -9,8 +9,7 @@ from typing import Any
 from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import FinetuneError
-from finetune.planner.command import plan_by_trace
-from finetune.planner.plan_recipe import Plan
+from finetune.planner.plan_recipe import Plan, plan_recipe
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.runs.cells import ROOT
@@ -26,7 +25,7 @@ def plan_of(path: Path) -> Plan:
     """The plan on the recipe's own budget, with the recomputation that `auto` chooses."""
     asked = load_recipe(path).recipe
     gpus = gpus_of(asked.budget)
-    return plan_by_trace(choose_recomputation(asked, gpus).recipe if gpus else asked, gpus)
+    return plan_recipe(choose_recomputation(asked, gpus).recipe if gpus else asked, gpus)
 
 
 def plan(path: Path) -> dict[str, Any]:

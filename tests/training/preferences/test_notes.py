@@ -11,7 +11,7 @@ from finetune.architecture.families import router_coefficient
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.optimizers import PREFERENCE_RATES, far_rate
+from finetune.recipe.optimizers import PREFERENCE_RATE_LIMITS, far_rate
 from finetune.recipe.schema import Recipe
 from finetune.strategies.receipt import describe_batch
 from finetune.tokens.dataset import prepare
@@ -103,8 +103,8 @@ def test_positions_are_those_of_one_answer(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 @pytest.mark.parametrize("method", ["full training", "LoRA"])
 def test_rates_of_preferences(base: Path, tmp_path: Path, kind: str, method: str) -> None:
-    least, usual, most = PREFERENCE_RATES[method]
-    for rate, fits in ((least, True), (usual, True), (most, True), (2 * most, False), (least / 2, False)):
+    least, most = PREFERENCE_RATE_LIMITS["adapters" if method == "LoRA" else "full"]
+    for rate, fits in ((least, True), (most, True), (2 * most, False), (least / 2, False)):
         words = [f"training.learning_rate={rate:.9f}", *(["lora={}"] if method == "LoRA" else [])]
         notes = list(far_rate(recipe_of(tmp_path, base, kind, *words)))
         assert bool(notes) != fits
