@@ -143,11 +143,6 @@ def _method(foreign: ForeignConfig) -> None:
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
-    if foreign.get("pissa_init"):
-        foreign.write("lora.init_lora_weights", "pissa", "pissa_init")
-        if foreign.get("pissa_iter", 16) != -1:
-            reason = "the exact decomposition is taken: a random one cannot be loaded again"
-            foreign.leave("pissa_iter", "differs", reason)
 
     # LLaMA-Factory first merges all adapters but the last one; with create_new_adapter it merges all of them.
     adapters = _names(foreign.get("adapter_name_or_path", []))

@@ -225,7 +225,6 @@ def silenced_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         warnings.filterwarnings("ignore", message="Unsupported layer type")
-        # finetune export --plain converts these too; peft's own conversion does not.
         warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2's layers; peft sets it
         yield

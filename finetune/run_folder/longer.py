@@ -25,7 +25,7 @@ from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine
 from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
 
 LENGTH_KEYS = ("training.num_train_epochs", "training.max_steps")  # the keys of a run's identity that may grow
-HANDED_OVER = ("adapter", "model", "merged", "adapter-plain", "serving", "hub.json")
+HANDED_OVER = ("adapter", "model", "merged", "serving", "hub.json")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from finetune.model.on_top import is_on_top
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule, unwrap_optimizer
 from finetune.model.optimizers.fused_update import choose_update
 from finetune.probe.padding import may_share_a_batch
-from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
@@ -426,7 +425,6 @@ def finish(session: Session) -> None:
         if start.recipe.lora is None:
             for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
                 log(line)
-        log(only_by_peft(start.recipe, start.run_dir))
         if start.recipe.preferences is not None:
             facts = read_run(start.run_dir, start.recipe)
             rows = start.recipe.training.global_batch_size

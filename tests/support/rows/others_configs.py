@@ -323,8 +323,8 @@ EXAMPLES: dict[str, Example] = {
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory pissa": Example(
-        "llamafactory", FACTORY_PISSA, "80GB", {"lora.init_lora_weights": "pissa"},
-        differs=frozenset({"pissa_iter"}), look=FACTORY_LOOK,
+        "llamafactory", FACTORY_PISSA, "80GB", {"lora.init_lora_weights": ABSENT},
+        differs=frozenset({"pissa_init"}), look=FACTORY_LOOK,
     ),
     "LLaMA-Factory galore": Example(
         "llamafactory", FACTORY_GALORE, "80GB", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},
