@@ -345,3 +345,14 @@ def test_no_conflict_is_left_in_a_file() -> None:
         ["git", "grep", "-nE", "^(<{7} |>{7} |={7}$)"], cwd=PACKAGE.parent, capture_output=True, text=True
     )
     assert process.stdout == ""
+
+
+BY_NAME = re.compile(r"type\(\w+\)\.__(qual)?name__ *(==|!=|in\b|not in)|in type\(\w+\)\.__(qual)?name__")
+
+
+@pytest.mark.parametrize("package", ["architecture", "model", "probe", "strategies", "training"])
+def test_no_class_is_recognised_by_its_name(package: str) -> None:
+    """What a layer computes is tried on a small input, or read from its attributes."""
+    files = sorted((PACKAGE / package).rglob("*.py"))
+    assert len(files) > 5
+    assert [file for file in files if BY_NAME.search(file.read_text("utf-8"))] == []
