@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, folder_of, in_hub_cache, resolve_model_path
+from finetune.model.packaged import folder_of, in_hub_cache, online_name, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.untrusted.config_sizes import read_config
@@ -80,9 +80,7 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     Then it asks the Hub for config.json and nothing else. Raises EnvironmentMismatch if it is nowhere, FinetuneError
     for a missing package.
     """
-    name = name_or_path
-    if name.startswith(PREFIX):
-        name = ONLINE_REPOSITORIES.get(name.removeprefix(PREFIX).strip()) or resolve_model_path(name)
+    name = resolve_model_path(online_name(name_or_path))
     file = Path(name, "config.json")
     if not file.is_file():
         shipped = shipped_config(name)

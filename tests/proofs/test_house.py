@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ recipe data importers new_recipe preflight cli closed_form scoring
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent
 measure.units
-model.known_configs model.packaged
+model.known_configs model.packaged model.gguf_package
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.conversation tokens.dataset
 tokens.encoder
 tokens.estimate tokens.marks tokens.mixture tokens.packing tokens.tokenizer
