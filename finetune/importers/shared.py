@@ -131,7 +131,7 @@ def carry_batch_size(
 ) -> None:
     """training.global_batch_size: the tool's rows of one optimizer step.
 
-    With 2 rows a GPU, 4 accumulated micro-batches and 8 GPUs of which 2 share each row: 2 x 4 x (8 / 2) = 32.
+    With 2 rows a GPU, 4 accumulated micro-batches and 8 GPUs, two of them to a row: 2 x 4 x (8 / 2) = 32.
     """
     micro_batch = foreign.count(micro_batch_key, default)
     written_steps = foreign.get("gradient_accumulation_steps")

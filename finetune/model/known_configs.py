@@ -64,7 +64,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
 MIRRORS = ("nousresearch", "unsloth")  # owners of ungated copies under the model's own last name
-# Beginnings of names whose files the Hub shows after a request alone, so that doctor can say so without asking it.
+# Beginnings of gated names: the Hub shows their files after a request. doctor says so without asking the Hub.
 GATED = ("meta-llama/", "google/gemma-3")
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.

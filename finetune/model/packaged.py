@@ -52,8 +52,9 @@ def folder_of(name_or_path: str, revision: str) -> Path | None:
 
 
 def refuse_unreachable(name: str, revision: str) -> None:
-    """Ask the Hub once for a model of which nothing is on this machine. A library's download without a network would
-    try again for half a minute, with a warning each time.
+    """Ask the Hub once for a model that this machine has no file of.
+
+    Without a network, a library's download would try again for half a minute, with a warning each time.
 
     Raises EnvironmentMismatch if there is no connection. Anything that the Hub answers is left to the download.
     """
