@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -408,8 +407,7 @@ def proofs(lines: Lines, *, shrunken: bool) -> None:
             while waiting:
                 now = [proof for proof in waiting if not proof.of or proof.of in ended]
                 waiting = [proof for proof in waiting if proof not in now]
-                lacking = partial(_lacking, ok)
-                for done in as_completed([pool.submit(bench.outcome, proof, lacking(proof)) for proof in now]):
+                for done in as_completed([pool.submit(bench.outcome, proof, {*ok}) for proof in now]):
                     outcome = done.result()
                     ended.add(outcome["name"])
                     ok |= {outcome["name"]} if outcome["state"] == "ok" else set()
@@ -417,13 +415,9 @@ def proofs(lines: Lines, *, shrunken: bool) -> None:
 
 
 def _compiled_or_not(proof: Any) -> Any:
-    if proof.name in COMPILED_PROOFS or proof.kind in ("resume", "export"):
+    if proof.name in COMPILED_PROOFS or proof.kind == "resume":
         return proof  # one that resumes has the settings of the training that it continues
     return replace(proof, settings={**proof.settings, "training.compile": False})
-
-
-def _lacking(ok: set[str], proof: Any) -> str:
-    return proof.missing or (f"there is no {proof.of} to compare with" if proof.of and proof.of not in ok else "")
 
 
 def _log_of(outcome: dict[str, Any], folder: Path) -> dict[str, str]:

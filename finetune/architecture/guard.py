@@ -10,7 +10,7 @@ output and all gradients beside the library's module, from the same inputs, rand
     own norms, gates     transformers' forward
     flash attention      one scaled-dot-product attention for each document
 
-A path that differs is left off: at once on the rank that sees it, and on all ranks after they have agreed.
+A path that differs is turned off: at once on the rank that sees it, and on all ranks after they have agreed.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Guard:
-    """The comparisons that were made, and the paths that are left off."""
+    """The comparisons that were made, and the paths that were turned off."""
 
     compared: dict[str, int] = field(default_factory=dict)  # kinds of modules, by path
     furthest: dict[str, float] = field(default_factory=dict)  # the largest difference, by path

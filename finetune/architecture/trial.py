@@ -154,7 +154,7 @@ def check_masks_isolate(kind: Architecture, config: PreTrainedConfig) -> None:
 
     def look(attention_mask: Tensor | None) -> None:
         if not getattr(attention_mask, "isolates", False):
-            raise Unsuitable("makes masks by which documents of one row see each other")
+            raise Unsuitable("makes masks that let documents of one row see each other")
 
     _register_masks(look)
     model = _structure(kind, config, MASKED)

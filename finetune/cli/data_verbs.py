@@ -123,15 +123,13 @@ def import_recipe(
     gpus: Annotated[
         str | None, typer.Option(help="GPUs it was written for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
     ] = None,
-    tool: Annotated[
-        str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
-    ] = None,
+    tool: Annotated[str | None, typer.Option(help="axolotl, llamafactory or trl.", show_default="by its keys")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="A file to write.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a configuration from axolotl, LLaMA-Factory, TRL or torchtune into a recipe, and list what is left
+    """Convert a configuration from axolotl, LLaMA-Factory or TRL into a recipe, and list what is left
     out."""
 
     def work() -> dict[str, Any]:

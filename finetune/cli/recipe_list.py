@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
+from finetune.model.packaged import online_name
 from finetune.paths import RECIPES
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -86,7 +86,7 @@ def _read(path: Path) -> Listed:
     recipe = load_recipe(path).recipe
     name_or_path = recipe.model.name_or_path
     # A packaged model is listed by the published model that it was made from.
-    published = ONLINE_REPOSITORIES.get(name_or_path.removeprefix(PREFIX), name_or_path)
+    published = online_name(name_or_path)
     return Listed(
         name=path.stem,
         path=path,

@@ -273,13 +273,10 @@ def export(
         typer.Option(
             "--to",
             parser=user_path,
-            help="Output folder; exports/, serving/ or adapter-plain/ of the run.",
+            help="Output folder; exports/ or serving/ of the run.",
             show_default=False,
         ),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="A PiSSA or OLoRA adapter as plain LoRA of twice the rank.")
-    ] = False,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -290,8 +287,6 @@ def export(
 ) -> None:
     """Export a checkpoint as a finished run, or hand a run over to a serving engine with --for."""
     one_of("--for", engine, ENGINES)
-    if engine is not None and plain:
-        raise typer.BadParameter("--plain is one of its conversions; leave one of the two out", param_hint="--for")
 
     def work() -> dict[str, Any]:
         if folder is not None:
@@ -302,13 +297,8 @@ def export(
 
         if engine is not None:
             return {"ok": True, **finished_run.export_for(run, step, engine, folder, _line_printer(as_json))}
-        if plain:
-            return {"ok": True, **finished_run.export_plain(run, step, folder, _line_printer(as_json))}
         if step is None:
-            raise FinetuneError(
-                f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter; or "
-                "--for and an engine"
-            )
+            raise FinetuneError(f"{run}: export needs a checkpoint's step: --step N; or --for and an engine")
         facts = finished_run.export(run, step, folder, _line_printer(as_json))
         if not as_json:
             typer.echo(f"talk to it: {shlex.join(['finetune', 'chat', facts['folder']])}")

@@ -20,7 +20,6 @@ __all__ = [
     "evaluate",
     "export",
     "export_for",
-    "export_plain",
     "merge",
     "run_at",
     "write_gguf",
@@ -189,16 +188,6 @@ def export(run: Path, step: int, folder: Path | None, say: Say) -> dict[str, Any
     facts = export_step(run, step, folder)
     say(describe_export(facts))
     write_answers_and_report(Path(facts["folder"]), step, say)
-    return facts
-
-
-def export_plain(run: Path, step: int | None, folder: Path | None, say: Say) -> dict[str, Any]:
-    """Write a PiSSA or OLoRA adapter as plain LoRA with twice the rank. Raises FinetuneError."""
-    from finetune.finished_run.plain_adapter import describe_plain
-    from finetune.finished_run.plain_adapter import export_plain as write_plain
-
-    facts = write_plain(run_at(run, step), folder)
-    say(describe_plain(facts))
     return facts
 
 

@@ -90,14 +90,11 @@ def open_run(run_dir: Path) -> ChatSession:
     tokenizer = load_run_tokenizer(run)
     if run.recipe.lora is None:
         tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
+        base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
     else:
         adapted: Any = load_adapted(run, device)
         tuned = Participant("tuned", adapted, nullcontext)
-    # PiSSA and OLoRA changed the base's weights, so their base is loaded separately.
-    if run.base_is_inside:
         base = Participant("base", adapted, adapted.disable_adapter)
-    else:
-        base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
     return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned)
 
 

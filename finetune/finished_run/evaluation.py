@@ -225,16 +225,14 @@ def _held_out_loss(
 
 def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
     """("base", ...), then ("tuned", ...). Use each before you take the next: one is on the device at a time."""
-    if not run.base_is_inside:
+    if run.recipe.lora is None:
         yield "base", load_whole(run, device, tuned=False, with_loss=with_loss)
         gc.collect()  # models refer to themselves in circles, and the next one needs the memory
-    if run.recipe.lora is None:
         yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
         return
     adapted: Any = load_adapted(run, device, with_loss=with_loss)
-    if run.base_is_inside:  # one model serves as both
-        with adapted.disable_adapter():
-            yield "base", adapted
+    with adapted.disable_adapter():  # one model serves as both
+        yield "base", adapted
     yield "tuned", adapted
 
 

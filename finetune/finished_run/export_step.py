@@ -168,7 +168,7 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[s
             generation_config = GenerationConfig.from_pretrained(path, revision=recipe.model.revision)
             decoder_parts(model).generation_config = generation_config
     else:
-        # On meta every adapter is built with peft's default initialisation, because the others need the base's weights.
+        # On meta every adapter is built with peft's default initialisation; adapter_config.json names the recipe's.
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
     weights = _trained_weights(recipe, model, checkpoint)
     refuse_unexportable(recipe, not_finite(weights, 0))

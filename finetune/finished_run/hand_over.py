@@ -25,7 +25,7 @@ from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove
 from finetune.finished_run.load import FinishedRun, best_device, finished_run
 from finetune.finished_run.merging import plan_merge, write_merged
 from finetune.finished_run.own_folder import refuse_foreign, write_record
-from finetune.finished_run.serving_rules import conversions_in_words, judge_for_vllm
+from finetune.finished_run.serving_rules import WORDS, judge_for_vllm
 from finetune.finished_run.vllm_adapter import converted
 from finetune.finished_run.weight_files import read_settings
 from finetune.model.build import configuration
@@ -184,7 +184,7 @@ def _for_vllm(run: FinishedRun, folder: Path) -> HandOver:
         with in_one_line(lambda error: FinetuneError(f"{run.product}: cannot be converted: {words_of(error)}")):
             tensors, plain = converted(run, settings, verdict)
         outcome = "converted"
-        words = f"the adapter converted, rank {verdict.rank}: {conversions_in_words(verdict, settings)}"
+        words = f"the adapter converted, rank {verdict.rank}: {'; '.join(WORDS[each] for each in verdict.conversions)}"
 
     def write(target: Path) -> None:
         shutil.copytree(run.product, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,18 +65,12 @@ class FinishedRun:
         """adapter/ or model/, with the tokenizer."""
         return self.folder / ("adapter" if self.recipe.lora else "model")
 
-    @property
-    def base_is_inside(self) -> bool:
-        """Whether the model without its adapter is the base. Then the base need not be loaded separately."""
-        lora = self.recipe.lora
-        return lora is not None and not lora.takes_from_the_base
 
-
-def finished_run(run_dir: Path) -> FinishedRun:
+def finished_run(run_dir: Path, overrides: Sequence[str] = ()) -> FinishedRun:
     """Open a run's folder. Raises FinetuneError if it holds no finished run."""
     if not sys.stderr.isatty():  # bars are for eyes
         transformers_logging.disable_progress_bar()
-    run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir)))
+    run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir), overrides))
     if not run.product.is_dir():
         raise not_finished_yet(run_dir)
     section = run.recipe.model
@@ -85,9 +79,9 @@ def finished_run(run_dir: Path) -> FinishedRun:
     return run
 
 
-def recipe_of_run(resolved: Path) -> Recipe:
+def recipe_of_run(resolved: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a run's folder, for a verb that loads its model. Raises FinetuneError."""
-    recipe = recipe_from_resolved(resolved)
+    recipe = recipe_from_resolved(resolved, overrides)
     recorded = read_conversation(resolved.parent)
     if recipe.data.chat_template and recorded is not None:  # the file that it names may have changed, or be gone
         data = recipe.data.model_copy(update={"chat_template": recorded.templates["default"]})
@@ -104,7 +98,7 @@ def best_device() -> torch.device:
 
 
 def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = False) -> PeftModel:
-    """Base and adapter, in evaluation mode. `disable_adapter` gives the base if `base_is_inside`.
+    """Base and adapter, in evaluation mode. `disable_adapter` gives the base.
 
     With `with_loss` the forward knows packed rows and `shift_labels`, as in training. Else it is the library's.
     """

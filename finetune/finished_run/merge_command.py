@@ -53,7 +53,9 @@ def merge_run(
         FinetuneError: no finished run with an adapter, a base without safetensors, an adapter that does not fit.
         DoesNotFit: the comparison loads a whole model, and the GPU has no room for it.
     """
-    run = finished_run(run_dir)
+    # Release 0.1.0 had starts that moved a part of the base into the adapter. adapter_config.json names them.
+    overrides = ["lora.init_lora_weights=true"] if (run_dir / "adapter").is_dir() else []
+    run = finished_run(run_dir, overrides)
     if (run_dir / "merged").is_symlink():
         raise FinetuneError(f"{run_dir / 'merged'}: is a link, through which nothing is written; remove it")
     check_output(run_dir / "merged", "merge", folder=True)
@@ -116,12 +118,12 @@ def _verify(
     with fitting(merge.device):
         adapted: Any = load_adapted(run, merge.device)
         reference = run_reference(adapted, documents)
-        if run.base_is_inside:
+        if not merge.adapter.moves_the_base:
             with adapted.disable_adapter():
                 base = agreement_with(adapted, reference)
         del adapted
         gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
-        if not run.base_is_inside:
+        if merge.adapter.moves_the_base:
             base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
         candidates = {kind: _compared(run, folder, reference, merge.device) for kind, folder in merged.items()}
     return {

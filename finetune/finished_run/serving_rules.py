@@ -71,10 +71,9 @@ EXPERTS_BY_NAME = frozenset({"OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3Mo
 EXPERT_LAYER = re.compile(r"\.experts(\.base_layer)?$")  # peft's two wrappers around the two parameters
 EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
 
-Conversion = Literal["experts", "plain", "one rank", "one name"]
+Conversion = Literal["experts", "one rank", "one name"]
 WORDS: Mapping[Conversion, str] = {
     "experts": "each expert's gate, up and down projection has an adapter of its own",
-    "plain": "{init} is written as plain LoRA of twice the rank",
     "one rank": "rank_pattern and alpha_pattern are folded into one rank and scale",
     "one name": "each tensor keeps the whole model's name alone",
 }
@@ -140,16 +139,11 @@ def judge_for_vllm(
     if of_experts:
         ranks.add(int(settings.get("r") or 0))
     rank = max([0, *ranks])
-    if init in ("pissa", "olora"):
-        if quantized:
-            refusals.append(f"{init} over a quantised base quantised the rest of each weight, not the weight")
-        conversions.append("plain")
-        rank *= 2
-    elif init not in PLAIN_STARTS:
+    if init not in PLAIN_STARTS:
         refusals.append(f"init_lora_weights: {init} changes the base when peft loads the adapter")
     by_pattern = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
-    if of_experts and (by_pattern or "plain" in conversions):
-        refusals.append(f"target_parameters beside {'a pattern' if by_pattern else init} have no form that vLLM reads")
+    if of_experts and by_pattern:
+        refusals.append("target_parameters beside a pattern have no form that vLLM reads")
     if by_pattern:
         conversions.append("one rank")
     if len(whole_names(tensors)) < len(tensors):
@@ -175,11 +169,6 @@ def judge_for_vllm(
     if architecture not in EXPECTED_LAYERS:
         notes.append(f"layer names of {architecture} are checked by vLLM when it loads the adapter")
     return ServingVerdict((), tuple(conversions), rank, tuple(notes))
-
-
-def conversions_in_words(verdict: ServingVerdict, settings: Mapping[str, Any]) -> str:
-    """One clause per conversion."""
-    return "; ".join(WORDS[each].format(init=settings.get("init_lora_weights")) for each in verdict.conversions)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

@@ -13,15 +13,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun
-from finetune.finished_run.merging import plan_merge
-from finetune.finished_run.plain_adapter import plain_tensors
 from finetune.finished_run.serving_rules import ServingVerdict, whole_names
 from finetune.model.text_part import PEFT_PREFIX
 from finetune.recipe.sections.lora import by_pattern
@@ -37,8 +34,6 @@ def converted(
     """
     if "experts" in verdict.conversions:
         tensors, result = by_expert(load_file(run.product / ADAPTER_WEIGHTS), settings)
-    elif "plain" in verdict.conversions:
-        tensors, result = plain_tensors(plan_merge(run.recipe, run.folder, torch.device("cpu")), run.product)
     else:
         tensors, result = load_file(run.product / ADAPTER_WEIGHTS), dict(settings)
     if "one rank" in verdict.conversions:

@@ -17,7 +17,7 @@ from finetune.model.adapters import silenced_peft
 from finetune.model.packaged import base_file
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
-from finetune.recipe.sections.lora import by_pattern, takes_from_the_base
+from finetune.recipe.sections.lora import by_pattern
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
@@ -55,7 +55,8 @@ class AdapterFile:
 
     @property
     def moves_the_base(self) -> bool:
-        return takes_from_the_base(self.init)
+        """Whether training began by moving a part of the base into the adapter, as two starts of release 0.1.0 did."""
+        return self.init in ("pissa", "olora")
 
     def read(self, key: str) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
@@ -66,44 +67,12 @@ class AdapterFile:
         """The weight's rest after the adapter's initialisation, in the weight's number format."""
         if not self.moves_the_base or self._is_embedding(layer):
             return weight
-        remainder: Tensor = self._initial_layer(layer, weight).get_base_layer().weight
+        settings = {**self.settings_of(layer), "init_lora_weights": self.init}
+        remainder: Tensor = _adapted(nn.Linear, weight, settings).get_base_model().layer.get_base_layer().weight
         return remainder.detach()
-
-    def doubled(self, layer: str, weight: Tensor) -> dict[str, Tensor]:
-        """A and B with twice the rank, under peft's names in the layer: the change to the weight, without a scale.
-
-        `weight` is the base's weight in the training's number format. Raises FinetuneError if adapter and weight do not
-        fit.
-        """
-        trained = {name: self.read(key).float() for name, key in self.layers[layer].items()}
-        settings = self.settings_of(layer)
-        rank, alpha = settings["r"], settings["lora_alpha"]
-        scale = alpha / rank**0.5 if settings["use_rslora"] else alpha / rank
-        if self._is_embedding(layer):  # under every initialisation B0 = 0, so nothing is subtracted
-            a, b = trained["embedding_A"], trained["embedding_B"]  # [r, rows], [width, r]
-            doubled = {
-                "embedding_A": torch.cat([a, torch.zeros_like(a)]),
-                "embedding_B": scale * torch.cat([b, 0 * b], 1),
-            }
-        else:
-            initial: Any = self._initial_layer(layer, weight)
-            a0, b0 = (part["default"].weight.detach().float() for part in (initial.lora_A, initial.lora_B))
-            a, b = trained["A.weight"], trained["B.weight"]  # [r, in], [out, r]
-            if (a.shape, b.shape) != (a0.shape, b0.shape):
-                raise FinetuneError(f"{layer}: the adapter does not fit this base; name its own base")
-            # B' A' = [s B, -s B0] [A; A0] = s (B A - B0 A0)
-            doubled = {"A.weight": torch.cat([a, a0]), "B.weight": scale * torch.cat([b, -b0], 1)}
-        if other := sorted(trained.keys() - doubled.keys()):
-            raise FinetuneError(f"{self.path}: {layer}: {other[0]} has no place in plain LoRA; merge the adapter")
-        return doubled
 
     def _is_embedding(self, layer: str) -> bool:
         return any(name.startswith("embedding") for name in self.layers[layer])
-
-    def _initial_layer(self, layer: str, weight: Tensor) -> Any:
-        """peft's layer on this weight at the training's start. It holds the base weight's rest."""
-        settings = {**self.settings_of(layer), "init_lora_weights": self.init}
-        return _adapted(nn.Linear, weight, settings).get_base_model().layer
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.hub.already_there import parsed_card
-from finetune.model.packaged import PREFIX, in_hub_cache, read_origin, resolve_model_path
+from finetune.model.packaged import in_hub_cache, read_origin, resolve_model_path
 from finetune.recipe.schema import ModelSection
 from finetune.untrusted.json_files import read_bounded, read_object
 
@@ -46,15 +46,13 @@ def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFa
     name, revision = section.name_or_path, section.revision
     on_hub: str | None = None
     licence: dict[str, str] = {}
-    display_name = name.removeprefix(PREFIX)
-    folder = Path(resolve_model_path(name)) if name.startswith(PREFIX) else Path(name)
+    display_name, folder = name, Path(resolve_model_path(name))
     if folder.is_dir():
         # A folder has no revision, and a branch of the Hub's repository may differ from the folder.
         revision = "main"
-        if not name.startswith(PREFIX):
-            display_name = folder.name
+        display_name = folder.name
         if origin := read_origin(folder):
-            on_hub = origin.get("repository")
+            display_name, on_hub = str(origin["package"]), origin.get("repository")
             if origin.get("licence") != "unknown":
                 licence = {"license": str(origin["licence"]).lower()}
         else:

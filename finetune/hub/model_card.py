@@ -220,9 +220,6 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
             yield "alphas by pattern", ", ".join(f"{key}: {alpha:g}" for key, alpha in lora.alpha_pattern.items())
         yield "learning rate of B over A's (LoRA+)", lora.loraplus_lr_ratio
         yield "adapted layers", receipt.get("adapted_layers")
-        if run.is_adapter and lora.takes_from_the_base:
-            kind = lora.init_lora_weights
-            yield "loaded by", f"peft alone: {kind} took a part of the base, to whose rest the adapter is added"
     if adapter := recipe.model.adapter:
         if names_a_folder(adapter):
             origin = f"{adapter} (a local folder)"

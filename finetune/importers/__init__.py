@@ -1,4 +1,4 @@
-"""Configurations of other trainers (axolotl, LLaMA-Factory, TRL, torchtune) become recipes: `finetune import`.
+"""Configurations of other trainers (axolotl, LLaMA-Factory, TRL) become recipes: `finetune import`.
 
     imported = convert(Path("lora.yaml"), tool=None, gpus="4x80GB")
     print("\\n".join(listed(imported.left_out)))    # settings that the recipe does not have, and why

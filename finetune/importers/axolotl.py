@@ -158,7 +158,11 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     foreign.carry("lora.use_rslora", "peft_use_rslora")
     foreign.carry("lora.use_dora", "peft_use_dora")
-    foreign.carry("lora.init_lora_weights", "peft_init_lora_weights")
+    start = foreign.get("peft_init_lora_weights")
+    if start in (None, True, False, "gaussian", "orthogonal"):
+        foreign.carry("lora.init_lora_weights", "peft_init_lora_weights")
+    else:
+        foreign.leave("peft_init_lora_weights", "differs", "adapters start as peft starts them, and add nothing")
     if bits:
         foreign.write(f"quantization.{bits}", True, bits)
         for key in ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage"):

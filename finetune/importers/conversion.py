@@ -10,17 +10,17 @@ from typing import Any, get_args
 
 from finetune.errors import FinetuneError, RecipeError
 from finetune.files import write_text
-from finetune.importers import Imported, axolotl, llamafactory, torchtune, trl
+from finetune.importers import Imported, axolotl, llamafactory, trl
 from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import carry_best_model, fit_strategy
 from finetune.output_stream import one_line
 from finetune.paths import read_regular
-from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, tool_of
+from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, refuse_torchtune, tool_of
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Budget
-from finetune.recipe.yaml_text import MAX_BYTES, Parsed, parse, shown
+from finetune.recipe.yaml_text import MAX_BYTES, parse, shown
 from finetune.wording import first_lines
 
 TOOLS = get_args(Tool)
@@ -29,8 +29,8 @@ _MARK = "# Made by `finetune import` from "
 
 def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     """`finetune.importers.convert`."""
-    parsed = _parse_file(file)
-    values: dict[str, Any] = parsed.value
+    values = _values_in(file)
+    refuse_torchtune(file, values)
     if hint := _other_file(values):
         raise RecipeError([f"{file}: {hint}"])
     tool = tool or tool_of(values)
@@ -40,8 +40,6 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     if tool is None:
         titles = ", ".join(TOOL_TITLES.values())
         raise RecipeError([f"{file}: is not a configuration of {titles}; name the tool by --tool"])
-    if tool == "torchtune":  # no other tool replaces ${...} by values
-        values = torchtune.interpolated(file, parsed)
     refuse_other_training(file, tool, values)
 
     budget, machine = Budget(gpus=1), "one GPU"
@@ -56,8 +54,6 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
                 llamafactory.convert(foreign)
             case "trl":
                 trl.convert(foreign)
-            case "torchtune":
-                torchtune.convert(foreign)
         carry_best_model(foreign)
         fit_strategy(foreign)
     except RecipeError as error:
@@ -97,8 +93,8 @@ def _other_file(values: dict[str, Any]) -> str | None:
     return next((f"is {words}" for keys, words in _OTHER_FILES if keys <= values.keys()), None)
 
 
-def _parse_file(file: Path) -> Parsed:
-    """The file's YAML, whose value is a mapping. Raises RecipeError."""
+def _values_in(file: Path) -> dict[str, Any]:
+    """The file's YAML, a mapping. Raises RecipeError."""
     if file.is_dir():
         found = sorted(each.name for each in file.iterdir() if each.suffix in (".yaml", ".yml"))
         named = f": {', '.join(found[:3])}" if found else ""
@@ -116,7 +112,7 @@ def _parse_file(file: Path) -> Parsed:
         raise RecipeError(first_lines(mistakes, MAX_MISTAKES))
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
-    return parsed
+    return parsed.value
 
 
 def _check_recipe(file: Path, text: str, foreign: ForeignConfig) -> None:

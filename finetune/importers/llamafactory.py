@@ -90,7 +90,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     loss = foreign.get("pref_loss", "sigmoid")
     if objective == "kto":
         if loss == "kto_pair":
-            foreign.leave("pref_loss", "differs", "a pair is two judged answers here, of which each has its own loss")
+            foreign.leave("pref_loss", "differs", "a pair is two judged answers here, and each has its own loss")
         keys = {"wanted": "kto_chosen_weight", "unwanted": "kto_rejected_weight"}
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
         if foreign.get("pref_ftx"):
@@ -143,11 +143,6 @@ def _method(foreign: ForeignConfig) -> None:
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
-    if foreign.get("pissa_init"):
-        foreign.write("lora.init_lora_weights", "pissa", "pissa_init")
-        if foreign.get("pissa_iter", 16) != -1:
-            reason = "the exact decomposition is taken: a random one cannot be loaded again"
-            foreign.leave("pissa_iter", "differs", reason)
 
     # LLaMA-Factory first merges all adapters but the last one; with create_new_adapter it merges all of them.
     adapters = _names(foreign.get("adapter_name_or_path", []))

@@ -131,7 +131,7 @@ def carry_batch_size(
 ) -> None:
     """training.global_batch_size: the tool's rows of one optimizer step.
 
-    With 2 rows a GPU, 4 accumulated micro-batches and 8 GPUs of which 2 share each row: 2 x 4 x (8 / 2) = 32.
+    With 2 rows a GPU, 4 accumulated micro-batches and 8 GPUs, two of them to a row: 2 x 4 x (8 / 2) = 32.
     """
     micro_batch = foreign.count(micro_batch_key, default)
     written_steps = foreign.get("gradient_accumulation_steps")
@@ -420,7 +420,6 @@ def carry_hub(foreign: ForeignConfig, *, push: bool) -> None:
 
 # -- chat templates that other tools call by a name, for tokenizers that have another template or none -----------------
 
-_LLAMA3_TURN = "<|start_header_id|>{role}<|end_header_id|>\n\n"
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 )
@@ -429,15 +428,6 @@ _ALPACA = (
 def _for_each_message(turn: str, prompt: str, before: str = "{{ bos_token }}") -> str:
     turns = "{% for message in messages %}" + turn + "{% endfor %}"
     return before + turns + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
-
-
-def _llama3(user_content: str) -> str:
-    """Llama 3's turns. `user_content` writes a user's message; the others are written as they are."""
-    header = _LLAMA3_TURN.replace("{role}", "{{ message['role'] }}")
-    content = plain = "{{ message['content'] | trim }}"
-    if user_content != plain:
-        content = f"{{% if message['role'] == 'user' %}}{user_content}{{% else %}}{plain}{{% endif %}}"
-    return _for_each_message(header + content + "<|eot_id|>", _LLAMA3_TURN.replace("{role}", "assistant"))
 
 
 def _alpaca(opening: str, end: str) -> str:
@@ -450,9 +440,10 @@ def _alpaca(opening: str, end: str) -> str:
 
 
 TEMPLATES = {
-    "llama3": _llama3("{{ message['content'] | trim }}"),
-    # torchtune's: Alpaca's words inside of Llama 3's turns.
-    "llama3_alpaca": _llama3(_ALPACA + "### Instruction:\n{{ message['content'] }}\n\n### Response:"),
+    "llama3": _for_each_message(
+        "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
     "chatml": _for_each_message(
         "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n", "<|im_start|>assistant\n", before=""
     ),

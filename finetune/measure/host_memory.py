@@ -48,7 +48,7 @@ def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 
 
 def bytes_below_peak(status: Path = OWN_STATUS) -> int:
-    """Bytes by which this process was larger before, and may be again; 0 if the kernel does not tell."""
+    """How many bytes larger this process was before, and may be again; 0 if the kernel does not tell."""
     sizes = {}
     for line in _text(status).splitlines():
         key, _, value = line.partition(":")

@@ -86,14 +86,18 @@ def _read_by_kernels(model: nn.Module) -> Iterator[str]:
 
 
 def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The language model's experts that are parameters of three dimensions, by path."""
-    inside = language_paths(model)
-    holders = {path: module for path, module in model.named_modules() if "Experts" in type(module).__name__}
+    """The language model's experts that are parameters of three dimensions, by path.
+
+    The first dimension is then a number of experts in the configuration. A convolution's weight has three too.
+    """
+    inside, settings = language_paths(model), model.config.get_text_config().to_dict()
+    counts = {value for name, value in settings.items() if "expert" in name and type(value) is int}
     return {
         f"{path}.{name}": parameter
-        for path, module in holders.items()
+        for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if len(_shape(parameter)) == 3 and inside(path)
+        if len(shape := _shape(parameter)) == 3 and shape[0] in counts and inside(path)
+        if not isinstance(module, nn.Conv1d)
     }
 
 

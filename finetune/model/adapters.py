@@ -79,7 +79,7 @@ def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
         settings[key] = settings[key] or None
     if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
         settings["lora_alpha"] = int(lora.lora_alpha)
-    if on_meta:  # the values come from a rank that has the weights some inits are made from
+    if on_meta:  # the values come from a rank that has the weights
         settings["init_lora_weights"] = True
     with silenced_peft():
         return LoraConfig(task_type="CAUSAL_LM", **settings)
@@ -111,14 +111,16 @@ def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: S
     if tied != bool(model.config.get_text_config().tie_word_embeddings):
         raise FinetuneError(
             f"model.add_tokens: {type(model).__name__} has a head that is{'' if tied else ' not'} tied to its "
-            "embeddings, against its configuration, by which peft goes; train all weights (lora: null)"
+            "embeddings, and its configuration, which peft reads, says otherwise; train all weights (lora: null)"
         )
     return {path: list(rows) for path in (ends[:1] if tied else ends)}
 
 
 def take_new_rows_into_loss(model: Any) -> None:
-    """Have the head compute the summed loss with the new rows in it, where it has some: peft's own forward passes on
-    the hidden states alone, and would copy the head [vocabulary, hidden] for every micro-batch, and its gradient."""
+    """Compute the loss with the new rows, if the head has some.
+
+    peft's own forward would copy the head [vocabulary, hidden] and its gradient for each micro-batch.
+    """
     from peft.utils.other import TrainableTokensWrapper
 
     head: Any = model.get_output_embeddings()
@@ -225,7 +227,6 @@ def silenced_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         warnings.filterwarnings("ignore", message="Unsupported layer type")
-        # finetune export --plain converts these too; peft's own conversion does not.
         warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2's layers; peft sets it
         yield

@@ -284,7 +284,7 @@ def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]
 
 
 def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configuration") -> FinetuneError:
-    """Falcon and GPT-J look attentions up in tables of their own."""
+    """The error line for a model that cannot be built. Falcon and GPT-J raise KeyError for unknown attentions."""
     name, attention_asked = recipe.model.name_or_path, attention_name(recipe)
     if isinstance(error, KeyError) and error.args == (attention_asked,):
         return FinetuneError(

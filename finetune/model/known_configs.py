@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, folder_of, in_hub_cache, resolve_model_path
+from finetune.model.packaged import folder_of, in_hub_cache, online_name, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.untrusted.config_sizes import read_config
@@ -64,7 +64,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
 MIRRORS = ("nousresearch", "unsloth")  # owners of ungated copies under the model's own last name
-# Beginnings of names whose files the Hub shows after a request alone, so that doctor can say so without asking it.
+# Beginnings of gated names: the Hub shows their files after a request. doctor says so without asking the Hub.
 GATED = ("meta-llama/", "google/gemma-3")
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.
@@ -80,9 +80,7 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     Then it asks the Hub for config.json and nothing else. Raises EnvironmentMismatch if it is nowhere, FinetuneError
     for a missing package.
     """
-    name = name_or_path
-    if name.startswith(PREFIX):
-        name = ONLINE_REPOSITORIES.get(name.removeprefix(PREFIX).strip()) or resolve_model_path(name)
+    name = resolve_model_path(online_name(name_or_path))
     file = Path(name, "config.json")
     if not file.is_file():
         shipped = shipped_config(name)

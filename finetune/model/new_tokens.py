@@ -33,7 +33,7 @@ TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
 class NewRows:
     """The new rows in embeddings and head, and each one's starting value."""
 
-    starts: Mapping[int, tuple[int, ...]]  # row -> the rows whose mean it is; none: of all rows that there were
+    starts: Mapping[int, tuple[int, ...]]  # row -> the rows that it is the mean of; none: all earlier rows
     vocabulary: int  # rows in all
 
     @property

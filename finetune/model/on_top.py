@@ -87,6 +87,7 @@ def add_frozen_adapter(adapted: Any, recipe: Recipe) -> None:
     Raises FinetuneError if one of the two adapts parameters (experts), which peft cannot add twice.
     """
     from peft import LoraConfig
+    from peft.tuners.lora.layer import ParamWrapper
 
     settings, layers = _settings(recipe), [path for path, _ in adapted.get_base_model().named_modules()]
     refuse_slow_patterns(f"model.adapter: {recipe.model.adapter}", patterns_of(settings), layers)
@@ -107,7 +108,7 @@ def add_frozen_adapter(adapted: Any, recipe: Recipe) -> None:
     freeze(adapted)
     for _, parameter in frozen_parameters(adapted):
         parameter.data = parameter.data.to(trained.dtype)
-    if experts := [name for name, module in adapted.named_modules() if type(module).__name__ == "ParamWrapper"]:
+    if experts := [name for name, module in adapted.named_modules() if isinstance(module, ParamWrapper)]:
         raise FinetuneError(
             f"lora.on_top: {experts[0]} has its adapter as a parameter (experts), where peft takes one adapter alone; "
             "set lora.target_parameters: [], or merge the adapter into its base first: finetune merge"

@@ -91,7 +91,7 @@ def layer_signature(layer: nn.Module) -> tuple[Any, ...]:
             elif value is None or isinstance(value, bool | int | str):
                 settings[key] = repr(value)
         parameters = tuple(key for key, _ in module.named_parameters(recurse=False))
-        signature.append((name, type(module).__qualname__, tuple(sorted(settings.items())), parameters))
+        signature.append((name, type(module), tuple(sorted(settings.items())), parameters))
     return tuple(signature)
 
 

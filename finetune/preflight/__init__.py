@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from finetune.preflight.comparison import Comparison, compare, plan_comparison
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
-    from finetune.preflight.gpu_proof_plan import Proof, ProofMachine, find_gpus, plan_proofs
-    from finetune.preflight.gpu_proofs import ProofBench, prove_gpus, write_proof_recipe
+    from finetune.preflight.gpu_proofs import (
+        Proof,
+        ProofBench,
+        ProofMachine,
+        find_gpus,
+        plan_proofs,
+        prove_gpus,
+        write_proof_recipe,
+    )
     from finetune.preflight.job import (
         StepFailed,
         TrainingJob,
@@ -44,8 +51,9 @@ _NAMES = {
     "comparison": ("Comparison", "compare", "plan_comparison"),
     "compare_report": ("PHASE_COLOURS", "draw", "run_and_report"),
     "doctor": ("Finding", "as_text", "examine_machine"),
-    "gpu_proofs": ("ProofBench", "prove_gpus", "write_proof_recipe"),
-    "gpu_proof_plan": ("Proof", "ProofMachine", "find_gpus", "plan_proofs"),
+    "gpu_proofs": (
+        *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
+    ),
     # For lectures and benchmarks: a training as a job of its own, a small model with a tokenizer of the rows.
     "job": (
         *("StepFailed", "TrainingJob", "ended_by_signals", "failure_reason", "kill_all", "started", "wait_for_end"),

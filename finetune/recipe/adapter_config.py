@@ -34,8 +34,8 @@ NOT_OFFERED = (
     "arrow_config",
     "kasa_config",
 )
-# Initialisations that move a part of the base into the adapter. The recipe can repeat the first two.
-MOVES_THE_BASE, REPEATABLE = ("pissa", "olora", "corda", "loftq", "lora_ga"), ("pissa", "olora")
+# Initialisations that move a part of the base into the adapter.
+MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def names_a_folder(name: str) -> bool:
@@ -112,7 +112,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
     if config.get("bias", "none") != "none":
         not_offered.append("bias")
     init = str(config.get("init_lora_weights", True))
-    if init.startswith(MOVES_THE_BASE) and init not in REPEATABLE:
+    if init.startswith(MOVES_THE_BASE):
         not_offered.append(f"init_lora_weights: {init}")
     if not_offered:
         settings = ", ".join(not_offered)
@@ -121,13 +121,11 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         return None  # cross_checks.py reports it
     if lora.on_top:
         in_the_way = [key for key in ("use_dora", "modules_to_save", "target_parameters") if config.get(key)]
-        if init.startswith(MOVES_THE_BASE):
-            in_the_way.append(f"init_lora_weights: {init}")
         if in_the_way:
             has = ", ".join(in_the_way)
             return f"{name}: has {has}, so nothing can be trained on top of it; merge it into its base first"
         return None
-    differing = list(_differing_settings(lora, config, init))
+    differing = list(_differing_settings(lora, config))
     if not differing:
         return None
     problems = ", ".join(
@@ -137,7 +135,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
     return f"{name}: {problems}; write lora: {{{section}}}, or train a new one on top of it: lora.on_top: true"
 
 
-def _differing_settings(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tuple[str, Any, Any]]:
+def _differing_settings(lora: Lora, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key, the recipe's value, the adapter's value). Layers by pattern are compared later, with the model at hand."""
     for key in SCALARS:
         is_switch = Lora.model_fields[key].annotation is bool
@@ -158,9 +156,6 @@ def _differing_settings(lora: Lora, config: Mapping[str, Any], init: str) -> Ite
     saved = config.get("modules_to_save") or []
     if {*_last_names(lora.modules_to_save)} != {*_last_names(saved)}:
         yield "modules_to_save", lora.modules_to_save, saved
-    own_init = str(lora.init_lora_weights)
-    if own_init != init and (own_init.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
-        yield "init_lora_weights", lora.init_lora_weights, config.get("init_lora_weights", True)
 
 
 def _last_names(targets: Iterable[str]) -> list[str]:

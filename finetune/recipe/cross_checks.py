@@ -317,8 +317,8 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if lora is None:
         remedy = "add lora: {}, or quantization: null"
         yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
-    elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
-        problem = f"{lora.init_lora_weights} needs base weights that are not quantised"
+    elif lora.init_lora_weights == "orthogonal":
+        problem = "orthogonal needs base weights that are not quantised"
         yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
     elif lora.use_dora and base.load_in_8bit:
         yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
@@ -333,8 +333,6 @@ def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:
     if recipe.model.adapter is None:
         yield CrossCheck(key, "there is no adapter below", "name it in model.adapter, or set lora.on_top: false")
     in_the_way = [name for name in ("use_dora", "modules_to_save", "target_parameters") if getattr(lora, name)]
-    if lora.takes_from_the_base:
-        in_the_way.append(f"init_lora_weights: {lora.init_lora_weights}")
     for name in in_the_way:
         remedy = "leave it out, or merge the adapter into its base first and name the result in model.name_or_path"
         yield CrossCheck(key, f"the sum of two adapters cannot have lora.{name}", remedy)

@@ -15,12 +15,11 @@ from finetune.recipe.optimizers import OPTIMIZER_NAMES
 from finetune.recipe.yaml_text import shown
 
 # Tools whose whole configurations `finetune import` converts. Single keys of more tools are known below.
-Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
+Tool = Literal["axolotl", "llamafactory", "trl"]
 TOOL_TITLES: dict[Tool, str] = {
     "axolotl": "axolotl",
     "llamafactory": "LLaMA-Factory",
     "trl": "TRL",
-    "torchtune": "torchtune",
 }
 
 # Their key -> our dotted key.
@@ -229,8 +228,6 @@ def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
 
 def tool_of(values: Mapping[str, Any]) -> Tool | None:
     """The tool that reads a configuration, by keys that no other tool has; None for any other page."""
-    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
-        return "torchtune"
     if any(isinstance(values.get(section), Mapping) for section in ("model", "data")):
         return None  # a recipe, perhaps with a few keys of another tool
     if "base_model" in values:
@@ -260,16 +257,6 @@ _OTHER_TRAINING: dict[Tool, dict[str, str]] = {
         _REWARDS,
     )
     | {"center_rewards_coefficient": "a reward model's training"},
-    "torchtune": {
-        "teacher_model": "distillation",
-        "kd_loss": "distillation",
-        "quantizer": "quantising a model",
-        "ref_checkpointer": _PREFERENCES,
-        "reward_and_value_model": _REWARDS,
-        "prompt": "generating text",
-        "tasks": "an evaluation",
-        "enable_kv_cache": "generating text",
-    },
 }
 # With one of these values a key asks for training that a recipe offers, or for nothing.
 _NO_TRAINING = (None, False, "", "sft", "pt", "dpo", "ipo", "kto", "simpo")
@@ -283,9 +270,7 @@ def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | N
             continue
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
-    loss, stage, loss_types = values.get("loss"), values.get("stage"), values.get("loss_type")
-    if tool == "torchtune" and isinstance(loss, Mapping) and "rlhf" in str(loss.get("_component_", "")):
-        return "loss._component_", _PREFERENCES
+    stage, loss_types = values.get("stage"), values.get("loss_type")
     if tool == "llamafactory" and stage not in _NO_TRAINING:
         return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
     if tool == "llamafactory" and stage == "dpo" and values.get("pref_loss") in ("hinge", "orpo"):
@@ -313,19 +298,28 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
     if found is None:
         return
     key, training = found
-    value: Any = values
-    for part in key.split("."):
-        value = value[part]
     raise RecipeError(
         [
-            f"{file}: {key}: is {shown(value)}; this kit trains on answers and on preferences (dpo, kto), and this "
-            f"file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+            f"{file}: {key}: is {shown(values[key])}; this kit trains on answers and on preferences (dpo, kto), and "
+            f"this file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
         ]
     )
 
 
+def refuse_torchtune(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a configuration of torchtune, which names a Python class as `_component_` of a section."""
+    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        raise RecipeError(
+            [
+                f"{file}: is a configuration of torchtune, which 0.1.0 was the last release to read; import it with "
+                "that release, or write a recipe for its rows: finetune init ROWS"
+            ]
+        )
+
+
 def refuse_configuration_of_a_tool(file: pathlib.Path, values: Mapping[str, Any]) -> None:
     """Raise RecipeError for another tool's configuration, with the command that converts it."""
+    refuse_torchtune(file, values)
     tool = tool_of(values)
     if tool is None:
         return

@@ -354,6 +354,6 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     return recipe
 
 
-def recipe_from_resolved(path: str | os.PathLike[str]) -> Recipe:
+def recipe_from_resolved(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """Read a run folder's recipe.yaml."""
-    return load_recipe(path).recipe
+    return load_recipe(path, overrides).recipe

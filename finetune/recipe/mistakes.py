@@ -30,7 +30,7 @@ EITHER = {
     "exclude_modules": "a pattern, or a list of names",
     "activation_checkpointing": "auto, true, false, selective, or n for every n-th layer",
     "compile": "true, false or auto",
-    "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
+    "init_lora_weights": "true, false, gaussian or orthogonal",
     "eval_steps": INTERVAL,
     "save_steps": INTERVAL,
     "every": INTERVAL,
@@ -70,6 +70,13 @@ BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
+# Values that release 0.1.0 was the last to have: (key, value) -> the remedy.
+_ANOTHER_START = "write true; for the adapter of a finished run: finetune merge RUN"
+WITHDRAWN = {
+    ("lora.init_lora_weights", "pissa"): _ANOTHER_START,
+    ("lora.init_lora_weights", "olora"): _ANOTHER_START,
+    ("training.mixed_precision", "fp8"): "write bf16",
+}
 MISSING = "is missing; "
 IN_QUOTES = "put it in quotes:"
 TRUTH_WORDS = {
@@ -98,7 +105,11 @@ def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]
         if error["type"] == "cross_check":
             continue
         union = path[: branches[0].depth] if branches else ()
-        if branches and not _is_right_branch(branches[0], _value_at(value, union)):
+        written = _value_at(value, path)
+        if remedy := WITHDRAWN.get((dotted(path), str(written))):
+            text = f"is {written}; 0.1.0 is the last release that trains and reads it; {remedy}"
+            mistake = Mistake(path, text, at_key=False)
+        elif branches and not _is_right_branch(branches[0], _value_at(value, union)):
             choices = EITHER.get(dotted(union)) or EITHER[str(union[-1])]
             text = _wanted_instead(union, choices, _value_at(value, union))
             mistake = Mistake(union, text, at_key=False)

@@ -389,7 +389,7 @@ def _write_state(
 
 
 LENGTH_KEYS = ("training.num_train_epochs", "training.max_steps")  # the keys of a run's identity that may grow
-HANDED_OVER = ("adapter", "model", "merged", "adapter-plain", "serving", "hub.json")
+HANDED_OVER = ("adapter", "model", "merged", "serving", "hub.json")
 
 
 @dataclass(frozen=True)

@@ -443,10 +443,6 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     if start.recipe.lora is None:
         for line in untrained_in_words(start.recipe.model, decoder_parts(assembled.unwrapped_model)):
             log(line)
-    if start.recipe.lora is not None:
-        from finetune.recipe.plain_lora import only_by_peft
-
-        log(only_by_peft(start.recipe, start.run_dir))
     if start.recipe.preferences is not None:
         facts = read_run(start.run_dir, start.recipe)
         rows = start.recipe.training.global_batch_size

@@ -65,9 +65,8 @@ def generated(model: Any) -> str:
     return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 
-@pytest.mark.parametrize("lora", [{}, {"init_lora_weights": "pissa"}], ids=["lora", "pissa"])
-def test_base_and_tuned_are_what_the_libraries_load(tmp_path: Path, tiny_llama: Path, lora: dict[str, Any]) -> None:
-    run = finished_run(tmp_path, tiny_llama, lora=lora)
+def test_base_and_tuned_are_what_the_libraries_load(tmp_path: Path, tiny_llama: Path) -> None:
+    run = finished_run(tmp_path, tiny_llama)
     answers = answers_to(open_run(run), [ASKED], "both", greedy())
     base = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
     expected = [generated(base)]
@@ -223,7 +222,7 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     "words",
     [
         ["chat"], ["chat", "--step", "3"], ["eval"], ["eval", "--step", "3"], ["merge"], ["merge", "--step", "3"],
-        ["export", "--step", "3"], ["export", "--plain"], ["push", "me/mine", "--step", "3"], ["push", "me/mine"],
+        ["export", "--step", "3"], ["push", "me/mine", "--step", "3"], ["push", "me/mine"],
     ],
     ids=" ".join,
 )  # fmt: skip

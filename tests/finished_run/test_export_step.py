@@ -28,7 +28,7 @@ LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora, head in full": {"lora": {"use_dora": True, "modules_to_save": ["lm_head"]}},
-    "pissa": {"lora": {"init_lora_weights": "pissa"}},
+    "orthogonal": {"lora": {"init_lora_weights": "orthogonal"}},
     "qlora": {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}},
     "full": {"lora": None},
     "full in bfloat16": {"lora": None, "model": {"dtype": "bfloat16"}},
@@ -48,7 +48,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, tied: bool) -> None:
-    if tied and method in ("qlora", "pissa", "full in bfloat16"):
+    if tied and method in ("qlora", "orthogonal", "full in bfloat16"):
         pytest.skip("tied ends meet the others")
     base = save_tiny(tmp_path / "base", tie_word_embeddings=tied)
     long = write(tmp_path / "long", base, METHODS[method], steps=6)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +26,8 @@ from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
 from finetune.finished_run.merge_command import in_words, merge_run
-from finetune.recipe.loader import load_recipe
+from finetune.model.build import load_base
+from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
 from tests.support.models.multimodal import FAMILIES, answering, save_multimodal
@@ -42,13 +43,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "one layer": {"target_modules": ["v_proj"]},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "head in full": {"modules_to_save": ["lm_head"]},
     "embeddings in full": {"modules_to_save": ["embed_tokens"]},
     "norms in full": {"modules_to_save": ["norm", "input_layernorm"]},
-    "pissa, embeddings adapted": {"init_lora_weights": "pissa", "target_modules": ["embed_tokens", "v_proj"]},
     "embeddings adapted": {"target_modules": ["embed_tokens", "v_proj"]},
     "by pattern": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 5}, "use_rslora": True},
 }
@@ -108,6 +106,45 @@ def test_the_merged_model_is_the_base_with_its_adapter(
     assert agreed["largest_logit_difference"] < 1e-4
     assert facts["agreement"]["base"]["kl"] > 1e-4
     assert facts["agreement"]["held_out"]
+
+
+def run_of_0_1(folder: Path, base: Path, init: str, **sections: Any) -> Path:
+    """A run of release 0.1.0, whose adapter began as a part of its base and was then moved at random."""
+    run = finished_run(folder, base, lora={"r": 4, "init_lora_weights": "gaussian"}, **sections)
+    model = load_base(recipe_from_resolved(run / "recipe.yaml"), torch.device("cpu"))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=init))
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    adapted.save_pretrained(str(run / "adapter"))
+    text = (run / "recipe.yaml").read_text("utf-8")
+    (run / "recipe.yaml").write_text(text.replace("init_lora_weights: gaussian", f"init_lora_weights: {init}"), "utf-8")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("init", "quantization"), [("pissa", None), ("olora", None), pytest.param("olora", NF4, marks=pytest.mark.slow)]
+)
+def test_an_adapter_that_0_1_moved_out_of_its_base_is_merged(
+    init: str, quantization: Any, tmp_path: Path, bases: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every other verb names the release that reads the run, and `finetune merge`."""
+    run = run_of_0_1(tmp_path, bases["untied"], init, quantization=quantization)
+    for verb in (["eval"], ["chat", "--prompt", "why"], ["export", "--for", "vllm"], ["push", "me/mine", "--dry-run"]):
+        assert main([verb[0], str(run), *verb[1:]]) == 2
+        said = capsys.readouterr().err
+        assert f"lora.init_lora_weights: is {init}; 0.1.0 is the last release that trains and reads it;" in said
+        assert said.count("finetune merge RUN") == 1
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    agreed = facts["agreement"]["candidates"][facts["base"]]
+    assert (agreed["top1"], facts["base"]) == (1.0, "own" if quantization is None else "dequantized")
+    assert agreed["kl"] < 1e-8 < 1e-4 < facts["agreement"]["base"]["kl"]
+    if quantization is None:
+        base = AutoModelForCausalLM.from_pretrained(bases["untied"])
+        expected = logits(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
+        torch.testing.assert_close(logits(plain(run / "merged")), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.sample(1)
@@ -210,7 +247,7 @@ def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}], ids=str)
 @pytest.mark.parametrize("tied", ["untied", "tied"])
 def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
     tmp_path: Path, bases: dict[str, Path], lora: dict[str, Any], tied: str

@@ -43,18 +43,15 @@ CLEAR = 1e-3  # logit distance between the best and the second token, from which
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora", "lora_alpha": 7},
     "r128": {"r": 128},
     "patterns": {"rank_pattern": {"q_proj": 2, "k_proj": 7}, "alpha_pattern": {"mlp.down_proj": 5, "v_proj": 24}},
-    "pissa by pattern": {"init_lora_weights": "pissa", "use_rslora": True, "rank_pattern": {"v_proj": 2}},
+    "rslora by pattern": {"use_rslora": True, "rank_pattern": {"v_proj": 2}},
     "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"lora": {"r": 4, "use_dora": True}}, "does not yet support DoRA"),
     "norm in full": ({"lora": {"r": 4, "modules_to_save": ["norm"]}}, "Unsupported modules_to_save"),
     "new token": ({"lora": {"r": 4}, "model": {"add_tokens": ["<date>"]}}, "is unsupported LoRA weight"),
-    "pissa": ({"lora": {"r": 4, "init_lora_weights": "pissa"}}, "does not support init_lora_weights='pissa'"),
 }
 SERVE = """
 import json, sys
@@ -173,15 +170,14 @@ def test_adapters_answer_as_under_peft(tmp_path: Path) -> None:
     for kind, (sections, _) in REFUSED.items():
         run = finished_run(tmp_path / "refused" / kind, base, **sections)
         refused[f"refused {kind}"] = str(run / "adapter")
-        if kind != "pissa":
-            with pytest.raises(FinetuneError, match=r"vLLM cannot serve this adapter: .*; merge it: finetune merge"):
-                hand_over(run, "vllm", None, print)
+        with pytest.raises(FinetuneError, match=r"vLLM cannot serve this adapter: .*; merge it: finetune merge"):
+            hand_over(run, "vllm", None, print)
     said = said_by_vllm(base, tmp_path, folders, refused)
     agree(said[""], greedy(AutoModelForCausalLM.from_pretrained(base)))
     for kind in KINDS:
         agree(said[kind], expected[kind])
     answers = [json.dumps(said[kind]) for kind in ("", *KINDS)]
-    assert len({*answers}) == len(answers) == 9, "each adapter changes the answers"
+    assert len({*answers}) == len(answers) == 7, "each adapter changes the answers"
     for kind, (_, words) in REFUSED.items():
         assert words in said[f"refused {kind}"]
 
@@ -222,7 +218,7 @@ def served(words: Sequence[str], folder: Path) -> Iterator[int]:
 def test_the_printed_commands(tmp_path: Path) -> None:
     """`vllm serve` and curl as they are printed: the training's chat template, and peft's answer."""
     base = save_tiny(tmp_path / "base", head_dim=32)
-    run = finished_run(tmp_path / "pissa", base, lora={"r": 4, "init_lora_weights": "pissa"}, move=0.3)
+    run = finished_run(tmp_path / "patterns", base, lora={"r": 4, "rank_pattern": {"v_proj": 2}}, move=0.3)
     facts = hand_over(run, "vllm", None, print)
     tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
     chat = [{"role": "user", "content": "Define: Apology"}]

@@ -13,11 +13,10 @@ from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.importers import Imported, convert
 from finetune.importers.shared import TEMPLATES
-from tests.support.rows.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, TUNE_LORA, Values
+from tests.support.rows.others_configs import AXOLOTL_LORA_8B, FACTORY_LLAMA, TRL_SHORT, Values
 
 BARE_AXOLOTL = {key: value for key, value in AXOLOTL_LORA_8B.items() if not key.startswith("wandb")}
 CHATS = {"datasets": [{"path": "a/b", "type": "chat_template"}]}
-LOGGERS = "torchtune.training.metric_logging."
 
 
 def imported(folder: Path, values: Values, gpus: str | None = None) -> Imported:
@@ -126,18 +125,12 @@ def test_all_linear_layers_are_no_experts(values: Values, tmp_path: Path) -> Non
         (FACTORY_LLAMA | {"report_to": "all"}, None, ["report_to"]),
         (FACTORY_LLAMA | {"report_to": "none"}, None, []),
         (TRL_SHORT | {"report_to": ["neptune", "mlflow"]}, ["mlflow"], ["report_to"]),
-        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "WandBLogger", "project": "p"}}, ["wandb"],
-         ["metric_logger.project"]),
-        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "TensorBoardLogger", "project": "p"}},
-         ["tensorboard"], []),
-        (TUNE_LORA | {"metric_logger": {"_component_": LOGGERS + "CometLogger"}}, None, ["metric_logger._component_"]),
-        (TUNE_LORA, None, []),
     ],
 )  # fmt: skip
 def test_trackers(values: Values, expected: list[str] | None, named: list[str], tmp_path: Path) -> None:
     result = imported(tmp_path, values)
     assert at(result, "report_to") == expected
-    words = ("wandb", "mlflow", "trackio", "comet", "tensorboard", "report_to", "metric_logger")
+    words = ("wandb", "mlflow", "trackio", "comet", "tensorboard", "report_to")
     looked_at = [key for key, level in levels(result).items() if level != "same" and key.split("_")[-1] != "none"]
     assert [key for key in looked_at if any(word in key for word in words)] == named
 
@@ -227,7 +220,6 @@ def test_keys_of_reasoning(key: str, name: str, told: bool, tmp_path: Path) -> N
         FACTORY_LLAMA | {"stage": "dpo", "pref_loss": "hinge"}, FACTORY_LLAMA | {"stage": "rm"},
         TRL_SHORT | {"loss_type": "grpo"}, TRL_SHORT | {"loss_type": "sigmoid_norm"},
         TRL_SHORT | {"num_generations": 8}, TRL_SHORT | {"loss_type": ["ipo", "nca_pair"]},
-        TUNE_LORA | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
     ],
 )  # fmt: skip
 def test_another_training_is_one_line_that_sends_nobody_in_a_circle(

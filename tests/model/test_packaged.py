@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import packaged
+from finetune.model import gguf_package
 from finetune.model.packaged import published_name, read_origin, resolve_model_path
 from tests.support.models.tiny import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 
@@ -144,8 +144,8 @@ def test_converted_weights_and_tokens_are_those_of_the_file(site: Path, cache: P
 
 def test_second_call_reads_metadata_only(site: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve_model_path("package:tiny-gguf")
-    monkeypatch.setattr(packaged, "_convert", None)
-    monkeypatch.setattr(packaged, "_sha256", None)
+    monkeypatch.setattr(gguf_package, "_convert", None)
+    monkeypatch.setattr(gguf_package, "_sha256", None)
     began = time.perf_counter()
     assert resolve_model_path("package:Tiny_GGUF") == folder  # a distribution's name has several spellings
     assert time.perf_counter() - began < 0.2
@@ -165,7 +165,7 @@ def test_origin_says_where_it_came_from(site: Path, cache: Path) -> None:
 
 def test_a_killed_conversion_is_done_again(site: Path, cache: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packaged, "_save_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(gguf_package, "_save_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             resolve_model_path("package:tiny-gguf")
     assert Path(resolve_model_path("package:tiny-gguf"), "tokenizer.json").is_file()
@@ -174,8 +174,8 @@ def test_a_killed_conversion_is_done_again(site: Path, cache: Path) -> None:
 
 def _resolve_in_child(results: multiprocessing.SimpleQueue[tuple[str, int]]) -> None:
     conversions = []
-    convert = packaged._convert
-    packaged._convert = lambda *given: (conversions.append(1), convert(*given))[1]
+    convert = gguf_package._convert
+    gguf_package._convert = lambda *given: (conversions.append(1), convert(*given))[1]
     results.put((resolve_model_path("package:tiny-gguf"), len(conversions)))
 
 
@@ -213,13 +213,13 @@ def test_mistakes(name: str, error: type[FinetuneError], message: str, site: Pat
 
 
 def test_missing_gguf_reader(site: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_package.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentMismatch, match=r"pip install 'finetune\[quickstart\]'"):
         resolve_model_path("package:tiny-gguf")
 
 
 def test_changed_file_is_refused(site: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "_sha256", lambda path: "0" * 64)
+    monkeypatch.setattr(gguf_package, "_sha256", lambda path: "0" * 64)
     with pytest.raises(EnvironmentMismatch, match="not the file that was installed"):
         resolve_model_path("package:tiny-gguf")
 

@@ -223,7 +223,6 @@ def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["quantization.load_in_4bit=true", "lora.init_lora_weights=pissa"], "not quantised"),
         (["quantization.load_in_8bit=true", "lora.init_lora_weights=orthogonal"], "not quantised"),
         (["quantization.load_in_8bit=true", "lora.use_dora=true"], "DoRA"),
         (["quantization.load_in_4bit=true", "lora=null"], "cannot be trained"),

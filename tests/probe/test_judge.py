@@ -225,7 +225,7 @@ def test_a_spoilt_attention_is_seen_in_16_bits_too(narrow: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
-    for lora in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]},
+    for lora in ({"use_dora": True}, {"init_lora_weights": "orthogonal"}, {"modules_to_save": ["lm_head"]},
                  {"lora_dropout": 0.5}, {"target_modules": ["q_proj"], "use_rslora": True}):  # fmt: skip
         assert worst_of(probe(least_recipe(narrow, lora=lora))) <= EXACT
 

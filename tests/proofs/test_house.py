@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ recipe data importers new_recipe preflight cli closed_form scoring
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent
 measure.units
-model.known_configs model.packaged
+model.known_configs model.packaged model.gguf_package
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.conversation tokens.dataset
 tokens.encoder
 tokens.estimate tokens.marks tokens.mixture tokens.packing tokens.tokenizer
@@ -381,3 +382,14 @@ def test_no_conflict_is_left_in_a_file() -> None:
         ["git", "grep", "-nE", "^(<{7} |>{7} |={7}$)"], cwd=PACKAGE.parent, capture_output=True, text=True
     )
     assert process.stdout == ""
+
+
+BY_NAME = re.compile(r"type\(\w+\)\.__(qual)?name__ *(==|!=|in\b|not in)|in type\(\w+\)\.__(qual)?name__")
+
+
+@pytest.mark.parametrize("package", ["architecture", "model", "probe", "strategies", "training"])
+def test_no_class_is_recognised_by_its_name(package: str) -> None:
+    """What a layer computes is tried on a small input, or read from its attributes."""
+    files = sorted((PACKAGE / package).rglob("*.py"))
+    assert len(files) > 5
+    assert [file for file in files if BY_NAME.search(file.read_text("utf-8"))] == []

@@ -89,8 +89,6 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "v_proj"]},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "orthogonal"},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "olora"},
     ],
     ids=str,
 )

@@ -142,7 +142,6 @@ def test_it_is_merged(tmp_path: Path, base: Path, first: Path, capsys: pytest.Ca
             "lora.on_top: there is no adapter below; name it in model.adapter, or set lora.on_top",
         ),
         (["lora.use_dora=true"], "the sum of two adapters cannot have lora.use_dora; leave it out, or merge"),
-        (["lora.init_lora_weights=pissa"], "cannot have lora.init_lora_weights: pissa"),
         (["lora.modules_to_save=[lm_head]"], "cannot have lora.modules_to_save;"),
         (["lora=null"], "all weights are trained, no adapter (lora is null)"),
     ],

@@ -36,7 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora, rslora, head in full": {"lora": {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}},
     "embeddings adapted": {"lora": {"target_modules": ["embed_tokens", "v_proj"]}},
-    "pissa": {"lora": {"init_lora_weights": "pissa"}},
     "ranks and scales by pattern": {"lora": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.1.mlp.*": 3.5}}},
     "a parameter": {"lora": {"target_modules": ["v_proj"], "target_parameters": ["mlp.down_proj.weight"]}},
     "qlora": {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}},
@@ -265,7 +264,6 @@ REFUSED_BY_CHECK: list[tuple[Callable[[Path], object], list[str], str]] = [
     (lambda _: None, ["lora.use_rslora=true"], "lora.use_rslora is true and the adapter's false"),
     (lambda _: None, ["lora.target_modules=[q_proj]"], "lora.target_modules is [q_proj] and the adapter's [down_proj,"),
     (lambda _: None, ["lora.modules_to_save=[lm_head]"], "lora.modules_to_save is [lm_head] and the adapter's []"),
-    (lambda _: None, ["lora.init_lora_weights=pissa"], "lora.init_lora_weights is pissa and the adapter's true"),
     (changed(init_lora_weights="corda"), [], "has init_lora_weights: corda, which is not offered here; merge it"),
     (
         changed(rank_pattern={"q_proj": 2}),

@@ -81,14 +81,19 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _is_packed(layer: Any) -> bool:
-    return type(layer).__name__ == "Linear4bit"
+    """Whether the base has 4-bit weights, as bitsandbytes packs them."""
+    return hasattr(layer.base_layer.weight, "quant_state")
 
 
 def _only_peft(layer: Any) -> str | None:
     """Why peft alone computes this layer; None: it need not."""
-    kind, base = type(layer).__name__, layer.base_layer
-    if kind not in ("Linear", "Linear4bit"):
-        return {"ParamWrapper": "experts", "Linear8bitLt": "int8"}.get(kind, kind)
+    base = layer.base_layer
+    if hasattr(layer, "parameter_name"):
+        return "experts"
+    if hasattr(getattr(base, "weight", None), "SCB"):  # the scales of bitsandbytes' 8-bit weights
+        return "int8"
+    if isinstance(base, nn.Embedding):
+        return "Embedding"
     if any(layer.use_dora.values()):
         return "DoRA"
     if layer.lora_variant:

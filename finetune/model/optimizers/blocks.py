@@ -20,7 +20,7 @@ LONGEST_BLOCK = 256  # elements, at most
 SHORTEST_BLOCK = 8  # the scales of shorter ones would take more than half a byte an element
 FEWEST = 4096  # elements of a tensor whose moments are in one byte; bitsandbytes' threshold too
 BLOCKWISE = (("state1", "absmax1"), ("state2", "absmax2"))  # the first and second moment in a state, and their scales
-_SMALLEST = torch.finfo(torch.float32).tiny  # a scale by which zeros can be divided
+_SMALLEST = torch.finfo(torch.float32).tiny  # a divisor for zeros
 
 
 class Book(NamedTuple):

@@ -61,7 +61,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
 
     Args:
         seed, local_part: As in RoundedAdamW.
-        in_float32: Parameters whose moments stay in float32, beside those that `block_length` leaves so.
+        in_float32: Parameters whose moments stay in float32. `block_length` may name more of them.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from finetune.recipe.cross_checks import CrossCheck, refuse
 from finetune.recipe.sections.base import Count, Section
 
-INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
+INITS = "peft's initialisation: true, false, gaussian or orthogonal."
 Scale = Annotated[float, Field(gt=0)]
 Value = TypeVar("Value")
 
@@ -39,8 +39,7 @@ class Lora(Section):
     modules_to_save: list[str] = Field([], description="More modules, trained in full and saved with the adapter.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction separately (DoRA).")
-    # pissa_niter_[n] is left out: peft draws another part of the base when it loads such an adapter, so it cannot fit.
-    init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] = Field(True, description=INITS)
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = Field(True, description=INITS)
     loraplus_lr_ratio: float | None = Field(
         None, ge=1, description="LoRA+: B's learning rate as a multiple of A's, learning_rate; null: one rate."
     )
@@ -56,11 +55,6 @@ class Lora(Section):
     def rank_of(self, path: str) -> int:
         """The adapter's rank on the module or parameter with this path."""
         return by_pattern(self.rank_pattern, path, self.r)
-
-    @property
-    def takes_from_the_base(self) -> bool:
-        """Whether the adapter begins as a part of the base, so that only peft can load it."""
-        return takes_from_the_base(str(self.init_lora_weights))
 
     @property
     def names_single_layers(self) -> bool:
@@ -87,22 +81,17 @@ def ends_of(paths: Iterable[str], name: str) -> list[str]:
     return [path for path in paths if path == name or path.endswith(f".{name}")]
 
 
-def takes_from_the_base(init: str) -> bool:
-    """Whether peft's initialisation with that name moves a part of the base into the adapter."""
-    return init.startswith(("pissa", "olora"))
-
-
 def without_adapters(lora: Lora) -> Iterator[tuple[str, str]]:
     """Settings, with their values, that peft offers for layers but not for parameters.
 
-    Source: tuners/lora/layer.py, ParamWrapper. peft's initialisations from the base read a layer's weight.
+    Source: tuners/lora/layer.py, ParamWrapper.
     """
     if lora.lora_dropout:
         yield "lora_dropout", f"{lora.lora_dropout:g}"
     if lora.use_dora:
         yield "use_dora", "true"
-    if lora.init_lora_weights in ("orthogonal", "olora", "pissa"):
-        yield "init_lora_weights", str(lora.init_lora_weights)
+    if lora.init_lora_weights == "orthogonal":
+        yield "init_lora_weights", "orthogonal"
 
 
 def _lora_mistakes(lora: Lora) -> Iterator[CrossCheck]:

@@ -180,67 +180,6 @@ TRL_SHORT: Values = {
     "learning_rate": 0.0001, "lr_scheduler_type": "cosine",
 }  # fmt: skip
 
-TUNE: Values = {
-    "resume_from_checkpoint": False, "seed": None, "shuffle": True, "batch_size": 2, "epochs": 1,
-    "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}, "max_steps_per_epoch": None,
-    "gradient_accumulation_steps": 1, "clip_grad_norm": None, "compile": False, "log_every_n_steps": 1,
-    "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"},
-    "log_peak_memory_stats": True, "log_level": "INFO", "device": "cuda", "dtype": "bf16",
-    "enable_activation_checkpointing": True, "enable_activation_offloading": False,
-    "tokenizer": {
-        "_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "/tmp/Llama-3.1-8B/tokenizer.model",
-        "max_seq_len": None,
-    },
-    "checkpointer": {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_dir": "/tmp/Meta-Llama-3.1-8B-Instruct/",
-        "checkpoint_files": ["model-00001-of-00004.safetensors"], "recipe_checkpoint": None,
-        "output_dir": "${output_dir}", "model_type": "LLAMA3",
-    },
-    "profiler": {
-        "_component_": "torchtune.training.setup_torch_profiler", "enabled": False, "cpu": True, "cuda": True,
-        "output_dir": "${output_dir}/profiling_outputs", "profile_memory": False, "with_stack": False,
-        "record_shapes": True, "with_flops": False, "wait_steps": 5, "warmup_steps": 3, "active_steps": 2,
-        "num_cycles": 1,
-    },
-}  # fmt: skip
-CLEANED = "torchtune.datasets.alpaca_cleaned_dataset"
-TUNE_LORA: Values = TUNE | {
-    "output_dir": "/tmp/torchtune/llama3_1_8B/lora", "save_adapter_weights_only": False,
-    "model": {
-        "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
-        "lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True,
-        "apply_lora_to_output": False, "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0,
-    },
-    "dataset": {"_component_": CLEANED, "packed": False, "split": "train[:95%]"}, "run_val_every_n_steps": None,
-    "dataset_val": {"_component_": CLEANED, "split": "train[95%:]"}, "batch_size_val": "${batch_size}",
-    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": 3e-4},
-    "lr_scheduler": {
-        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 100,
-    },
-    "gradient_accumulation_steps": 8, "enable_activation_checkpointing": False,
-}  # fmt: skip
-TUNE_QLORA: Values = {key: value for key, value in TUNE_LORA.items() if "val" not in key} | {
-    "model": TUNE_LORA["model"] | {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b"},
-    "dataset": {"_component_": CLEANED, "packed": False}, "enable_activation_checkpointing": True, "low_cpu_ram": False,
-}  # fmt: skip
-TUNE_FULL: Values = TUNE | {
-    "output_dir": "/tmp/torchtune/llama3_1_8B/full_single_device",
-    "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
-    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "packed": False}, "optimizer_in_bwd": True,
-    "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 2e-5},
-}  # fmt: skip
-TUNE_70B: Values = TUNE_LORA | {
-    "model": TUNE_LORA["model"] | {
-        "_component_": "torchtune.models.llama3_1.lora_llama3_1_70b", "lora_rank": 16, "lora_alpha": 32,
-    },
-    "gradient_accumulation_steps": 1, "enable_activation_checkpointing": True,
-    "checkpointer": TUNE["checkpointer"] | {
-        "checkpoint_dir": "/tmp/Meta-Llama-3.1-70B-Instruct/",
-        "checkpoint_files": {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00030"},
-    },
-}  # fmt: skip
-
 INPUT = frozenset({"datasets.*.type"})
 FACTORY_LOOK = frozenset({"dataset", "trust_remote_code"})
 PEFT_LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -323,8 +262,8 @@ EXAMPLES: dict[str, Example] = {
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory pissa": Example(
-        "llamafactory", FACTORY_PISSA, "80GB", {"lora.init_lora_weights": "pissa"},
-        differs=frozenset({"pissa_iter"}), look=FACTORY_LOOK,
+        "llamafactory", FACTORY_PISSA, "80GB", {"lora.init_lora_weights": ABSENT},
+        differs=frozenset({"pissa_init"}), look=FACTORY_LOOK,
     ),
     "LLaMA-Factory galore": Example(
         "llamafactory", FACTORY_GALORE, "80GB", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},
@@ -368,33 +307,5 @@ EXAMPLES: dict[str, Example] = {
             "training.learning_rate": 0.0001, "training.mixed_precision": "bf16",
         },
         look=frozenset({"completion_only_loss", "trainer"}),
-    ),
-    "torchtune 8B_lora": Example(
-        "torchtune", TUNE_LORA, "2x80GB",
-        {
-            "model.name_or_path": "/tmp/Meta-Llama-3.1-8B-Instruct", "accelerate_config": "fsdp2", "lora.r": 8,
-            "lora.target_modules": PEFT_LINEAR, "training.pure_bf16": True, "training.max_grad_norm": None,
-            "training.weight_decay": 0.01, "training.warmup_steps": 100, "training.global_batch_size": 32,
-            "data.train_on": "all", "data.packing": False, "data.eval": ABSENT,
-            "data.train": [{"path": "yahma/alpaca-cleaned", "split": "train[:95%]", "format": "alpaca"}],
-        },
-        look=frozenset({"dataset._component_"}),
-    ),
-    "torchtune 8B_qlora_single_device": Example(
-        "torchtune", TUNE_QLORA, "80GB", {"quantization.load_in_4bit": True, "training.activation_checkpointing": True},
-        look=frozenset({"dataset._component_"}),
-    ),
-    "torchtune 8B_full_single_device": Example(
-        "torchtune", TUNE_FULL, "80GB",
-        {
-            "lora": None, "training.optim": "paged_adamw_8bit", "training.lr_scheduler_type": "constant",
-            "training.warmup_ratio": 0.0, "training.weight_decay": 0.01, "training.global_batch_size": 2,
-        },
-        differs=frozenset({"optimizer.weight_decay"}), look=frozenset({"dataset._component_"}),
-    ),
-    "torchtune 70B_lora": Example(
-        "torchtune", TUNE_70B, "8x80GB",
-        {"model.name_or_path": "/tmp/Meta-Llama-3.1-70B-Instruct", "lora.r": 16, "training.global_batch_size": 16},
-        look=frozenset({"dataset._component_"}),
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
-from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
+from finetune.model.packaged import online_name
 from finetune.preflight.changes import changes, processes_of
 from finetune.preflight.job import TrainingJob, failure_reason
 from finetune.preflight.shrink import BUILT_IN, shrink_model, train_tokenizer
@@ -113,9 +113,9 @@ def adapter_of_first(named: Path, model: Path, ranks: int, folder: Path, steps: 
 
 def name_base(name: str, folder: Path) -> None:
     """The tiny model's config says which model it stands for, as the card of a push wants it."""
-    file, package = folder / "config.json", name.removeprefix(PREFIX)
+    file = folder / "config.json"
     config = json.loads(file.read_text("utf-8"))
-    file.write_text(json.dumps(config | {"_name_or_path": ONLINE_REPOSITORIES.get(package, name)}), "utf-8")
+    file.write_text(json.dumps(config | {"_name_or_path": online_name(name)}), "utf-8")
 
 
 def give_template(name: str, folder: Path) -> None:
