@@ -18,6 +18,7 @@ FinetuneError            2   bad input: place, value, remedy
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 STOPPED = "stopped"  # printed where a signal came before training, or after it: there was nothing to save
 
@@ -28,12 +29,33 @@ class FinetuneError(Exception):
     exit_code = 2
 
 
-class RecipeError(FinetuneError):
-    """All mistakes in a recipe, one entry each: `place: key: problem; remedy`."""
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake in a recipe, and the value or key where it is."""
 
-    def __init__(self, mistakes: Sequence[str]) -> None:
+    # pydantic's kind of error, or: either, cross_check, unknown, misplaced, foreign, yaml, override, folder, unfit
+    code: str
+    path: tuple[str | int, ...]
+    text: str  # problem; remedy
+    at_key: bool = False  # the key itself is wrong, not its value
+    write: tuple[str, ...] = ()  # the keys or the value to write instead, if they are clear
+
+    @property
+    def key(self) -> str:
+        """`data.train.0.path`."""
+        return ".".join(map(str, self.path))
+
+
+class RecipeError(FinetuneError):
+    """All mistakes in a recipe, one entry each: `place: key: problem; remedy`.
+
+    `found` are the same with a code and a field, if the recipe's own values are wrong (recipe/mistakes.py).
+    """
+
+    def __init__(self, mistakes: Sequence[str], found: Sequence[Mistake] = ()) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = tuple(mistakes)
+        self.found = tuple(found)
 
 
 class DataError(FinetuneError):

@@ -35,7 +35,8 @@ from finetune.data.messages import (
 from finetune.data.readers import BadRow, is_blank, json_kind
 from finetune.data.readings import QUESTION_WORDS, in_yaml, label_of
 from finetune.output_stream import printable
-from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
+from finetune.recipe.layouts import LAYOUTS, OF_CHATS
+from finetune.recipe.sections.data import TEMPLATE_ARGUMENTS
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -105,10 +106,10 @@ def by_turn(chat: Chat) -> list[Chat]:
 def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
     """Check a row strictly, and convert it. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)
-    for column in ROW_COLUMNS[layout.format]:
+    for column in LAYOUTS[layout.format].columns:
         theirs = layout.columns.get(column, column)
         if column not in view:
-            near = nearest(theirs, [name for name in view if name not in ROW_COLUMNS[layout.format]])
+            near = nearest(theirs, [name for name in view if name not in LAYOUTS[layout.format].columns])
             raise BadRow(f"the field {theirs!r} is missing; {missing_hint(near, 'add it, or remove the row')}")
         if view[column] is None:
             raise BadRow(f"{theirs!r} is null; give it a value, or leave such rows out: drop: [empty]")

@@ -25,8 +25,8 @@ from typing import Any
 from finetune.data.messages import ROLES, json_text, turns_in
 from finetune.data.readers import BadRow, json_kind
 from finetune.output_stream import one_line
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
-from finetune.recipe.schema import DataSet, KnownFormat
+from finetune.recipe.layouts import LAYOUTS, KnownFormat
+from finetune.recipe.schema import DataSet
 from finetune.recipe.sections.training import Objective
 from finetune.wording import as_word, counted
 
@@ -175,16 +175,15 @@ class Reading:
     @property
     def objective(self) -> Objective:
         """training.objective for such rows."""
-        objectives: dict[str, Objective] = {"preference": "dpo", "kto": "kto"}
-        return objectives.get(self.format, "supervised")
+        return LAYOUTS[self.format].objective
 
     def in_words(self) -> str:
         """Its columns; without any, the layout's own names."""
-        return in_yaml(self.columns or {column: column for column in ROW_COLUMNS[self.format]})
+        return in_yaml(self.columns or {column: column for column in LAYOUTS[self.format].columns})
 
     def used(self) -> set[str]:
         """The data set's columns that are read."""
-        ours = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns}
+        ours = {*LAYOUTS[self.format].all} - {*self.columns}
         return {*self.columns.values()} | ours
 
 
@@ -442,7 +441,7 @@ def _chat_reading(columns: Sequence[Column]) -> Reading | None:
         mapped = {"prompt": chat.name, "completion": answers[0].name}
         return Reading("prompt_completion", {ours: theirs for ours, theirs in mapped.items() if ours != theirs})
     format: KnownFormat = "sharegpt" if "from" in chat.typical[0] else "messages"
-    ours = ROW_COLUMNS[format][0]
+    ours = LAYOUTS[format].columns[0]
     mapped = {} if chat.name == ours else {ours: chat.name}
     system = next((each.name for each in columns if each.is_text and each.name.lower() in SYSTEM_NAMES), None)
     if system and system != "system":
@@ -577,7 +576,7 @@ def remarks(reading: Reading, columns: Sequence[Column]) -> list[str]:
     for ours in ("output", "completion", "text"):
         name = reading.columns.get(ours, ours)
         for column in columns:
-            if column.name == name and ours in (*ROW_COLUMNS[reading.format],) and column.is_nested_text:
+            if column.name == name and ours in LAYOUTS[reading.format].columns and column.is_nested_text:
                 start = one_line(column.typical, 40)
                 lines.append(f"{name!r} holds lists or objects as text ({start}); they are trained as they are written")
     return lines
@@ -599,7 +598,7 @@ def _with_judgement(entry: DataSet, found: list[Reading], columns: list[Column])
     if judged is None or result.obstacle:
         return result
     column, says = judged
-    answered = {name: first.columns.get(name, name) for name in ROW_COLUMNS[first.format]}
+    answered = {name: first.columns.get(name, name) for name in LAYOUTS[first.format].columns}
     renamed = {"output": "completion", "messages": "completion", "conversations": "completion"}
     mapped = {renamed.get(ours, ours): theirs for ours, theirs in answered.items()}
     mapped |= {ours: theirs for ours, theirs in first.columns.items() if ours in ("system", "input")}
@@ -634,7 +633,7 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
             values = in_quotes(column.values)
             return f"each row is one turn ({column.name!r}: {values}); join the turns of a dialogue: messages: [...]"
     if reading.format in ("messages", "sharegpt"):
-        ours = ROW_COLUMNS[reading.format][0]
+        ours = LAYOUTS[reading.format].columns[0]
         chat = named[reading.columns.get(ours, ours)]
         if ours in reading.columns and (others := [column for column in nested if column.kind == "turns"]):
             names = in_quotes([chat.name, *(column.name for column in others)])

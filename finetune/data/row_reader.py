@@ -30,7 +30,7 @@ from finetune.data.readers import BadRow, SourceRow, is_blank
 from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
 from finetune.data.sources import Source
 from finetune.errors import DataError
-from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.wording import counted
 
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # message keys for templates or our checks
@@ -144,7 +144,7 @@ class RowReader:
             if name in self._unused or len(self._unused) >= MOST_NAMES:
                 continue
             self._unused[name] = None
-            near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
+            near = nearest(name, LAYOUTS[layout.format].optional, cutoff=0.8)
             if near and near not in values and near not in layout.columns:
                 line = in_yaml({near: name})
                 raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
@@ -218,7 +218,7 @@ class RowReader:
 def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
     """Whether a column that the layout needs is empty in this row: null, missing, or white space."""
     view = layout.view(row)
-    values = [view.get(column) for column in ROW_COLUMNS[layout.format]]
+    values = [view.get(column) for column in LAYOUTS[layout.format].columns]
     if layout.format in ("preference", "kto"):
         if isinstance(values[0], str):  # a text answers a prompt; a dialogue may hold the question itself
             values += [view[column] for column in ("prompt", "instruction") if column in view]

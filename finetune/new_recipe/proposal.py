@@ -45,9 +45,9 @@ from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
 from finetune.output_stream import has_controls, one_line
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
-from finetune.recipe.schema import DataSet, KnownFormat, Recipe
+from finetune.recipe.layouts import COLUMNS, LAYOUTS, KnownFormat
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
 from finetune.tokens.estimate import estimated_rows, text_of
@@ -113,9 +113,8 @@ class Proposal:
 def read_columns(text: str | None) -> dict[str, str]:
     """Read `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
     columns = _read_mapping("--columns", text, form := "write --columns instruction=frage,output=antwort")
-    known = {column for format in ROW_COLUMNS for column in (*ROW_COLUMNS[format], *OPTIONAL_COLUMNS[format])}
     for key in columns:
-        if key not in known:
+        if key not in COLUMNS:
             raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
     if columns and _format_of(columns) is None:
         needs = "needs instruction and output, messages, or text alone"
@@ -152,10 +151,10 @@ def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
 
 def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
     """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
-    for format in ("preference", "kto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"):
-        ours = {*ROW_COLUMNS[format]}
-        if ours <= {*columns} <= ours | {*OPTIONAL_COLUMNS[format]}:
-            return format
+    # Two answers or a label before a prompt and its completion, which are texts or turns.
+    for name, layout in sorted(LAYOUTS.items(), key=lambda each: each[1].objective == "supervised"):
+        if {*layout.columns} <= {*columns} <= {*layout.all}:
+            return name
     return None
 
 

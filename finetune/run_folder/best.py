@@ -1,6 +1,6 @@
 """Choose the exported weights: the last step's, or those of the best evaluation.
 
-Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint (recipe/cross_checks.py).
+Evaluations from step 1 on count, by training.metric_for_best_model. Each has a checkpoint (recipe/schema.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder, sync, write_json
 from finetune.model.optimizer import learning_rate_schedule
-from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.schema import Training
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
 from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
@@ -37,7 +36,7 @@ class Asked:
 
     @property
     def total_rows(self) -> int:
-        return rows_of_run(self.training, self.rows)
+        return self.training.rows_of_run(self.rows)
 
     @property
     def steps(self) -> int:

@@ -26,8 +26,8 @@ from torch import nn
 from finetune.errors import FinetuneError, RecipeError
 from finetune.measure.metrics import Terminal
 from finetune.model.build import decoder_parts
-from finetune.recipe.cross_checks import steps_between, unsaved_evaluations
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.base import steps_between
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import full_shape
 from finetune.tokens.dataset import Prepared
@@ -68,7 +68,7 @@ def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
 
 def check_best(recipe: Recipe, total_steps: int) -> None:
     """Refuse a best evaluation that may have no checkpoint to export. Raises RecipeError."""
-    if unsaved := unsaved_evaluations(recipe, total_steps):
+    if unsaved := recipe.unsaved_evaluations(total_steps):
         raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
 
 

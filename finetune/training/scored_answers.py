@@ -21,7 +21,7 @@ from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
-from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
@@ -183,7 +183,7 @@ def _has_preferences(entry: DataSet) -> bool:
     """Whether a file's first row has the columns of a pair, or of a judged answer."""
     first = next(iter(resolve(entry).rows()), None)
     columns = {} if first is None else first.values or {}
-    layouts = (ROW_COLUMNS[layout] for layout in FORMAT_OF_OBJECTIVE.values())
+    layouts = (LAYOUTS[layout].columns for layout in FORMAT_OF_OBJECTIVE.values())
     return any(all(entry.columns.get(name, name) in columns for name in layout) for layout in layouts)
 
 
