@@ -136,7 +136,7 @@ def check(
             notes += [line for line in (probed.line(), recomputation.line) if line]
             result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}
         if not loaded.recipe.budget.gpus:
-            from finetune.recipe.number_formats import fastest_for
+            from finetune.recipe.mixed_precision import fastest_for
 
             formats = loaded.formats_for(fastest_for(0))[1]
             if formats.line:

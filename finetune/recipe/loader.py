@@ -19,7 +19,7 @@ from finetune.paths import RECIPES, SHIPPED, in_home, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import explain_mistake
-from finetune.recipe.number_formats import KEYS
+from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy

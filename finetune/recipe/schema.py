@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, KnownFormat
 from finetune.recipe.metric_names import METRICS
+from finetune.recipe.mixed_precision import without_auto
 from finetune.recipe.names import is_repository, name_mistakes
-from finetune.recipe.number_formats import fastest_for, settled_formats
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, refuse, steps_between
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, RowFormat
 from finetune.recipe.sections.lora import Lora
@@ -83,35 +83,12 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def formats_settled(cls, values: Any) -> Any:
-        """Replace `auto` by the number formats that it means, so that no Recipe holds `auto`.
-
-        A value that does not fit the schema stays, and pydantic reports it.
-        """
-        if not isinstance(values, Mapping) or "model" not in values:
+        """No Recipe holds `auto` for a number format."""
+        if not isinstance(values, Mapping):
             return values
-        sections: dict[str, Any] = {}
-        for name in ("budget", "model", "quantization", "training"):
-            section = values.get(name, None if name == "quantization" else {})
-            if name == "quantization" and section is None:
-                continue
-            if isinstance(section, Section):  # validated before: a copy of a recipe
-                section = section.model_dump()
-            if not isinstance(section, Mapping):
-                return values
-            sections[name] = section
-        model, training, gpus = sections["model"], sections["training"], sections["budget"].get("gpus", 0)
-        precision, base = training.get("mixed_precision", "auto"), model.get("dtype", "auto")
-        if "auto" not in (precision, base) or not isinstance(precision, str) or not isinstance(base, str):
-            return values
-        precision, base = settled_formats(
-            precision,
-            base,
-            fastest=fastest_for(gpus if isinstance(gpus, int) else 0).precision,
-            adapters=values.get("lora", True) is not None,
-            pure_bf16=training.get("pure_bf16") is True,
-            quantization=sections.get("quantization"),
-        )
-        return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}
+        names = ("budget", "model", "quantization", "training")
+        sections = {name: values[name].model_dump() for name in names if isinstance(values.get(name), Section)}
+        return without_auto({**values, **sections})
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.measure.product_speed import product_seconds
 from finetune.model.dtypes import COMPUTE, dtype_name
-from finetune.recipe.number_formats import (
+from finetune.recipe.mixed_precision import (
     BASE_FORMAT,
     MUCH_SLOWER,
     PRECISION,
@@ -20,6 +20,7 @@ from finetune.recipe.number_formats import (
     FastestFormat,
     fastest_by_flags,
     fastest_by_products,
+    fastest_on_gpu,
     in_float32,
 )
 from finetune.recipe.resolved import LoadedRecipe
@@ -47,10 +48,8 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
 def _fastest_on(device: torch.device) -> FastestFormat:
     if device.type == "cpu":
         return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability >= AMPERE:
-        return FastestFormat("bf16", f"{name} has bfloat16 arithmetic")
-    return FastestFormat("fp16", f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0")
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
+    return fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16)
 
 
 def _formats_of_run(run_dir: Path) -> dict[str, str] | None:

@@ -29,7 +29,7 @@ from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.number_formats import ChosenFormats
+from finetune.recipe.mixed_precision import ChosenFormats
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
