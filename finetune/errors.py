@@ -3,7 +3,8 @@
 FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
-│   └── UnclearEncoding  2   two code pages are plausible for a table
+│   └── BadFile          2   a table's rows cannot be told apart
+│       └── UnclearEncoding  two code pages are plausible
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
 ├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
 ├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement
@@ -59,21 +60,29 @@ class RecipeError(FinetuneError):
 
 
 class DataError(FinetuneError):
-    """All mistakes found in the data, one entry each: `file:line: problem; remedy`."""
+    """All mistakes found in the data, one entry each: `file:line: problem; remedy`. `more` are not shown."""
 
-    def __init__(self, mistakes: Sequence[str]) -> None:
-        super().__init__("\n".join(mistakes))
-        self.mistakes = tuple(mistakes)
+    def __init__(self, mistakes: Sequence[str], more: int = 0) -> None:
+        self.shown, self.more = tuple(mistakes), more
+        self.mistakes = (*mistakes, f"and {more} more") if more else (*mistakes,)
+        super().__init__("\n".join(self.mistakes))
 
 
-class UnclearEncoding(DataError):
+class BadFile(DataError):
+    """A file whose rows cannot be told apart: its place and its one problem."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__([f"{place}: {problem}"])
+        self.problem = problem
+
+
+class UnclearEncoding(BadFile):
     """A file may be read in several code pages: `readings` are their names, each with a word as it reads it."""
 
     def __init__(self, file: str, readings: Sequence[tuple[str, str]]) -> None:
         self.readings = tuple(readings)
         ways = " or ".join(f"{word!r} ({name})" for name, word in readings)
-        self.problem = f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}"
-        super().__init__([f"{file}: {self.problem}"])
+        super().__init__(file, f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}")
 
 
 class NotFinite(FinetuneError):

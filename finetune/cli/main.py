@@ -104,7 +104,7 @@ def check(
         batch_notes: list[str] = []
         if data:
             say_begun("reading the rows, and tokenising some of them")
-            from finetune.data.check import check_rows
+            from finetune.data.rows import check_rows
             from finetune.tokens.check_documents import check_documents
             from finetune.training.batch_notes import notes_before_launch
 

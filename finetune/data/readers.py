@@ -10,15 +10,25 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
+from finetune.data.cells import (
+    MAX_ROW_DEPTH,
+    TOO_DEEP,
+    BadRow,
+    NotJson,
+    explain_json,
+    is_blank,
+    json_kind,
+    not_a_number,
+    parse_json,
+)
 from finetune.data.dialect import (
     BYTE_ORDER_MARK,
     HEAD_OF_TABLE,
@@ -36,21 +46,17 @@ from finetune.data.dialect import (
     without_blank_end,
 )
 from finetune.data.json_array import JsonArray
-from finetune.errors import DataError
-from finetune.output_stream import has_controls, one_line, without_controls
+from finetune.errors import BadFile
+from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
-from finetune.untrusted.json_files import depth_of
 from finetune.untrusted.kinds import not_rows
 from finetune.wording import counted
 
-LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
-MAX_ROW_DEPTH = 64
 MOST_BYTES_OF_OBJECT = 64 * 2**20
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
-TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
 class SourceRow(NamedTuple):
@@ -64,15 +70,6 @@ class SourceRow(NamedTuple):
     @property
     def place(self) -> str:
         return f"{self.file}:{self.line}"
-
-
-class BadRow(ValueError):
-    """A row's mistake and its remedy, made short and printable. The reader adds the place."""
-
-    def __init__(self, mistake: str) -> None:
-        if len(mistake) > LONGEST_MISTAKE:
-            mistake = mistake[:LONGEST_MISTAKE] + "..."
-        super().__init__(without_controls(mistake))
 
 
 def read_rows(
@@ -115,8 +112,8 @@ def read_rows(
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
         return
-    except DataError as error:  # two code pages, or two tables, are plausible
-        yield SourceRow(str(file), 1, None, re.sub(r"^(:1)?: ", "", error.mistakes[0].removeprefix(str(file))))
+    except BadFile as error:  # two code pages, or two tables, are plausible
+        yield SourceRow(str(file), 1, None, error.problem)
         return
     except (EOFError, zlib.error) as error:
         problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
@@ -130,9 +127,6 @@ def _repetitions(rows: int, file: Path) -> str:
     """The problem if a small file has very many rows: only equal rows compress to less than a byte each."""
     size = counted(file.stat().st_size, "byte")
     return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def _read_json(file: Path) -> Iterator[SourceRow]:
@@ -190,7 +184,7 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
                     raise BadRow(problem)
                 yield SourceRow(str(file), number, values, None)
             except BadRow as error:
-                if number == 1 and "not JSON" in str(error) and (problem := _one_object(file)):
+                if number == 1 and isinstance(error, NotJson) and (problem := _one_object(file)):
                     yield SourceRow(str(file), 1, None, problem)
                     return
                 yield SourceRow(str(file), number, None, str(error))
@@ -252,9 +246,9 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
     except RecursionError:
         problem = TOO_DEEP
     except json.JSONDecodeError as error:
-        problem = _explain_json(error)
+        problem = explain_json(error)
     except ValueError as error:
-        problem = _not_a_number(error)
+        problem = not_a_number(error)
     except OverflowError:
         problem = TOO_LARGE
     yield SourceRow(str(file), array.line, None, problem)
@@ -285,86 +279,12 @@ def parse_object(text: str) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str) -> Any:
-    """A JSON value, strictly: no duplicate keys, no NaN, no nesting beyond MAX_ROW_DEPTH. Raises BadRow."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise BadRow(_explain_json(error)) from None
-    except RecursionError:
-        raise BadRow(TOO_DEEP) from None
-    except BadRow:
-        raise
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRow(_not_a_number(error)) from None
-    # Few brackets cannot nest deep, and counting them is quicker than a walk through the value.
-    if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
-        raise BadRow(TOO_DEEP)
-    return value
-
-
-def _not_a_number(error: ValueError) -> str:
-    return f"not readable as JSON: {str(error).split(';')[0]}; correct the number"
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRow(f"the key {one_line(repr(key), 60)} appears twice in one object; keep one")
-            seen.add(key)
-    return values
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise BadRow(f"{name} is not JSON; write null, or remove the key")
-
-
-def _explain_json(error: json.JSONDecodeError) -> str:
-    remedies = [
-        ("property name enclosed in double quotes", "JSON wants double quotes around keys, and no comma before }"),
-        ("Extra data", "write one JSON object a line, nothing after it"),
-        ("Unterminated string", "close the string; a line break inside it is written \\n"),
-        ("Invalid control character", "write control characters escaped: \\n, \\t, \\u0000"),
-        ("Invalid \\escape", "write a backslash as \\\\"),
-        ("Expecting value", "a value is missing or is not JSON (None, True, single quotes?)"),
-        ("delimiter", "a comma or colon is missing, or a quote inside a string is not escaped"),
-    ]
-    remedy = next((remedy for part, remedy in remedies if part in error.msg), "correct the line")
-    return f"not JSON: {error.msg} at column {error.colno}; {remedy}"
-
-
-def json_kind(value: Any) -> str:
-    """A value's JSON type, with the value if it is short: `text ("hi")`, `a number (3)`, `a list`."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    kind = kinds.get(type(value), f"a {type(value).__name__}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        kind = "a number"
-    if value is None or isinstance(value, dict | list):
-        return kind
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) <= 24:
-        return f"{kind} ({text})"
-    return kind
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
 # Cells that hold nothing: a spreadsheet's errors, and what programs write for a missing value.
 MISSING_VALUES = frozenset(
     r"#N/A #REF! #DIV/0! #VALUE! #NAME? #NULL! #NUM! #SPILL! #CALC! #NA <NA> \N nan NaN -nan &nbsp;".split()
 )
 # Words that stand for a missing value in some tables, and are an answer in others.
 PERHAPS_MISSING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
-# Spaces that never break, soft hyphens, joiners, directions, fillers and byte order marks.
-_INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
-
-
-def is_blank(text: str) -> bool:
-    """Whether a text shows nothing: white space and invisible characters alone."""
-    return not text.strip() or (not text.isascii() and not text.translate(_INVISIBLE).strip())
 
 
 def _table_rows(
@@ -581,9 +501,6 @@ def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[S
         yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     """A text file as one row with the column `text`."""
     with open_bytes(file) as stream:
@@ -605,9 +522,6 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
         return
     if text.strip():
         yield SourceRow(str(file), 1, {"text": text}, None)
-
-
-# -- Parquet and Arrow -------------------------------------------------------------------------------------------------
 
 
 def _read_columns(file: Path, kind: str) -> Iterator[SourceRow]:

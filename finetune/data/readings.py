@@ -22,8 +22,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from finetune.data.messages import ROLES, json_text, turns_in
-from finetune.data.readers import BadRow, json_kind
+from finetune.data.cells import ROLES, BadRow, json_kind, json_text, turns_in
 from finetune.output_stream import one_line
 from finetune.recipe.layouts import LAYOUTS, KnownFormat
 from finetune.recipe.schema import DataSet

@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.cells import nearest
 from finetune.data.dialect import checked_encoding
-from finetune.data.messages import nearest
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable

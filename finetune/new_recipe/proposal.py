@@ -18,9 +18,8 @@ from typing import Any, cast
 
 import yaml
 
-from finetune.data.check import Mistakes
+from finetune.data.chat import Chat, Content, Passage, documents_in
 from finetune.data.dialect import csv_dialect, found_encoding
-from finetune.data.formats import Chat, Content, Passage, documents_in
 from finetune.data.readers import SourceRow
 from finetune.data.readings import (
     Reading,
@@ -35,7 +34,7 @@ from finetune.data.readings import (
     readings,
     remarks,
 )
-from finetune.data.row_reader import RowReader, told_lines
+from finetune.data.rows import Mistakes, RowReader, told_lines
 from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output

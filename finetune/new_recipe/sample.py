@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.readers import BadRow, parse_object
+from finetune.data.cells import BadRow
+from finetune.data.readers import parse_object
 from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.formats import Judged
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Judged
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.check import check_rows
 from finetune.data.dialect import csv_dialect
 from finetune.data.readers import read_rows
+from finetune.data.rows import check_rows
 from finetune.errors import DataError, UnclearEncoding
 from finetune.new_recipe import propose
 from finetune.recipe.schema import Data

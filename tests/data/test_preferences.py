@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, Content, Judged, Pair, Passage
+from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.readings import pair_of_answers, readings
-from finetune.data.row_reader import RowReader
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.recipe.schema import Data, DataSet
 

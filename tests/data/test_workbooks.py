@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.data import workbook
-from finetune.data.check import check_rows
 from finetune.data.readers import read_rows
+from finetune.data.rows import check_rows
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.new_recipe import propose

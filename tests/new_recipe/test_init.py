@@ -18,9 +18,8 @@ import yaml
 
 import finetune.data.readings as readings_module
 from finetune.cli.main import main
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, documents_in
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, documents_in
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
 from finetune.new_recipe import propose

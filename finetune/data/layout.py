@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.messages import nearest, turns_in
-from finetune.data.readers import BadRow, json_kind
+from finetune.data.cells import BadRow, json_kind, nearest, turns_in
 from finetune.data.readings import PAIR_WORDS, in_quotes, in_yaml, known_columns, labels_in_yaml, profiles, readings
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS, KnownFormat, layouts_with, template_fields
 from finetune.recipe.schema import DataSet
