@@ -53,17 +53,21 @@ class RecipeError(FinetuneError):
     `found` are the same with a code and a field, if the recipe's own values are wrong (recipe/mistakes.py).
     """
 
-    def __init__(self, mistakes: Sequence[str], found: Sequence[Mistake] = ()) -> None:
+    def __init__(self, mistakes: Sequence[str], found: Sequence[Mistake] = (), count: int = 0) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = tuple(mistakes)
+        self.count = count or len(mistakes)
         self.found = tuple(found)
 
 
 class DataError(FinetuneError):
-    """All mistakes found in the data, one entry each: `file:line: problem; remedy`. `more` are not shown."""
+    """All mistakes found in the data, one entry each: `file:line: problem; remedy`.
 
-    def __init__(self, mistakes: Sequence[str], more: int = 0) -> None:
-        self.shown, self.more = tuple(mistakes), more
+    Equal mistakes are one entry. `count` are all of them; `more` have no entry.
+    """
+
+    def __init__(self, mistakes: Sequence[str], count: int = 0, more: int = 0) -> None:
+        self.shown, self.count, self.more = tuple(mistakes), count or len(mistakes), more
         self.mistakes = (*mistakes, f"and {more} more") if more else (*mistakes,)
         super().__init__("\n".join(self.mistakes))
 

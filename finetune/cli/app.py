@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -72,20 +71,6 @@ def say_begun(doing: str) -> None:
         typer.echo(f"{doing} ...", err=True)
 
 
-# `rows.csv:7, 12, 19 and 4 more rows: problem`
-_PLACES = re.compile(r"[^\n]*?:\d+((?:, \d+)*)(?: and ([\d,]+) more rows?)?: ")
-_MORE = re.compile(r"and ([\d,]+) more")
-
-
-def _mistakes_in(line: str) -> int:
-    """How many mistakes a line of an error stands for."""
-    if more := _MORE.fullmatch(line):
-        return int(more[1].replace(",", ""))
-    if places := _PLACES.match(line):
-        return 1 + places[1].count(",") + int((places[2] or "0").replace(",", ""))
-    return 1
-
-
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     """Do the work and exit with its `exit_code`, if any.
 
@@ -102,8 +87,8 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
             typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
         else:
             typer.echo(str(error), err=True)
-            if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
-                typer.echo(f"{sum(map(_mistakes_in, mistakes)):,} mistakes", err=True)
+            if (count := getattr(error, "count", 1)) > 1:
+                typer.echo(f"{count:,} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except UnicodeEncodeError as error:
         if sys.getfilesystemencoding() != "ascii":

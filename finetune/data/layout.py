@@ -172,7 +172,7 @@ def _answer_to_missing(entry: DataSet, format: KnownFormat, names: Sequence[str]
 
 def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message if the recipe says nothing, and no layout has these columns: the line that `finetune init` finds."""
-    result = readings(entry, rows)
+    result = readings(entry.format, rows)
     expected = list(dict.fromkeys(column for layout in LAYOUTS.values() for column in layout.columns))
     for name in names if not result.found else ():
         if near := nearest(name, expected):
@@ -221,7 +221,7 @@ def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]],
         if missing:
             line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")})
             return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
-    found = readings(entry.model_copy(update={"format": "auto"}), rows).found
+    found = readings("auto", rows).found
     for reading in found:
         if reading.format == entry.format and reading.columns:
             line = f"columns: {in_yaml(reading.columns)}"

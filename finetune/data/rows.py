@@ -379,13 +379,13 @@ class Mistakes:
         if not self.count:
             return
         hidden = self.count - sum(group.count for group in self._groups.values())
-        raise DataError([group.line() for group in self._groups.values()], hidden)
+        raise DataError([group.line() for group in self._groups.values()], self.count, hidden)
 
     def take(self, error: DataError) -> None:
         """Add an error's mistakes, those that it does not show too."""
-        self.count += error.more
         for mistake in error.shown:
             self.add(mistake)
+        self.count += error.count - len(error.shown)
 
 
 def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:

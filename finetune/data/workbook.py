@@ -1,4 +1,4 @@
-"""Reads a workbook's sheet as rows of texts: each cell as a spreadsheet program shows it, with odd cells counted."""
+"""Reads a workbook's sheet as rows of texts, and counts odd cells. Numbers keep simple formats alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from finetune.data.dialect import Record, without_blank_end
 MOST_COMPRESSED = 128 * 2**20  # bytes of the file
 MOST_IN_A_PART = 512 * 2**20  # bytes of one sheet, uncompressed; it is read row by row
 MOST_STRINGS = 256 * 2**20  # all sheets' texts, uncompressed; openpyxl holds them, in up to six times as many bytes
+_SIMPLE_FORMAT = re.compile(r"(0+)(?:\.(0+))?(%?)")  # 0, 00000, 0.00, 0.0%
 ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
-_NUMBER = re.compile(r"(?P<whole>[#0,]*[#0])(?:\.(?P<places>[0#]+))?(?P<percent>\s*%)?")
-_LITERAL = re.compile(
-    r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|_.|\*.|\[(?:Black|Blue|Cyan|Green|Magenta|Red|White|Yellow)\]'
-)
 
 
 def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> Iterator[Record]:
@@ -130,11 +127,14 @@ def _cell_text(cell: Any, told: Counter[str]) -> str:
         case bool():
             return str(value).lower()
         case int() | float():
-            text = _formatted(value, cell.number_format)
-            if text is None:
+            amount = Decimal(f"{value:.15g}")  # a spreadsheet shows 15 digits at most
+            if simple := _SIMPLE_FORMAT.fullmatch(cell.number_format):
+                whole, places, percent = simple.groups(default="")
+                amount = (amount * (100 if percent else 1)).quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP)
+                return f"{amount:f}".zfill(len(whole) + len(places) + bool(places)) + percent
+            if cell.number_format not in ("General", "@"):
                 told[f"numbers in the format {cell.number_format!r}, read without it"] += 1
-                return _plain(value)
-            return text
+            return f"{amount:f}"
         case datetime.timedelta():
             seconds = round(value.total_seconds())
             sign, seconds = "-" * (seconds < 0), abs(seconds)
@@ -145,40 +145,3 @@ def _cell_text(cell: Any, told: Counter[str]) -> str:
         case datetime.date() | datetime.datetime() | datetime.time():
             return value.isoformat()
     return str(value)
-
-
-def _plain(value: float) -> str:
-    """A number with the 15 digits that a spreadsheet shows at most, and without an exponent."""
-    return format(Decimal(f"{value:.15g}"), "f")
-
-
-def _formatted(value: float, pattern: str) -> str | None:
-    """A number in its format: 42 in 00000 is 00042. None for formats with exponents, fractions or conditions."""
-    sections = re.split(r';(?=(?:[^"]*"[^"]*")*[^"]*$)', pattern)
-    sign = "-" * (value < 0)
-    pattern = sections[0]
-    if value < 0 and len(sections) > 1:
-        sign, pattern = "", sections[1]
-    elif value == 0 and len(sections) > 2:
-        pattern = sections[2]
-    if pattern in ("General", "@", ""):
-        return _plain(value)
-    literals: list[str] = []
-
-    def keep(match: re.Match[str]) -> str:
-        literals.append(next((group for group in match.groups() if group is not None), ""))
-        return "\0"
-
-    pattern = _LITERAL.sub(keep, pattern)
-    numbers = list(_NUMBER.finditer(pattern))
-    if len(numbers) != 1 or re.search(r"[\[\]/?@]|E[+-]|[hmsyd]", pattern, re.IGNORECASE):
-        return None
-    (number,) = numbers
-    whole, places, is_percent = number["whole"], number["places"] or "", bool(number["percent"])
-    amount = abs(Decimal(f"{value:.15g}")) * (100 if is_percent else 1)
-    text = format(amount.quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP), ",f" if "," in whole else "f")
-    before, _, after = text.partition(".")
-    after = after[: places.count("0")] + after[places.count("0") :].rstrip("0")
-    text = before.zfill(whole.replace(",", "").count("0")) + f".{after}" * bool(after)
-    text = pattern[: number.start()] + sign + text + (number["percent"] or "") + pattern[number.end() :]
-    return re.sub("\0", lambda _: literals.pop(0), text).strip()

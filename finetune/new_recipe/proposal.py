@@ -39,7 +39,6 @@ from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
-from finetune.new_recipe.html_note import html_note
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
@@ -189,7 +188,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {line}"
             ]
         )
-    result = readings(entry, sample.rows)
+    result = readings(entry.format, sample.rows)
     reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.labels:
@@ -219,7 +218,6 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, result, reading, entry, counts, length, examples)
     lines[1:1] = told
-    lines += html_note(sample.rows)
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "

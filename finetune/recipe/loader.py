@@ -84,7 +84,7 @@ class _Source:
         more = len(ordered) - MAX_MISTAKES + self.unexplained
         if more > 0:
             messages.append(f"{self.path}: and {more} more mistakes")
-        return RecipeError(messages, [mistake for _, mistake in ordered])
+        return RecipeError(messages, [mistake for _, mistake in ordered], count=len(ordered) + self.unexplained)
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         """Where the key or its value stands; if the file has neither, the nearest section's key."""

@@ -27,7 +27,7 @@ from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
-from finetune.wording import counted, first_lines
+from finetune.wording import counted
 
 MOST_NEW_TOKENS = 1024
 SPARE_TOKENS = 8  # of an answer that is longer than every reference
@@ -174,7 +174,7 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
         item = Scored(prompt.reference or "", found.place, found.row.values or {})
         rows.append((prompt, item, len(document.input_ids) - len(prompt.prompt_ids)))
     if mistakes:
-        raise DataError(first_lines(mistakes, 5))
+        raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
     return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
 
