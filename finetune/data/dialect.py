@@ -113,7 +113,7 @@ class Dialect(NamedTuple):
         return ", ".join([*parts, *self.quotes_in_words()])
 
     def quotes_in_words(self) -> list[str]:
-        """What is unusual about the cells' quotes."""
+        """Unusual quoting, in words."""
         spaced = ["without the spaces after a separator"] * self.is_spaced
         return ["quotes as characters"] * (not self.is_quoted) + spaced
 

@@ -97,8 +97,8 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
                     hint = f"did you mean {{{near}}}?"
                 raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
 
-    is_told = bool(entry.columns or entry.template)
-    known = None if is_told else known_columns(profiles(rows), entry.format)
+    is_named = bool(entry.columns or entry.template)
+    known = None if is_named else known_columns(profiles(rows), entry.format)
     # A recipe's objective decides about pairs and judged answers. `auto` does not mean them.
     if known is not None and entry.format == "auto" and known.objective != "supervised":
         known = None
@@ -138,7 +138,7 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         return layout
     if entry.format in FORMAT_OF_OBJECTIVE.values():
         raise BadRow(_answer_to_no_preferences(entry, rows, names))
-    if entry.format != "auto" or is_told:
+    if entry.format != "auto" or is_named:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(entry, rows, names))
 

@@ -78,7 +78,7 @@ def read_rows(
     delimiter: str | None = None,
     encoding: str | None = None,
     sheet: str | None = None,
-    told: Counter[str] | None = None,
+    notes: Counter[str] | None = None,
 ) -> Iterator[SourceRow]:
     """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
@@ -86,19 +86,19 @@ def read_rows(
         delimiter: For CSV. None: found from the first lines.
         encoding: For CSV and text. None: found from the bytes.
         sheet: For Excel. None: the first sheet with a table.
-        told: Counts what the file's owner should hear: cells read as empty, titles left out, sheets not read. 0: a
-            sentence without a count.
+        notes: Gets notes for the file's owner, each with its count: cells read as empty, titles skipped, sheets not
+            read. 0: a note without a count.
     """
     count = 0
-    told = Counter() if told is None else told
+    notes = Counter() if notes is None else notes
     try:
         match kind:
             case "csv":
-                rows = _read_csv(file, delimiter, encoding, told)
+                rows = _read_csv(file, delimiter, encoding, notes)
             case "text":
                 rows = _read_text(file, encoding)
             case "excel":
-                rows = _read_excel(file, sheet, told)
+                rows = _read_excel(file, sheet, notes)
             case "parquet" | "arrow":
                 rows = _read_columns(file, kind)
             case _:
@@ -288,9 +288,9 @@ PERHAPS_MISSING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split
 
 
 def _table_rows(
-    file: Path, records: Iterator[Record], told: Counter[str], separator: str, is_sheet: bool = False
+    file: Path, records: Iterator[Record], notes: Counter[str], separator: str, is_sheet: bool = False
 ) -> Iterator[SourceRow]:
-    """Yield a table's rows by the names in its header. A title and notes above the header are left out, and told."""
+    """Yield a table's rows by the names in its header. A title and notes above the header are skipped, and noted."""
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
     start = header_at(sound) or 0
@@ -302,7 +302,7 @@ def _table_rows(
             continue
         place += 1
         if place < start:
-            told[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
+            notes[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
         elif names is None:
             if problem := _header_problem(cells, sound[start + 1 :]):
                 yield SourceRow(str(file), line, None, problem)
@@ -312,7 +312,7 @@ def _table_rows(
                 names[0] = "Unnamed: 0"
         else:
             try:
-                yield SourceRow(str(file), line, _named_cells(names, cells, told, separator, is_sheet), None)
+                yield SourceRow(str(file), line, _named_cells(names, cells, notes, separator, is_sheet), None)
             except BadRow as error:
                 yield SourceRow(str(file), line, None, str(error))
 
@@ -335,7 +335,7 @@ def _header_problem(names: list[str], rows: list[list[str]]) -> str | None:
 
 
 def _named_cells(
-    names: list[str], cells: list[str], told: Counter[str], separator: str, is_sheet: bool
+    names: list[str], cells: list[str], notes: Counter[str], separator: str, is_sheet: bool
 ) -> dict[str, str]:
     """A record's cells by their columns. Raises BadRow."""
     width = len(names)
@@ -370,15 +370,15 @@ def _named_cells(
             is_invisible = not cell.isascii() and is_blank(cell)
             if word in MISSING_VALUES or is_invisible:
                 shown = "invisible characters" if is_invisible else repr(word)
-                told[f"cells that hold only {shown}, read as empty"] += 1
+                notes[f"cells that hold only {shown}, read as empty"] += 1
                 cell = ""
             elif word in PERHAPS_MISSING:
-                told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
+                notes[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
         values[name] = cell
     return values
 
 
-def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
@@ -395,10 +395,10 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Cou
             return
         dialect = csv_dialect(file, delimiter, encoding)
         csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
-        yield from _table_rows(file, _csv_records(stream, dialect, told), told, dialect.delimiter)
+        yield from _table_rows(file, _csv_records(stream, dialect, notes), notes, dialect.delimiter)
 
 
-def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Iterator[Record]:
+def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> Iterator[Record]:
     """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
     lines = _csv_lines(stream, dialect)
     try:
@@ -408,7 +408,7 @@ def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Ite
         return
     skipped = bool(SEPARATOR_LINE.fullmatch(first))
     if skipped:
-        told[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
+        notes[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
     else:
         lines = chain([first], lines)
     last: list[str] = [""]  # the line that was read last, for messages
@@ -475,7 +475,7 @@ def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
         offset += len(raw)
 
 
-def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield the rows of one sheet of a workbook. Every value is text."""
     try:
         import openpyxl  # noqa: F401
@@ -491,7 +491,7 @@ def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[S
     number = 0
     try:
         with open_regular(file) as stream:
-            for row in _table_rows(file, sheet_records(stream, sheet, told), told, "", is_sheet=True):
+            for row in _table_rows(file, sheet_records(stream, sheet, notes), notes, "", is_sheet=True):
                 number = row.line
                 yield row
     except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others

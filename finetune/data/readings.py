@@ -703,7 +703,7 @@ def _as_pairs(unread: Sequence[Column]) -> str:
 
 
 def _inside(value: Any) -> str:
-    """What a list or an object holds, in words."""
+    """A list's or an object's content, in words."""
     if isinstance(value, dict):
         return f"objects with {in_quotes([*value])}"
     first = value[0] if value else None
@@ -713,7 +713,7 @@ def _inside(value: Any) -> str:
 
 
 def _no_texts(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
-    """What is in the way if no column holds text."""
+    """The obstacle if no column holds text."""
     names = [column.name for column in columns]
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
         return f"is one object whose {len(names)} values are the rows; write one a line: jq -c '.[]' FILE > rows.jsonl"

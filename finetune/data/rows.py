@@ -70,7 +70,7 @@ class ReadRow(NamedTuple):
 
 
 class RowReader:
-    """Reads a data set's rows once. Afterwards `facts` tells the unread columns and the odd texts."""
+    """Reads a data set's rows once. Afterwards `facts` names the unread columns and the odd texts."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -222,7 +222,7 @@ class RowReader:
             "begins_of_text": self._begun,
             "dropped": dict(self._dropped),
             "dialect": dialect,
-            "told": dict(self._source.told),
+            "told": dict(self._source.notes),
             **facts_of_answers,
         }
 
@@ -254,10 +254,10 @@ def _written_token(text: str) -> str | None:
     return None
 
 
-def told_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """What the readers tell about a file: cells read as empty, lines left out, sheets not read."""
-    for told, count in (facts.get("told") or {}).items():  # an older cache has none
-        yield told + f": {count:,}" * bool(count)
+def notes_on_reading(facts: dict[str, Any]) -> Iterator[str]:
+    """The readers' notes on a file: cells read as empty, lines skipped, sheets not read."""
+    for note, count in (facts.get("told") or {}).items():  # an older cache has none
+        yield note + f": {count:,}" * bool(count)
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
@@ -273,7 +273,7 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts.get("dialect"):
         yield f"{name}: read as {facts['dialect']}"
-    for line in told_lines(facts):
+    for line in notes_on_reading(facts):
         yield f"{name}: {line}"
     dropped = facts.get("dropped") or {}
     words = {"empty": "with an empty cell", "duplicate": "equal to an earlier one"}
@@ -414,7 +414,7 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
                     mistakes.add(row.problem, row.place)
             facts = reader.facts()
             notes += notes_of(source.name, facts)
-            if entry.format == "preference" and (equal := facts["answers"]["equal"]):  # `prepare` tells it by itself
+            if entry.format == "preference" and (equal := facts["answers"]["equal"]):  # `prepare` has its own note
                 notes.append(f"{source.name}: pairs of two equal answers: {equal:,}; they are left out")
         except DataError as error:
             mistakes.take(error)

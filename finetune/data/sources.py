@@ -35,7 +35,7 @@ SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
 TEXT_SUFFIXES = (".txt", ".md")
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
             "xlsx": "excel", "text": "text", "arrow": "arrow"}  # fmt: skip
-# What unpacks files that are not read; .gz is read.
+# The program that unpacks a file that is not read; .gz is read.
 UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
 MOST_FILES = 100_000  # in a folder and below it
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
@@ -55,8 +55,8 @@ class Source:
     entry: DataSet
     kind: str  # json, csv, parquet, arrow, excel, text, hub
     files: tuple[Path, ...]
-    # What the rows' owner should hear about the last reading: a sentence, and its count or 0.
-    told: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    # Notes about the last reading for the rows' owner, with their counts; 0: a note without a count.
+    notes: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield the split's rows in file order. An unreadable row is a mistake."""
@@ -64,7 +64,7 @@ class Source:
             return self._hub_rows()
         split = read_split(self.entry.split)
         total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
-        self.told.clear()
+        self.notes.clear()
         if not split.is_sliced:
             return self._file_rows()
         return islice(self._file_rows(), *split.bounds(total))
@@ -97,7 +97,7 @@ class Source:
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
             entry = self.entry
-            yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.told)
+            yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.notes)
 
     @cached_property
     def _hub_data_set(self) -> Any:

@@ -19,12 +19,12 @@ _SIMPLE_FORMAT = re.compile(r"(0+)(?:\.(0+))?(%?)")  # 0, 00000, 0.00, 0.0%
 ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
 
 
-def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> Iterator[Record]:
+def sheet_records(stream: IO[bytes], wanted: str | None, notes: Counter[str]) -> Iterator[Record]:
     """Yield the rows that hold something, without blank cells at their ends.
 
     Args:
         wanted: The sheet's name. None: the first visible one with two columns or more, or else with anything.
-        told: Counts what the file's owner should hear.
+        notes: Gets notes for the file's owner, with their counts.
 
     Raises ValueError for a workbook or a sheet that is not taken, and what openpyxl raises about a damaged one.
     """
@@ -46,8 +46,8 @@ def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> 
     if others := [other for other in filled if other != title]:
         names = ", ".join(repr(name) + " (hidden)" * (sheets[name].sheet_state != "visible") for name in others[:5])
         more = f" and {len(others) - 5} more" * (len(others) > 5)
-        told[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
-    yield from _records(book, sheets[title], told)
+        notes[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
+    yield from _records(book, sheets[title], notes)
 
 
 def _head(book: Any, sheet: Any) -> list[Record]:
@@ -55,7 +55,7 @@ def _head(book: Any, sheet: Any) -> list[Record]:
     return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
 
 
-def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
+def _records(book: Any, sheet: Any, notes: Counter[str]) -> Iterator[Record]:
     from openpyxl.cell.read_only import ReadOnlyCell
     from openpyxl.utils import get_column_letter
 
@@ -95,7 +95,7 @@ def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
                         f"{cell.coordinate} is a formula that was never calculated; open the workbook in Excel or "
                         "LibreOffice, and save it"
                     )
-                elif values["value"] is not None and (text := _cell_text(ReadOnlyCell(sheet, **values), told)).strip():
+                elif values["value"] is not None and (text := _cell_text(ReadOnlyCell(sheet, **values), notes)).strip():
                     texts[values["column"]] = text
             if not texts and problem is None:
                 continue
@@ -110,18 +110,18 @@ def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
                 yield number, [], problem
                 continue
             if attributes.get("hidden") in ("1", "true"):
-                told["hidden rows, which are read too"] += 1
+                notes["hidden rows, which are read too"] += 1
             row = [texts.get(column, "") for column in range(1, last + 1)]
             yield number, list(without_blank_end(row)), problem
     if parser.merged_cells is not None and (merged := parser.merged_cells.count):
-        told["merged cells, of which only the first one has the value"] += merged
+        notes["merged cells, of which only the first one has the value"] += merged
 
 
-def _cell_text(cell: Any, told: Counter[str]) -> str:
+def _cell_text(cell: Any, notes: Counter[str]) -> str:
     """A cell as text: 3.0 is `3`, 0.5 as a percentage `50%`, a day 2026-11-26, a duration 26:05:00, an error empty."""
     value = cell.value
     if cell.data_type == "e":
-        told[f"cells with the error {value}, read as empty"] += 1
+        notes[f"cells with the error {value}, read as empty"] += 1
         return ""
     match value:
         case bool():
@@ -133,7 +133,7 @@ def _cell_text(cell: Any, told: Counter[str]) -> str:
                 amount = (amount * (100 if percent else 1)).quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP)
                 return f"{amount:f}".zfill(len(whole) + len(places) + bool(places)) + percent
             if cell.number_format not in ("General", "@"):
-                told[f"numbers in the format {cell.number_format!r}, read without it"] += 1
+                notes[f"numbers in the format {cell.number_format!r}, read without it"] += 1
             return f"{amount:f}"
         case datetime.timedelta():
             seconds = round(value.total_seconds())

@@ -34,7 +34,7 @@ from finetune.data.readings import (
     readings,
     remarks,
 )
-from finetune.data.rows import Mistakes, RowReader, told_lines
+from finetune.data.rows import Mistakes, RowReader, notes_on_reading
 from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output
@@ -207,7 +207,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     if reading.objective != "supervised":
         changes["format"] = reading.format  # rows are read below, before a recipe's objective decides it
     entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
-    counts, examples, told = _count_rows(entry, sample)
+    counts, examples, notes = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
     length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
@@ -217,7 +217,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, result, reading, entry, counts, length, examples)
-    lines[1:1] = told
+    lines[1:1] = notes
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -252,13 +252,13 @@ def _choose_reading(
         if missing:
             listed = in_quotes(sorted(names))
             raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
-        told = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
+        named = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
         if "label" in options.columns and not options.labels:
             judged = judgement_of([names[options.columns["label"]]])
             if judged is not None:
                 labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
-                told = replace(told, unknown=tuple(labels))
-        plausible = [told]
+                named = replace(named, unknown=tuple(labels))
+        plausible = [named]
     elif result.obstacle:
         as_it_is = ""
         if plausible and plausible[0].format != "text":
@@ -318,7 +318,7 @@ class _TimedRows:
 def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
     """Count every row, or the head if the data set is large, as training reads them.
 
-    Also the first rows, to show, and what the readers tell about them.
+    Also the first rows, to show, and the readers' notes.
     """
     source = resolve(entry)
     reader = RowReader(source)
@@ -361,7 +361,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         is_whole=timed_rows.is_whole,
         with_tools=with_tools,
     )
-    return counts, tuple(examples), list(told_lines(facts))
+    return counts, tuple(examples), list(notes_on_reading(facts))
 
 
 def _choose_length_and_model(

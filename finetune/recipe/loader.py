@@ -271,7 +271,7 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     name = value.get("accelerate_config", "single")
-    files: list[str] = []  # the strategy's, of which one must exist
+    files: list[str] = []  # the strategy's possible files; one must exist
     if isinstance(name, str) and name:
         files = [str(CONFIG_FOLDER / f"{name}.yaml"), in_home(name)]
     # os.path, because pathlib raises on a name that is too long for any file.

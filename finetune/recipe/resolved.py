@@ -28,15 +28,15 @@ class LoadedRecipe:
     auto_formats: tuple[str, ...] = ()  # number-format keys set to auto; the recipe holds the values that replace it
 
     def formats_for(self, fastest: FastestFormat) -> tuple[LoadedRecipe, ChosenFormats]:
-        """The recipe with `auto` settled for a device, and the choice."""
+        """The recipe without `auto`, for a device, and the choice."""
         if not self.auto_formats:
             return self, ChosenFormats((), {}, "")
         values: dict[str, Any] = self.recipe.model_dump()
         for key in self.auto_formats:
             section, name = key.split(".")
             values[section][name] = "auto"
-        settled = without_auto(values, fastest.precision)
-        formats = {PRECISION: settled["training"]["mixed_precision"], BASE_FORMAT: settled["model"]["dtype"]}
+        chosen = without_auto(values, fastest.precision)
+        formats = {PRECISION: chosen["training"]["mixed_precision"], BASE_FORMAT: chosen["model"]["dtype"]}
         why = fastest.why
         if PRECISION in self.auto_formats and formats[PRECISION] != fastest.precision:
             why = "of training.pure_bf16" if self.recipe.training.pure_bf16 else "of quantization"

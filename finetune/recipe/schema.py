@@ -82,7 +82,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def formats_settled(cls, values: Any) -> Any:
+    def without_auto_formats(cls, values: Any) -> Any:
         """No Recipe holds `auto` for a number format."""
         if not isinstance(values, Mapping):
             return values
@@ -92,7 +92,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def layouts_settled(cls, values: Any) -> Any:
+    def without_auto_layouts(cls, values: Any) -> Any:
         """Replace a data set's `format: auto` by the layout that the objective reads, so that every reader knows it.
 
         A value that does not fit the schema stays, and pydantic reports it.
@@ -109,13 +109,13 @@ class Recipe(Section):
         if layout is None:
             return values
 
-        def settled(entries: Any) -> Any:
+        def with_layout(entries: Any) -> Any:
             if not isinstance(entries, list) or not all(isinstance(entry, Mapping | DataSet) for entry in entries):
                 return entries
             plain = [entry.model_dump() if isinstance(entry, DataSet) else entry for entry in entries]
             return [{**entry, "format": layout} if entry.get("format", "auto") == "auto" else entry for entry in plain]
 
-        return {**values, "data": {**data, **{key: settled(data[key]) for key in ("train", "eval") if key in data}}}
+        return {**values, "data": {**data, **{key: with_layout(data[key]) for key in ("train", "eval") if key in data}}}
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
@@ -214,7 +214,7 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
 
 
 def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:
-    """Settings by which the sum of two adapters is no plain adapter."""
+    """Settings that make the sum of two adapters no plain adapter."""
     key = "lora.on_top"
     if recipe.model.adapter is None:
         yield CrossCheck(key, "there is no adapter below", "name it in model.adapter, or set lora.on_top: false")

@@ -35,7 +35,7 @@ def book(*rows: list[Any]) -> Any:
 def read(made: Any, folder: Path, sheet: str | None = None) -> tuple[list[Any], Counter[str]]:
     made.save(file := folder / "a.xlsx")
     told: Counter[str] = Counter()
-    return [row.values or row.problem for row in read_rows(file, "excel", sheet=sheet, told=told)], told
+    return [row.values or row.problem for row in read_rows(file, "excel", sheet=sheet, notes=told)], told
 
 
 def test_the_sheet_that_is_read_is_named_with_the_others(tmp_path: Path) -> None:

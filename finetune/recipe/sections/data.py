@@ -169,7 +169,7 @@ class Data(Section):
 
     @property
     def unit(self) -> Literal["documents", "pairs", "judged"]:
-        """What a row becomes: documents, a pair of answers to one prompt, or answers that are wanted or not."""
+        """A row becomes documents, a pair of answers to one prompt, or answers that are wanted or not."""
         units: dict[str, Literal["pairs", "judged"]] = {"preference": "pairs", "kto": "judged"}
         return units.get(self.train[0].format, "documents")
 

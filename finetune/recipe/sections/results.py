@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from finetune.recipe.metric_names import MetricChoice, read_metric
+from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
 
 USUAL, LONGEST = 64, 256  # new tokens in an answer: without references, and with long ones
@@ -69,9 +69,8 @@ class Generate(Section):
         for text in self.metrics:
             try:
                 name = read_metric(text).name
-            except ValueError as error:
-                problem, _, remedy = str(error).partition("; ")
-                mistakes.append(CrossCheck("metrics", problem, remedy))
+            except WrongMetric as error:
+                mistakes.append(CrossCheck("metrics", error.problem, error.remedy))
                 continue
             if name in seen:
                 mistakes.append(CrossCheck("metrics", f"{name} is named twice", "keep one of them"))
