@@ -138,15 +138,14 @@ def _why_not_loaded(entry: DataSet, error: Exception) -> str:
 def resolve(entry: DataSet) -> Source:
     """Find a data entry's files. Raises DataError if a named file, folder or split is not there."""
     source = _resolve(entry)
-    if entry.delimiter is not None and source.kind != "csv":
-        raise DataError([f"{source.name}: delimiter: is for CSV files, these are {_in_words(source)}; remove it"])
-    if entry.sheet is not None and source.kind != "excel":
-        raise DataError([f"{source.name}: sheet: is for Excel files, these are {_in_words(source)}; remove it"])
+    for key, kinds, words in (
+        ("delimiter", ("csv",), "CSV files"),
+        ("sheet", ("excel",), "Excel files"),
+        ("encoding", ("csv", "text"), "CSV and text files"),
+    ):
+        if getattr(entry, key) is not None and source.kind not in kinds:
+            raise DataError([f"{source.name}: {key}: is for {words}, these are {_in_words(source)}; remove it"])
     if entry.encoding is not None:
-        if source.kind not in ("csv", "text"):
-            raise DataError(
-                [f"{source.name}: encoding: is for CSV and text files, these are {_in_words(source)}; remove it"]
-            )
         checked_encoding(entry.encoding)
     return source
 
@@ -327,7 +326,7 @@ def refuse_packed(file: Path) -> None:
 
 
 class SplitSlice(NamedTuple):
-    """A split like train[10%:-5]: its name, and its bounds as written."""
+    """A split like train[10%:50%]: its name, and its bounds as written."""
 
     name: str
     first: str | None
@@ -340,17 +339,21 @@ class SplitSlice(NamedTuple):
     @property
     def needs_total(self) -> bool:
         """Whether the bounds depend on the number of all rows."""
-        bounds = [bound for bound in (self.first, self.last) if bound]
-        return self.last is None or any(bound.startswith("-") or bound.endswith("%") for bound in bounds)
+        bounds = f"{self.first}{self.last}"
+        return self.last is None or "-" in bounds or "%" in bounds
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """The first row, and the row after the last: train[10%:-5] with 200 rows is (20, 195)."""
+        """The first row, and the row after the last: train[10%:] with 200 rows is (20, 200).
+
+        If one bound is a percentage, `datasets` reads both as percentages.
+        """
+        is_share = "%" in f"{self.first}{self.last}"
 
         def position(bound: str | None, default: int) -> int:
             if bound is None:
                 return default
             value = int(bound.removesuffix("%"))
-            if bound.endswith("%"):
+            if is_share:
                 value = round(value * total / 100)
             if value < 0:
                 return max(0, value + total)
