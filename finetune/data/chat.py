@@ -148,7 +148,6 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
 
 _ANSWERS = ("chosen", "rejected")
 OTHER_SPEAKERS = tuple(role for role in ROLES if role != "assistant")
-_TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
 
 
 def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
@@ -311,12 +310,6 @@ def _prompt_before(
 def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
     """The message for answers that are texts, without a prompt."""
     answer = next(name for name in (*_ANSWERS, "completion") if name in view)
-    place = layout.place(answer)
-    if _TRANSCRIPT.match(view[answer]):
-        return (
-            f"{place} is a transcript of Human: and Assistant:, not one answer; write its turns as messages "
-            '([{"role": "user", "content": ...}, ...]); for HH-RLHF take trl-lib/hh-rlhf-helpful-base'
-        )
     texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
     question = next((column for column in (*QUESTION_WORDS, *texts) if column in texts), "...")
     line = in_yaml({**layout.columns, "instruction": question})

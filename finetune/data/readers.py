@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 import zlib
 from collections import Counter
@@ -45,7 +46,6 @@ from finetune.data.dialect import (
     open_bytes,
     without_blank_end,
 )
-from finetune.data.json_array import JsonArray
 from finetune.errors import BadFile
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
@@ -54,6 +54,7 @@ from finetune.wording import counted
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MOST_BYTES_OF_OBJECT = 64 * 2**20
+MOST_BYTES_OF_ARRAY = 512 * 2**20  # it is held as text while its rows are read
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
@@ -233,25 +234,54 @@ def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
     """Yield a JSON array's elements, one at a time. A mistake in the array's own syntax ends the file."""
-    array = JsonArray(stream, MAX_ROW_BYTES)
-    try:
-        for text in array.elements():
-            try:
-                yield SourceRow(str(file), array.line, parse_object(text), None)
-            except BadRow as error:
-                yield SourceRow(str(file), array.line, None, str(error))
+    raw = stream.read(MOST_BYTES_OF_ARRAY + 1)
+    if len(raw) > MOST_BYTES_OF_ARRAY:
+        problem = f"the array is larger than {MOST_BYTES_OF_ARRAY // 2**20} MiB; write one object a line: jq -c '.[]'"
+        yield SourceRow(str(file), 1, None, problem)
         return
-    except UnicodeDecodeError as error:
-        problem = _not_utf8(offset + array.decoded_bytes + error.start, error)
+    decoder, position, line, counted_to = json.JSONDecoder(), 0, 1, 0
+    try:
+        text = _decode(raw, offset)
+        del raw
+        position = _after("[", text, 0)
+        is_empty = text.startswith("]", position)
+        while not is_empty:
+            start = position
+            line, counted_to = line + text.count("\n", counted_to, start), start
+            _, end = decoder.raw_decode(text, start)
+            if end - start > MAX_ROW_BYTES:
+                raise BadRow(TOO_LARGE)
+            try:
+                yield SourceRow(str(file), line, parse_object(text[start:end]), None)
+            except BadRow as error:
+                yield SourceRow(str(file), line, None, str(error))
+            position = _SPACES.match(text, end).end()  # type: ignore[union-attr]  # it always matches
+            if text.startswith("]", position):
+                break
+            position = _after(",", text, position)
+        if _SPACES.match(text, position + 1).end() < len(text):  # type: ignore[union-attr]
+            raise json.JSONDecodeError("Extra data", text, position + 1)
+        return
     except RecursionError:
         problem = TOO_DEEP
     except json.JSONDecodeError as error:
-        problem = explain_json(error)
+        line, problem = error.lineno, explain_json(error)
+    except BadRow as error:
+        problem = str(error)
     except ValueError as error:
         problem = not_a_number(error)
-    except OverflowError:
-        problem = TOO_LARGE
-    yield SourceRow(str(file), array.line, None, problem)
+    yield SourceRow(str(file), line, None, problem)
+
+
+_SPACES = re.compile(r"[ \t\n\r]*")
+
+
+def _after(sign: str, text: str, position: int) -> int:
+    """The place after this sign and the white space around it. Raises JSONDecodeError for another sign."""
+    position = _SPACES.match(text, position).end()  # type: ignore[union-attr]
+    if not text.startswith(sign, position):
+        raise json.JSONDecodeError(f"Expecting '{sign}' delimiter", text, position)
+    return _SPACES.match(text, position + 1).end()  # type: ignore[union-attr]
 
 
 def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:

@@ -127,10 +127,6 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
         "chosen equals rejected in each of 40 pairs",
     ),
-    "transcripts": (
-        "a.jsonl", lambda: lines(lambda n: {f"{name}": f"\n\nHuman: {n}\n\nAssistant: {name}" for name in PAIR}),
-        "is a transcript of Human: and Assistant:, not one answer",
-    ),
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
     ),
