@@ -3,7 +3,8 @@
 FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
-│   └── UnclearEncoding  2   two code pages are plausible for a table
+│   └── BadFile          2   a table's rows cannot be told apart
+│       └── UnclearEncoding  two code pages are plausible
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
 ├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
 ├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement
@@ -18,6 +19,7 @@ FinetuneError            2   bad input: place, value, remedy
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 STOPPED = "stopped"  # printed where a signal came before training, or after it: there was nothing to save
 
@@ -28,30 +30,63 @@ class FinetuneError(Exception):
     exit_code = 2
 
 
-class RecipeError(FinetuneError):
-    """All mistakes in a recipe, one entry each: `place: key: problem; remedy`."""
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake in a recipe, and the value or key where it is."""
 
-    def __init__(self, mistakes: Sequence[str]) -> None:
+    # pydantic's kind of error, or: either, cross_check, unknown, misplaced, foreign, yaml, override, folder, unfit
+    code: str
+    path: tuple[str | int, ...]
+    text: str  # problem; remedy
+    at_key: bool = False  # the key itself is wrong, not its value
+    write: tuple[str, ...] = ()  # the keys or the value to write instead, if they are clear
+
+    @property
+    def key(self) -> str:
+        """`data.train.0.path`."""
+        return ".".join(map(str, self.path))
+
+
+class RecipeError(FinetuneError):
+    """All mistakes in a recipe, one entry each: `place: key: problem; remedy`.
+
+    `found` are the same with a code and a field, if the recipe's own values are wrong (recipe/mistakes.py).
+    """
+
+    def __init__(self, mistakes: Sequence[str], found: Sequence[Mistake] = (), count: int = 0) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = tuple(mistakes)
+        self.count = count or len(mistakes)
+        self.found = tuple(found)
 
 
 class DataError(FinetuneError):
-    """All mistakes found in the data, one entry each: `file:line: problem; remedy`."""
+    """All mistakes found in the data, one entry each: `file:line: problem; remedy`.
 
-    def __init__(self, mistakes: Sequence[str]) -> None:
-        super().__init__("\n".join(mistakes))
-        self.mistakes = tuple(mistakes)
+    Equal mistakes are one entry. `count` are all of them; `more` have no entry.
+    """
+
+    def __init__(self, mistakes: Sequence[str], count: int = 0, more: int = 0) -> None:
+        self.shown, self.count, self.more = tuple(mistakes), count or len(mistakes), more
+        self.mistakes = (*mistakes, f"and {more} more") if more else (*mistakes,)
+        super().__init__("\n".join(self.mistakes))
 
 
-class UnclearEncoding(DataError):
+class BadFile(DataError):
+    """A file whose rows cannot be told apart: its place and its one problem."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__([f"{place}: {problem}"])
+        self.problem = problem
+
+
+class UnclearEncoding(BadFile):
     """A file may be read in several code pages: `readings` are their names, each with a word as it reads it."""
 
     def __init__(self, file: str, readings: Sequence[tuple[str, str]]) -> None:
         self.readings = tuple(readings)
         ways = " or ".join(f"{word!r} ({name})" for name, word in readings)
-        self.problem = f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}"
-        super().__init__([f"{file}: {self.problem}"])
+        super().__init__(file, f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}")
 
 
 class NotFinite(FinetuneError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
@@ -106,20 +105,6 @@ def ticking() -> Iterator[Callable[[str], None]]:
         os.write(2, ERASED)
 
 
-# `rows.csv:7, 12, 19 and 4 more rows: problem`
-_PLACES = re.compile(r"[^\n]*?:\d+((?:, \d+)*)(?: and ([\d,]+) more rows?)?: ")
-_MORE = re.compile(r"and ([\d,]+) more")
-
-
-def _mistakes_in(line: str) -> int:
-    """How many mistakes a line of an error stands for."""
-    if more := _MORE.fullmatch(line):
-        return int(more[1].replace(",", ""))
-    if places := _PLACES.match(line):
-        return 1 + places[1].count(",") + int((places[2] or "0").replace(",", ""))
-    return 1
-
-
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     """Do the work and exit with its `exit_code`, if any.
 
@@ -136,8 +121,8 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
             typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
         else:
             typer.echo(str(error), err=True)
-            if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
-                typer.echo(f"{sum(map(_mistakes_in, mistakes)):,} mistakes", err=True)
+            if (count := getattr(error, "count", 1)) > 1:
+                typer.echo(f"{count:,} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except UnicodeEncodeError as error:
         if sys.getfilesystemencoding() != "ascii":

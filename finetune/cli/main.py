@@ -103,7 +103,7 @@ def check(
         batch_notes: list[str] = []
         if data:
             say_begun("reading the rows, and tokenising some of them")
-            from finetune.data.check import check_rows
+            from finetune.data.rows import check_rows
             from finetune.tokens.check_documents import check_documents
             from finetune.training.batch_notes import notes_before_launch
 
@@ -135,7 +135,7 @@ def check(
             notes += [line for line in (probed.line(), recomputation.line) if line]
             result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}
         if not loaded.recipe.budget.gpus:
-            from finetune.recipe.number_formats import fastest_for
+            from finetune.recipe.mixed_precision import fastest_for
 
             formats = loaded.formats_for(fastest_for(0))[1]
             if formats.line:

@@ -32,7 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from finetune.errors import DataError, UnclearEncoding
+from finetune.errors import BadFile, DataError, UnclearEncoding
 from finetune.paths import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -113,7 +113,7 @@ class Dialect(NamedTuple):
         return ", ".join([*parts, *self.quotes_in_words()])
 
     def quotes_in_words(self) -> list[str]:
-        """What is unusual about the cells' quotes."""
+        """Unusual quoting, in words."""
         spaced = ["without the spaces after a separator"] * self.is_spaced
         return ["quotes as characters"] * (not self.is_quoted) + spaced
 
@@ -161,7 +161,7 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
         if is_table and each != "," and all(map(COLUMN_NAME.fullmatch, below[0])):
             cells = f"has one cell, and the lines below have {len(below[0])}, separated by {each!r}"
             remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
-            raise DataError([f"{file}:1: {cells}; {remedy}"])
+            raise BadFile(f"{file}:1", f"{cells}; {remedy}")
     return chosen
 
 
@@ -256,7 +256,7 @@ def found_encoding(file: Path) -> str:
     about = file.stat()
     readings = _readings(file, about.st_mtime_ns, about.st_size)
     if not readings[0][0]:
-        raise DataError([f"{file}: some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8"])
+        raise BadFile(str(file), f"some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8")
     if len(readings) > 1:
         raise UnclearEncoding(str(file), readings)
     return readings[0][0]

@@ -17,8 +17,19 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
+from finetune.data.cells import (
+    MAX_ROW_DEPTH,
+    TOO_DEEP,
+    BadRow,
+    NotJson,
+    explain_json,
+    is_blank,
+    json_kind,
+    not_a_number,
+    parse_json,
+)
 from finetune.data.dialect import (
     BYTE_ORDER_MARK,
     HEAD_OF_TABLE,
@@ -35,21 +46,18 @@ from finetune.data.dialect import (
     open_bytes,
     without_blank_end,
 )
-from finetune.data.json_array import JsonArray
-from finetune.errors import DataError
-from finetune.output_stream import has_controls, one_line, without_controls
+from finetune.errors import BadFile
+from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
-from finetune.untrusted.json_files import depth_of, not_rows
+from finetune.untrusted.json_files import not_rows
 from finetune.wording import counted
 
-LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
-MAX_ROW_DEPTH = 64
 MOST_BYTES_OF_OBJECT = 64 * 2**20
+MOST_BYTES_OF_ARRAY = 512 * 2**20  # it is held as text while its rows are read
 MOST_REPETITIONS = 1_000_000  # most rows of a file that has fewer bytes than rows; they are read in seconds
 TOO_LARGE = f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 HEAD_BYTES = 64  # bytes that tell a file's kind
-TOO_DEEP = f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
 class SourceRow(NamedTuple):
@@ -65,22 +73,13 @@ class SourceRow(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-class BadRow(ValueError):
-    """A row's mistake and its remedy, made short and printable. The reader adds the place."""
-
-    def __init__(self, mistake: str) -> None:
-        if len(mistake) > LONGEST_MISTAKE:
-            mistake = mistake[:LONGEST_MISTAKE] + "..."
-        super().__init__(without_controls(mistake))
-
-
 def read_rows(
     file: Path,
     kind: str,
     delimiter: str | None = None,
     encoding: str | None = None,
     sheet: str | None = None,
-    told: Counter[str] | None = None,
+    notes: Counter[str] | None = None,
 ) -> Iterator[SourceRow]:
     """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
@@ -88,19 +87,19 @@ def read_rows(
         delimiter: For CSV. None: found from the first lines.
         encoding: For CSV and text. None: found from the bytes.
         sheet: For Excel. None: the first sheet with a table.
-        told: Counts what the file's owner should hear: cells read as empty, titles left out, sheets not read. 0: a
-            sentence without a count.
+        notes: Gets notes for the file's owner, each with its count: cells read as empty, titles skipped, sheets not
+            read. 0: a note without a count.
     """
     count = 0
-    told = Counter() if told is None else told
+    notes = Counter() if notes is None else notes
     try:
         match kind:
             case "csv":
-                rows = _read_csv(file, delimiter, encoding, told)
+                rows = _read_csv(file, delimiter, encoding, notes)
             case "text":
                 rows = _read_text(file, encoding)
             case "excel":
-                rows = _read_excel(file, sheet, told)
+                rows = _read_excel(file, sheet, notes)
             case "parquet" | "arrow":
                 rows = _read_columns(file, kind)
             case _:
@@ -114,8 +113,8 @@ def read_rows(
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
         return
-    except DataError as error:  # two code pages, or two tables, are plausible
-        yield SourceRow(str(file), 1, None, re.sub(r"^(:1)?: ", "", error.mistakes[0].removeprefix(str(file))))
+    except BadFile as error:  # two code pages, or two tables, are plausible
+        yield SourceRow(str(file), 1, None, error.problem)
         return
     except (EOFError, zlib.error) as error:
         problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
@@ -129,9 +128,6 @@ def _repetitions(rows: int, file: Path) -> str:
     """The problem if a small file has very many rows: only equal rows compress to less than a byte each."""
     size = counted(file.stat().st_size, "byte")
     return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def _read_json(file: Path) -> Iterator[SourceRow]:
@@ -189,7 +185,7 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
                     raise BadRow(problem)
                 yield SourceRow(str(file), number, values, None)
             except BadRow as error:
-                if number == 1 and "not JSON" in str(error) and (problem := _one_object(file)):
+                if number == 1 and isinstance(error, NotJson) and (problem := _one_object(file)):
                     yield SourceRow(str(file), 1, None, problem)
                     return
                 yield SourceRow(str(file), number, None, str(error))
@@ -238,25 +234,54 @@ def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
     """Yield a JSON array's elements, one at a time. A mistake in the array's own syntax ends the file."""
-    array = JsonArray(stream, MAX_ROW_BYTES)
-    try:
-        for text in array.elements():
-            try:
-                yield SourceRow(str(file), array.line, parse_object(text), None)
-            except BadRow as error:
-                yield SourceRow(str(file), array.line, None, str(error))
+    raw = stream.read(MOST_BYTES_OF_ARRAY + 1)
+    if len(raw) > MOST_BYTES_OF_ARRAY:
+        problem = f"the array is larger than {MOST_BYTES_OF_ARRAY // 2**20} MiB; write one object a line: jq -c '.[]'"
+        yield SourceRow(str(file), 1, None, problem)
         return
-    except UnicodeDecodeError as error:
-        problem = _not_utf8(offset + array.decoded_bytes + error.start, error)
+    decoder, position, line, counted_to = json.JSONDecoder(), 0, 1, 0
+    try:
+        text = _decode(raw, offset)
+        del raw
+        position = _after("[", text, 0)
+        is_empty = text.startswith("]", position)
+        while not is_empty:
+            start = position
+            line, counted_to = line + text.count("\n", counted_to, start), start
+            _, end = decoder.raw_decode(text, start)
+            if end - start > MAX_ROW_BYTES:
+                raise BadRow(TOO_LARGE)
+            try:
+                yield SourceRow(str(file), line, parse_object(text[start:end]), None)
+            except BadRow as error:
+                yield SourceRow(str(file), line, None, str(error))
+            position = _SPACES.match(text, end).end()  # type: ignore[union-attr]  # it always matches
+            if text.startswith("]", position):
+                break
+            position = _after(",", text, position)
+        if _SPACES.match(text, position + 1).end() < len(text):  # type: ignore[union-attr]
+            raise json.JSONDecodeError("Extra data", text, position + 1)
+        return
     except RecursionError:
         problem = TOO_DEEP
     except json.JSONDecodeError as error:
-        problem = _explain_json(error)
+        line, problem = error.lineno, explain_json(error)
+    except BadRow as error:
+        problem = str(error)
     except ValueError as error:
-        problem = _not_a_number(error)
-    except OverflowError:
-        problem = TOO_LARGE
-    yield SourceRow(str(file), array.line, None, problem)
+        problem = not_a_number(error)
+    yield SourceRow(str(file), line, None, problem)
+
+
+_SPACES = re.compile(r"[ \t\n\r]*")
+
+
+def _after(sign: str, text: str, position: int) -> int:
+    """The place after this sign and the white space around it. Raises JSONDecodeError for another sign."""
+    position = _SPACES.match(text, position).end()  # type: ignore[union-attr]
+    if not text.startswith(sign, position):
+        raise json.JSONDecodeError(f"Expecting '{sign}' delimiter", text, position)
+    return _SPACES.match(text, position + 1).end()  # type: ignore[union-attr]
 
 
 def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
@@ -284,92 +309,18 @@ def parse_object(text: str) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str) -> Any:
-    """A JSON value, strictly: no duplicate keys, no NaN, no nesting beyond MAX_ROW_DEPTH. Raises BadRow."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise BadRow(_explain_json(error)) from None
-    except RecursionError:
-        raise BadRow(TOO_DEEP) from None
-    except BadRow:
-        raise
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRow(_not_a_number(error)) from None
-    # Few brackets cannot nest deep, and counting them is quicker than a walk through the value.
-    if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
-        raise BadRow(TOO_DEEP)
-    return value
-
-
-def _not_a_number(error: ValueError) -> str:
-    return f"not readable as JSON: {str(error).split(';')[0]}; correct the number"
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRow(f"the key {one_line(repr(key), 60)} appears twice in one object; keep one")
-            seen.add(key)
-    return values
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise BadRow(f"{name} is not JSON; write null, or remove the key")
-
-
-def _explain_json(error: json.JSONDecodeError) -> str:
-    remedies = [
-        ("property name enclosed in double quotes", "JSON wants double quotes around keys, and no comma before }"),
-        ("Extra data", "write one JSON object a line, nothing after it"),
-        ("Unterminated string", "close the string; a line break inside it is written \\n"),
-        ("Invalid control character", "write control characters escaped: \\n, \\t, \\u0000"),
-        ("Invalid \\escape", "write a backslash as \\\\"),
-        ("Expecting value", "a value is missing or is not JSON (None, True, single quotes?)"),
-        ("delimiter", "a comma or colon is missing, or a quote inside a string is not escaped"),
-    ]
-    remedy = next((remedy for part, remedy in remedies if part in error.msg), "correct the line")
-    return f"not JSON: {error.msg} at column {error.colno}; {remedy}"
-
-
-def json_kind(value: Any) -> str:
-    """A value's JSON type, with the value if it is short: `text ("hi")`, `a number (3)`, `a list`."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    kind = kinds.get(type(value), f"a {type(value).__name__}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        kind = "a number"
-    if value is None or isinstance(value, dict | list):
-        return kind
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) <= 24:
-        return f"{kind} ({text})"
-    return kind
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
 # Cells that hold nothing: a spreadsheet's errors, and what programs write for a missing value.
 MISSING_VALUES = frozenset(
     r"#N/A #REF! #DIV/0! #VALUE! #NAME? #NULL! #NUM! #SPILL! #CALC! #NA <NA> \N nan NaN -nan &nbsp;".split()
 )
 # Words that stand for a missing value in some tables, and are an answer in others.
 PERHAPS_MISSING = frozenset("NULL null None none N/A n/a NA nil NIL #N/A!".split())
-# Spaces that never break, soft hyphens, joiners, directions, fillers and byte order marks.
-_INVISIBLE = dict.fromkeys(map(ord, "\u00a0\u00ad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3164\ufeff"))
-
-
-def is_blank(text: str) -> bool:
-    """Whether a text shows nothing: white space and invisible characters alone."""
-    return not text.strip() or (not text.isascii() and not text.translate(_INVISIBLE).strip())
 
 
 def _table_rows(
-    file: Path, records: Iterator[Record], told: Counter[str], separator: str, is_sheet: bool = False
+    file: Path, records: Iterator[Record], notes: Counter[str], separator: str, is_sheet: bool = False
 ) -> Iterator[SourceRow]:
-    """Yield a table's rows by the names in its header. A title and notes above the header are left out, and told."""
+    """Yield a table's rows by the names in its header. A title and notes above the header are skipped, and noted."""
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
     start = header_at(sound) or 0
@@ -381,7 +332,7 @@ def _table_rows(
             continue
         place += 1
         if place < start:
-            told[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
+            notes[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
         elif names is None:
             if problem := _header_problem(cells, sound[start + 1 :]):
                 yield SourceRow(str(file), line, None, problem)
@@ -391,7 +342,7 @@ def _table_rows(
                 names[0] = "Unnamed: 0"
         else:
             try:
-                yield SourceRow(str(file), line, _named_cells(names, cells, told, separator, is_sheet), None)
+                yield SourceRow(str(file), line, _named_cells(names, cells, notes, separator, is_sheet), None)
             except BadRow as error:
                 yield SourceRow(str(file), line, None, str(error))
 
@@ -414,7 +365,7 @@ def _header_problem(names: list[str], rows: list[list[str]]) -> str | None:
 
 
 def _named_cells(
-    names: list[str], cells: list[str], told: Counter[str], separator: str, is_sheet: bool
+    names: list[str], cells: list[str], notes: Counter[str], separator: str, is_sheet: bool
 ) -> dict[str, str]:
     """A record's cells by their columns. Raises BadRow."""
     width = len(names)
@@ -449,15 +400,15 @@ def _named_cells(
             is_invisible = not cell.isascii() and is_blank(cell)
             if word in MISSING_VALUES or is_invisible:
                 shown = "invisible characters" if is_invisible else repr(word)
-                told[f"cells that hold only {shown}, read as empty"] += 1
+                notes[f"cells that hold only {shown}, read as empty"] += 1
                 cell = ""
             elif word in PERHAPS_MISSING:
-                told[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
+                notes[f"cells that say only {word!r}, read as that text; empty them if nothing is meant"] += 1
         values[name] = cell
     return values
 
 
-def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
@@ -474,10 +425,10 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, told: Cou
             return
         dialect = csv_dialect(file, delimiter, encoding)
         csv.field_size_limit(MAX_ROW_BYTES)  # Python's default refuses cells above 128 kB
-        yield from _table_rows(file, _csv_records(stream, dialect, told), told, dialect.delimiter)
+        yield from _table_rows(file, _csv_records(stream, dialect, notes), notes, dialect.delimiter)
 
 
-def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Iterator[Record]:
+def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> Iterator[Record]:
     """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
     lines = _csv_lines(stream, dialect)
     try:
@@ -487,7 +438,7 @@ def _csv_records(stream: IO[bytes], dialect: Dialect, told: Counter[str]) -> Ite
         return
     skipped = bool(SEPARATOR_LINE.fullmatch(first))
     if skipped:
-        told[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
+        notes[f"line 1 names the delimiter and is left out: {first.strip()!r}"] = 0
     else:
         lines = chain([first], lines)
     last: list[str] = [""]  # the line that was read last, for messages
@@ -554,7 +505,7 @@ def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
         offset += len(raw)
 
 
-def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[SourceRow]:
+def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield the rows of one sheet of a workbook. Every value is text."""
     try:
         import openpyxl  # noqa: F401
@@ -570,7 +521,7 @@ def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[S
     number = 0
     try:
         with open_regular(file) as stream:
-            for row in _table_rows(file, sheet_records(stream, sheet, told), told, "", is_sheet=True):
+            for row in _table_rows(file, sheet_records(stream, sheet, notes), notes, "", is_sheet=True):
                 number = row.line
                 yield row
     except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
@@ -578,9 +529,6 @@ def _read_excel(file: Path, sheet: str | None, told: Counter[str]) -> Iterator[S
             raise
         reason = one_line((str(error).splitlines() or [""])[0], 200) or type(error).__name__
         yield SourceRow(str(file), number + 1, None, f"not readable as Excel: {reason}; save the sheet as CSV")
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
@@ -604,9 +552,6 @@ def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
         return
     if text.strip():
         yield SourceRow(str(file), 1, {"text": text}, None)
-
-
-# -- Parquet and Arrow -------------------------------------------------------------------------------------------------
 
 
 def _read_columns(file: Path, kind: str) -> Iterator[SourceRow]:

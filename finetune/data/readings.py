@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +21,12 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from finetune.data.messages import ROLES, json_text, turns_in
-from finetune.data.readers import BadRow, json_kind
+from finetune.data.cells import ROLES, BadRow, json_kind, json_text, turns_in
 from finetune.output_stream import one_line
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
-from finetune.recipe.schema import DataSet, KnownFormat
+from finetune.recipe.layouts import LAYOUTS, KnownFormat
+from finetune.recipe.schema import RowFormat
 from finetune.recipe.sections.training import Objective
-from finetune.wording import as_word, counted
+from finetune.wording import counted
 
 # Parts of column names, in the languages that data sets are most often written in. Lower case.
 QUESTION_WORDS = (
@@ -175,16 +173,15 @@ class Reading:
     @property
     def objective(self) -> Objective:
         """training.objective for such rows."""
-        objectives: dict[str, Objective] = {"preference": "dpo", "kto": "kto"}
-        return objectives.get(self.format, "supervised")
+        return LAYOUTS[self.format].objective
 
     def in_words(self) -> str:
         """Its columns; without any, the layout's own names."""
-        return in_yaml(self.columns or {column: column for column in ROW_COLUMNS[self.format]})
+        return in_yaml(self.columns or {column: column for column in LAYOUTS[self.format].columns})
 
     def used(self) -> set[str]:
         """The data set's columns that are read."""
-        ours = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns}
+        ours = {*LAYOUTS[self.format].all} - {*self.columns}
         return {*self.columns.values()} | ours
 
 
@@ -276,7 +273,7 @@ def is_turns(value: Any) -> bool:
     return {"role", "content"} <= {*value[0]} or {"from", "value"} <= {*value[0]}
 
 
-def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
+def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     """Plausible readings of these rows, the best first; one alone if it is clear. None of them if no column fits."""
     columns = profiles(rows)
     named = {column.name: column.kind for column in columns}
@@ -286,12 +283,12 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
                 turns_in(column.typical, repr(column.name))
             except BadRow as error:
                 return Readings([], columns, f"{error}; the turns may be cut (Excel keeps 32,767 characters of a cell)")
-    found = known_columns(columns, entry.format) or _pair_reading(columns) or _judged_reading(columns)
+    found = known_columns(columns, format) or _pair_reading(columns) or _judged_reading(columns)
     found = found or _chat_reading(columns)
     if found is None and "text" == named.get("instruction") == named.get("output"):
         found = Reading("alpaca")
     if found is not None:
-        return _with_judgement(entry, [found], columns)
+        return _with_judgement(format, [found], columns)
     texts = [column for column in columns if column.is_text]
     candidates = [column for column in texts if column.name.lower() not in (*SYSTEM_NAMES, *REASON_NAMES)]
     # A column of numbers may hold answers only if its name says so.
@@ -301,9 +298,9 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     # A column with one value, like a source, is no answer.
     answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
     if not candidates:
-        return Readings([], columns, _no_texts(entry, rows, columns))
+        return Readings([], columns, _no_texts(rows, columns))
     if not [each for each in answers if each is not candidates[0]]:
-        return _read_as_text(entry, candidates[0], columns)
+        return _read_as_text(candidates[0], columns)
     labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     # The likeliest questions and answers by themselves, then each with each.
     asking = sorted(candidates, key=lambda each: (-_question_score(each), each.position))[:COMPARED]
@@ -315,7 +312,7 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
         if question is not answer and not question.repeats
     ]
     if not pairs:  # every text column repeats: the longest is read as text
-        return _read_as_text(entry, max(candidates, key=lambda column: column.length), columns)
+        return _read_as_text(max(candidates, key=lambda column: column.length), columns)
     pairs.sort(key=lambda pair: -pair[0])
     plausible = [pair for pair in pairs if pairs[0][0] - pair[0] < CLEAR]
     # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
@@ -323,7 +320,7 @@ def readings(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Readings:
     answer = plausible[0][2]
     if len(result) == 1 and answer.repeats and not answer.has_word((*ANSWER_WORDS, *LABEL_WORDS)):
         result.append(Reading("text", {"text": plausible[0][1].name}))  # a category, as an answer or not
-    return _with_judgement(entry, result + _as_better_and_worse(result), columns)
+    return _with_judgement(format, result + _as_better_and_worse(result), columns)
 
 
 # -- readings by names and kinds ---------------------------------------------------------------------------------------
@@ -442,7 +439,7 @@ def _chat_reading(columns: Sequence[Column]) -> Reading | None:
         mapped = {"prompt": chat.name, "completion": answers[0].name}
         return Reading("prompt_completion", {ours: theirs for ours, theirs in mapped.items() if ours != theirs})
     format: KnownFormat = "sharegpt" if "from" in chat.typical[0] else "messages"
-    ours = ROW_COLUMNS[format][0]
+    ours = LAYOUTS[format].columns[0]
     mapped = {} if chat.name == ours else {ours: chat.name}
     system = next((each.name for each in columns if each.is_text and each.name.lower() in SYSTEM_NAMES), None)
     if system and system != "system":
@@ -455,7 +452,7 @@ def _ends_with_answer(column: Column) -> bool:
     return isinstance(last, dict) and (last.get("role") or last.get("from")) not in ("user", "human", "system")
 
 
-def _read_as_text(entry: DataSet, text: Column, columns: list[Column]) -> Readings:
+def _read_as_text(text: Column, columns: list[Column]) -> Readings:
     """One column of text alone: as text, or with a column of few values as its answer."""
     result = [Reading("text", {} if text.name == "text" else {"text": text.name})]
     for column in columns:
@@ -463,7 +460,7 @@ def _read_as_text(entry: DataSet, text: Column, columns: list[Column]) -> Readin
         if column is not text and column.kind in ("text", "number") and is_answer:
             result.append(Reading("alpaca", {"instruction": text.name, "output": column.name}))
             break
-    obstacle = _obstacle(entry, result[0], columns)
+    obstacle = _obstacle(result[0], columns)
     if not obstacle and len(result) == 1 and text.has_word(QUESTION_WORDS) and not text.has_word(ANSWER_WORDS):
         obstacle = f"only {text.name!r} holds texts, and no column its answers; add a column of answers"
     return Readings(result, columns, obstacle)
@@ -577,7 +574,7 @@ def remarks(reading: Reading, columns: Sequence[Column]) -> list[str]:
     for ours in ("output", "completion", "text"):
         name = reading.columns.get(ours, ours)
         for column in columns:
-            if column.name == name and ours in (*ROW_COLUMNS[reading.format],) and column.is_nested_text:
+            if column.name == name and ours in LAYOUTS[reading.format].columns and column.is_nested_text:
                 start = one_line(column.typical, 40)
                 lines.append(f"{name!r} holds lists or objects as text ({start}); they are trained as they are written")
     return lines
@@ -590,16 +587,16 @@ def _as_number(value: str) -> float:
         return 0.0
 
 
-def _with_judgement(entry: DataSet, found: list[Reading], columns: list[Column]) -> Readings:
+def _with_judgement(format: RowFormat, found: list[Reading], columns: list[Column]) -> Readings:
     """These readings, and beside the first one its judged answers if an unread column seems to judge them."""
-    first, result = found[0], Readings(found, columns, _obstacle(entry, found[0], columns))
-    if first.objective != "supervised" or first.format == "text" or entry.format != "auto":
+    first, result = found[0], Readings(found, columns, _obstacle(found[0], columns))
+    if first.objective != "supervised" or first.format == "text" or format != "auto":
         return result
     judged = judgement_of(result.unused(first))
     if judged is None or result.obstacle:
         return result
     column, says = judged
-    answered = {name: first.columns.get(name, name) for name in ROW_COLUMNS[first.format]}
+    answered = {name: first.columns.get(name, name) for name in LAYOUTS[first.format].columns}
     renamed = {"output": "completion", "messages": "completion", "conversations": "completion"}
     mapped = {renamed.get(ours, ours): theirs for ours, theirs in answered.items()}
     mapped |= {ours: theirs for ours, theirs in first.columns.items() if ours in ("system", "input")}
@@ -616,7 +613,7 @@ def labels_in_yaml(reading: Reading) -> str:
     return in_yaml({**reading.labels, **dict.fromkeys(reading.unknown, "...")})
 
 
-def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> str:
+def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
     """Why a reading would leave out what the rows say: `mistake; remedy`, or empty."""
     if reading.objective != "supervised":
         return ""
@@ -634,7 +631,7 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
             values = in_quotes(column.values)
             return f"each row is one turn ({column.name!r}: {values}); join the turns of a dialogue: messages: [...]"
     if reading.format in ("messages", "sharegpt"):
-        ours = ROW_COLUMNS[reading.format][0]
+        ours = LAYOUTS[reading.format].columns[0]
         chat = named[reading.columns.get(ours, ours)]
         if ours in reading.columns and (others := [column for column in nested if column.kind == "turns"]):
             names = in_quotes([chat.name, *(column.name for column in others)])
@@ -652,11 +649,7 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     chosen_by = next((column for column in unread if column.has_word((*KEY_WORDS, "label"))), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
-            fields = {"instruction": f'(.{jq_key(asked)} + "\\n" + {_jq_choices(column)})'}
-            if chosen_by is not None:
-                fields["output"] = f"(.{jq_key(chosen_by.name)} | tostring)"
-            line = take(entry, fields)
-            return f"{column.name!r} holds choices, which the question would lack; put them into it: {line}"
+            return f"{column.name!r} holds choices, which the question would lack; write them into {asked!r}"
     texts = [column for column in columns if column.kind == "text"]
     for stem, members in _families(texts, asked).items():
         names = in_quotes([column.name for column in members])
@@ -673,19 +666,14 @@ def _obstacle(entry: DataSet, reading: Reading, columns: Sequence[Column]) -> st
     for column in nested:
         if not column.has_word((*ANSWER_WORDS, *ANSWERS_WORDS)):
             continue
-        first = "." + jq_key(column.name) + _path_to_text(column.typical)
         ranked = next((each for each in unread if each.has_word(("rank", "ranks", "ranking"))), None)
         if ranked or (column.name == "output" and isinstance(column.typical, list) and len(column.typical) == 2):
-            fields = {"chosen": first, "rejected": first.replace("[0]", "[1]", 1)}
-            why = f"'{ranked.name}' may rank them; " if ranked else ""
+            why = f" ({ranked.name!r} may rank them)" if ranked else ""
             return (
-                f"{column.name!r} holds several answers a row; {why}if the first is the better one, for "
-                f"training.objective: dpo: {take(entry, {'instruction': f'.{jq_key(asked)}', **fields})}"
+                f"{column.name!r} holds several answers a row{why}; write the best as chosen and another one as "
+                "rejected, for training.objective: dpo, or one of them as the answer"
             )
-        if column.texts > 0:  # in other rows
-            first = f'(.{jq_key(column.name)} | if type == "array" then .[0] else . end)'
-        line = take(entry, {"instruction": f".{jq_key(asked)}", "output": first})
-        return f"{column.name!r} holds {_inside(column.typical)}, and a row has one answer; take one of them: {line}"
+        return f"{column.name!r} holds {_inside(column.typical)}, and a row has one answer; write it as one text"
     for column in unread:
         if column.has_word(ANSWER_WORDS) and column.kind == "other":
             return f"{column.name!r} holds {json_kind(column.typical)}; save it as text"
@@ -715,7 +703,7 @@ def _as_pairs(unread: Sequence[Column]) -> str:
 
 
 def _inside(value: Any) -> str:
-    """What a list or an object holds, in words."""
+    """A list's or an object's content, in words."""
     if isinstance(value, dict):
         return f"objects with {in_quotes([*value])}"
     first = value[0] if value else None
@@ -724,64 +712,17 @@ def _inside(value: Any) -> str:
     return f"lists of {'texts' if isinstance(first, str) else json_kind(first)}"
 
 
-def _path_to_text(value: Any) -> str:
-    """jq's path to the first text inside a value: [0].response."""
-    path = ""
-    while isinstance(value, list | dict) and value:
-        if isinstance(value, list):
-            path, value = path + "[0]", value[0]
-            continue
-        words = (*ANSWER_WORDS, "text", "content", "value")
-        keys = sorted(value, key=lambda key: (str(key).lower() not in words, not isinstance(value[key], str)))
-        path, value = path + f".{jq_key(str(keys[0]))}", value[keys[0]]
-    return path
-
-
-def _jq_choices(column: Column) -> str:
-    path, value = f".{jq_key(column.name)}", column.typical
-    if isinstance(value, dict) and {"text", "label"} <= {*value}:
-        return f'([{path}.label, {path}.text] | transpose | map(join(". ")) | join("\\n"))'
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        return f'({path} | join("\\n"))'
-    return f"({path} | tostring)"
-
-
-def jq_key(name: str) -> str:
-    """A key in a jq program, after a dot."""
-    return name if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) else json.dumps(name)
-
-
-def take(entry: DataSet, fields: Mapping[str, str]) -> str:
-    """The shell line that writes rows with these fields, each by its jq program."""
-    place = str(entry.data_files or entry.path)
-    program = "{" + ", ".join(f"{jq_key(name)}: {program}" for name, program in fields.items()) + "}"
-    if entry.path != "json":  # jq reads no table
-        before = "save the rows as rows.jsonl (pandas: to_json(..., orient='records', lines=True)), then "
-        return f"{before}jq -c {shlex.quote(program)} rows.jsonl > flat.jsonl"
-    if place.endswith(".json"):
-        program = f"(arrays[], objects) | {program}"
-    return f"jq -c {shlex.quote(program)} {as_word(place)} > flat.jsonl"
-
-
-def _no_texts(entry: DataSet, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
-    """What is in the way if no column holds text."""
+def _no_texts(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+    """The obstacle if no column holds text."""
     names = [column.name for column in columns]
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
-        if all({*value} == {*rows[0][names[0]]} and {"0"} <= {*value} for value in rows[0].values()):
-            return "holds columns, each from row number to value; save it as rows: df.to_json(..., orient='records')"
-        file = as_word(entry.data_files or entry.path)
-        return (
-            f"is one object whose {len(names)} values are the rows; write them one a line: "
-            f"jq -c '.[]' {file} > rows.jsonl"
-        )
-    if len(rows) == 1 and len(names) > 1 and all(isinstance(value, list) for value in rows[0].values()):
-        return "is one object whose values are lists: columns, not rows; save it as rows: orient='records'"
+        return f"is one object whose {len(names)} values are the rows; write one a line: jq -c '.[]' FILE > rows.jsonl"
     for column in columns:
         if column.kind == "object":
             inner = [str(key) for key, text in column.typical.items() if isinstance(text, str)]
             if inner:
-                line = take(entry, {key: f".{jq_key(column.name)}.{jq_key(key)}" for key in inner[:4]})
-                return f"the texts are nested in the column {column.name!r} ({in_quotes(inner)}); flatten them: {line}"
+                held = f"the texts are nested in the column {column.name!r} ({in_quotes(inner)})"
+                return f"{held}; make each a column of its own"
     if nested := [column for column in columns if column.kind in ("list", "object")]:
         held = ", ".join(f"{column.name!r} holds {_inside(column.typical)}" for column in nested[:3])
         return f"no column holds texts to train on; {held}; write one question and one answer a row, or messages"

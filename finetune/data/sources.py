@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.cells import nearest
 from finetune.data.dialect import checked_encoding
-from finetune.data.messages import nearest
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
@@ -35,7 +35,7 @@ SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
 TEXT_SUFFIXES = (".txt", ".md")
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet", "excel": "excel",
             "xlsx": "excel", "text": "text", "arrow": "arrow"}  # fmt: skip
-# What unpacks files that are not read; .gz is read.
+# The program that unpacks a file that is not read; .gz is read.
 UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
 MOST_FILES = 100_000  # in a folder and below it
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
@@ -55,8 +55,8 @@ class Source:
     entry: DataSet
     kind: str  # json, csv, parquet, arrow, excel, text, hub
     files: tuple[Path, ...]
-    # What the rows' owner should hear about the last reading: a sentence, and its count or 0.
-    told: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    # Notes about the last reading for the rows' owner, with their counts; 0: a note without a count.
+    notes: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield the split's rows in file order. An unreadable row is a mistake."""
@@ -64,7 +64,7 @@ class Source:
             return self._hub_rows()
         split = read_split(self.entry.split)
         total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
-        self.told.clear()
+        self.notes.clear()
         if not split.is_sliced:
             return self._file_rows()
         return islice(self._file_rows(), *split.bounds(total))
@@ -97,7 +97,7 @@ class Source:
     def _file_rows(self) -> Iterator[SourceRow]:
         for file in self.files:
             entry = self.entry
-            yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.told)
+            yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.notes)
 
     @cached_property
     def _hub_data_set(self) -> Any:
@@ -138,15 +138,14 @@ def _why_not_loaded(entry: DataSet, error: Exception) -> str:
 def resolve(entry: DataSet) -> Source:
     """Find a data entry's files. Raises DataError if a named file, folder or split is not there."""
     source = _resolve(entry)
-    if entry.delimiter is not None and source.kind != "csv":
-        raise DataError([f"{source.name}: delimiter: is for CSV files, these are {_in_words(source)}; remove it"])
-    if entry.sheet is not None and source.kind != "excel":
-        raise DataError([f"{source.name}: sheet: is for Excel files, these are {_in_words(source)}; remove it"])
+    for key, kinds, words in (
+        ("delimiter", ("csv",), "CSV files"),
+        ("sheet", ("excel",), "Excel files"),
+        ("encoding", ("csv", "text"), "CSV and text files"),
+    ):
+        if getattr(entry, key) is not None and source.kind not in kinds:
+            raise DataError([f"{source.name}: {key}: is for {words}, these are {_in_words(source)}; remove it"])
     if entry.encoding is not None:
-        if source.kind not in ("csv", "text"):
-            raise DataError(
-                [f"{source.name}: encoding: is for CSV and text files, these are {_in_words(source)}; remove it"]
-            )
         checked_encoding(entry.encoding)
     return source
 
@@ -327,7 +326,7 @@ def refuse_packed(file: Path) -> None:
 
 
 class SplitSlice(NamedTuple):
-    """A split like train[10%:-5]: its name, and its bounds as written."""
+    """A split like train[10%:50%]: its name, and its bounds as written."""
 
     name: str
     first: str | None
@@ -340,17 +339,21 @@ class SplitSlice(NamedTuple):
     @property
     def needs_total(self) -> bool:
         """Whether the bounds depend on the number of all rows."""
-        bounds = [bound for bound in (self.first, self.last) if bound]
-        return self.last is None or any(bound.startswith("-") or bound.endswith("%") for bound in bounds)
+        bounds = f"{self.first}{self.last}"
+        return self.last is None or "-" in bounds or "%" in bounds
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """The first row, and the row after the last: train[10%:-5] with 200 rows is (20, 195)."""
+        """The first row, and the row after the last: train[10%:] with 200 rows is (20, 200).
+
+        If one bound is a percentage, `datasets` reads both as percentages.
+        """
+        is_share = "%" in f"{self.first}{self.last}"
 
         def position(bound: str | None, default: int) -> int:
             if bound is None:
                 return default
             value = int(bound.removesuffix("%"))
-            if bound.endswith("%"):
+            if is_share:
                 value = round(value * total / 100)
             if value < 0:
                 return max(0, value + total)

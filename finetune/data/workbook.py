@@ -1,4 +1,4 @@
-"""Reads a workbook's sheet as rows of texts: each cell as a spreadsheet program shows it, with odd cells counted."""
+"""Reads a workbook's sheet as rows of texts, and counts odd cells. Numbers keep simple formats alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from finetune.data.dialect import Record, without_blank_end
 MOST_COMPRESSED = 128 * 2**20  # bytes of the file
 MOST_IN_A_PART = 512 * 2**20  # bytes of one sheet, uncompressed; it is read row by row
 MOST_STRINGS = 256 * 2**20  # all sheets' texts, uncompressed; openpyxl holds them, in up to six times as many bytes
+_SIMPLE_FORMAT = re.compile(r"(0+)(?:\.(0+))?(%?)")  # 0, 00000, 0.00, 0.0%
 ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
-_NUMBER = re.compile(r"(?P<whole>[#0,]*[#0])(?:\.(?P<places>[0#]+))?(?P<percent>\s*%)?")
-_LITERAL = re.compile(
-    r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|_.|\*.|\[(?:Black|Blue|Cyan|Green|Magenta|Red|White|Yellow)\]'
-)
 
 
-def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> Iterator[Record]:
+def sheet_records(stream: IO[bytes], wanted: str | None, notes: Counter[str]) -> Iterator[Record]:
     """Yield the rows that hold something, without blank cells at their ends.
 
     Args:
         wanted: The sheet's name. None: the first visible one with two columns or more, or else with anything.
-        told: Counts what the file's owner should hear.
+        notes: Gets notes for the file's owner, with their counts.
 
     Raises ValueError for a workbook or a sheet that is not taken, and what openpyxl raises about a damaged one.
     """
@@ -49,8 +46,8 @@ def sheet_records(stream: IO[bytes], wanted: str | None, told: Counter[str]) -> 
     if others := [other for other in filled if other != title]:
         names = ", ".join(repr(name) + " (hidden)" * (sheets[name].sheet_state != "visible") for name in others[:5])
         more = f" and {len(others) - 5} more" * (len(others) > 5)
-        told[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
-    yield from _records(book, sheets[title], told)
+        notes[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
+    yield from _records(book, sheets[title], notes)
 
 
 def _head(book: Any, sheet: Any) -> list[Record]:
@@ -58,7 +55,7 @@ def _head(book: Any, sheet: Any) -> list[Record]:
     return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
 
 
-def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
+def _records(book: Any, sheet: Any, notes: Counter[str]) -> Iterator[Record]:
     from openpyxl.cell.read_only import ReadOnlyCell
     from openpyxl.utils import get_column_letter
 
@@ -98,7 +95,7 @@ def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
                         f"{cell.coordinate} is a formula that was never calculated; open the workbook in Excel or "
                         "LibreOffice, and save it"
                     )
-                elif values["value"] is not None and (text := _cell_text(ReadOnlyCell(sheet, **values), told)).strip():
+                elif values["value"] is not None and (text := _cell_text(ReadOnlyCell(sheet, **values), notes)).strip():
                     texts[values["column"]] = text
             if not texts and problem is None:
                 continue
@@ -113,28 +110,31 @@ def _records(book: Any, sheet: Any, told: Counter[str]) -> Iterator[Record]:
                 yield number, [], problem
                 continue
             if attributes.get("hidden") in ("1", "true"):
-                told["hidden rows, which are read too"] += 1
+                notes["hidden rows, which are read too"] += 1
             row = [texts.get(column, "") for column in range(1, last + 1)]
             yield number, list(without_blank_end(row)), problem
     if parser.merged_cells is not None and (merged := parser.merged_cells.count):
-        told["merged cells, of which only the first one has the value"] += merged
+        notes["merged cells, of which only the first one has the value"] += merged
 
 
-def _cell_text(cell: Any, told: Counter[str]) -> str:
+def _cell_text(cell: Any, notes: Counter[str]) -> str:
     """A cell as text: 3.0 is `3`, 0.5 as a percentage `50%`, a day 2026-11-26, a duration 26:05:00, an error empty."""
     value = cell.value
     if cell.data_type == "e":
-        told[f"cells with the error {value}, read as empty"] += 1
+        notes[f"cells with the error {value}, read as empty"] += 1
         return ""
     match value:
         case bool():
             return str(value).lower()
         case int() | float():
-            text = _formatted(value, cell.number_format)
-            if text is None:
-                told[f"numbers in the format {cell.number_format!r}, read without it"] += 1
-                return _plain(value)
-            return text
+            amount = Decimal(f"{value:.15g}")  # a spreadsheet shows 15 digits at most
+            if simple := _SIMPLE_FORMAT.fullmatch(cell.number_format):
+                whole, places, percent = simple.groups(default="")
+                amount = (amount * (100 if percent else 1)).quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP)
+                return f"{amount:f}".zfill(len(whole) + len(places) + bool(places)) + percent
+            if cell.number_format not in ("General", "@"):
+                notes[f"numbers in the format {cell.number_format!r}, read without it"] += 1
+            return f"{amount:f}"
         case datetime.timedelta():
             seconds = round(value.total_seconds())
             sign, seconds = "-" * (seconds < 0), abs(seconds)
@@ -145,40 +145,3 @@ def _cell_text(cell: Any, told: Counter[str]) -> str:
         case datetime.date() | datetime.datetime() | datetime.time():
             return value.isoformat()
     return str(value)
-
-
-def _plain(value: float) -> str:
-    """A number with the 15 digits that a spreadsheet shows at most, and without an exponent."""
-    return format(Decimal(f"{value:.15g}"), "f")
-
-
-def _formatted(value: float, pattern: str) -> str | None:
-    """A number in its format: 42 in 00000 is 00042. None for formats with exponents, fractions or conditions."""
-    sections = re.split(r';(?=(?:[^"]*"[^"]*")*[^"]*$)', pattern)
-    sign = "-" * (value < 0)
-    pattern = sections[0]
-    if value < 0 and len(sections) > 1:
-        sign, pattern = "", sections[1]
-    elif value == 0 and len(sections) > 2:
-        pattern = sections[2]
-    if pattern in ("General", "@", ""):
-        return _plain(value)
-    literals: list[str] = []
-
-    def keep(match: re.Match[str]) -> str:
-        literals.append(next((group for group in match.groups() if group is not None), ""))
-        return "\0"
-
-    pattern = _LITERAL.sub(keep, pattern)
-    numbers = list(_NUMBER.finditer(pattern))
-    if len(numbers) != 1 or re.search(r"[\[\]/?@]|E[+-]|[hmsyd]", pattern, re.IGNORECASE):
-        return None
-    (number,) = numbers
-    whole, places, is_percent = number["whole"], number["places"] or "", bool(number["percent"])
-    amount = abs(Decimal(f"{value:.15g}")) * (100 if is_percent else 1)
-    text = format(amount.quantize(Decimal(1).scaleb(-len(places)), ROUND_HALF_UP), ",f" if "," in whole else "f")
-    before, _, after = text.partition(".")
-    after = after[: places.count("0")] + after[places.count("0") :].rstrip("0")
-    text = before.zfill(whole.replace(",", "").count("0")) + f".{after}" * bool(after)
-    text = pattern[: number.start()] + sign + text + (number["percent"] or "") + pattern[number.end() :]
-    return re.sub("\0", lambda _: literals.pop(0), text).strip()

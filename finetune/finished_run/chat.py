@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.own_layers.compute import compute_layers
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base

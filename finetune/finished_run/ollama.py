@@ -23,7 +23,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun
 from finetune.model.generate import ends_by_settings

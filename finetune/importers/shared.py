@@ -14,9 +14,9 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.importers import Level
 from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.recipe_writer import written
-from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.schema import Recipe, Scheduler, Tracker
+from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.recipe.strategy_fit import unfit
 from finetune.recipe.yaml_text import shown

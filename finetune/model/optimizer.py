@@ -15,8 +15,9 @@ from transformers import get_scheduler
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
-from finetune.recipe.optimizers import OPTIMIZERS, Optimizer
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe, Training
+from finetune.recipe.sections.training import Optimizer
 from finetune.wording import counted
 
 if TYPE_CHECKING:

@@ -49,8 +49,8 @@ def propose(
     """
     from finetune.new_recipe import proposal as module
 
-    told = module.read_columns(columns), module.read_labels(labels)
-    options = module.Options(*told, model, gpus, output, encoding, sheet)
+    mappings = module.read_columns(columns), module.read_labels(labels)
+    options = module.Options(*mappings, model, gpus, output, encoding, sheet)
     return module.propose(target, options, choose)
 
 

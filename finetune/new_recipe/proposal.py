@@ -19,9 +19,8 @@ from typing import Any, cast
 import yaml
 
 from finetune.closed_form.shape import approximate_weights
-from finetune.data.check import Mistakes
+from finetune.data.chat import Chat, Content, Passage, documents_in
 from finetune.data.dialect import csv_dialect, found_encoding
-from finetune.data.formats import Chat, Content, Passage, documents_in
 from finetune.data.readers import SourceRow
 from finetune.data.readings import (
     Reading,
@@ -36,21 +35,20 @@ from finetune.data.readings import (
     readings,
     remarks,
 )
-from finetune.data.row_reader import RowReader, told_lines
+from finetune.data.rows import Mistakes, RowReader, notes_on_reading
 from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
 from finetune.files import check_output
 from finetune.model.known_configs import config_here
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
-from finetune.new_recipe.html_note import html_note
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
 from finetune.new_recipe.target import entry_of
 from finetune.output_stream import has_controls, one_line
-from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS
 from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.layouts import COLUMNS, LAYOUTS, KnownFormat
 from finetune.recipe.optimizers import usual_rate
-from finetune.recipe.schema import DataSet, KnownFormat, Recipe
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
 from finetune.tokens.estimate import estimated_rows, text_of
@@ -116,9 +114,8 @@ class Proposal:
 def read_columns(text: str | None) -> dict[str, str]:
     """Read `--columns`: `instruction=frage,output=antwort` or YAML. Raises FinetuneError."""
     columns = _read_mapping("--columns", text, form := "write --columns instruction=frage,output=antwort")
-    known = {column for format in ROW_COLUMNS for column in (*ROW_COLUMNS[format], *OPTIONAL_COLUMNS[format])}
     for key in columns:
-        if key not in known:
+        if key not in COLUMNS:
             raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
     if columns and _format_of(columns) is None:
         needs = "needs instruction and output, messages, or text alone"
@@ -155,10 +152,10 @@ def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
 
 def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
     """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
-    for format in ("preference", "kto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"):
-        ours = {*ROW_COLUMNS[format]}
-        if ours <= {*columns} <= ours | {*OPTIONAL_COLUMNS[format]}:
-            return format
+    # Two answers or a label before a prompt and its completion, which are texts or turns.
+    for name, layout in sorted(LAYOUTS.items(), key=lambda each: each[1].objective == "supervised"):
+        if {*layout.columns} <= {*columns} <= {*layout.all}:
+            return name
     return None
 
 
@@ -194,7 +191,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {line}"
             ]
         )
-    result = readings(entry, sample.rows)
+    result = readings(entry.format, sample.rows)
     reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.labels:
@@ -213,7 +210,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     if reading.objective != "supervised":
         changes["format"] = reading.format  # rows are read below, before a recipe's objective decides it
     entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
-    counts, examples, told = _count_rows(entry, sample)
+    counts, examples, notes = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
     length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
     if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
@@ -223,8 +220,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, result, reading, entry, counts, length, examples)
-    lines[1:1] = told
-    lines += html_note(sample.rows)
+    lines[1:1] = notes
     if counts.with_tools and choice.model in (EMBEDDED, ONLINE_SMOLLM):
         lines.append(
             "rows with tools: SmolLM2's chat template does not write them, so training would refuse these rows; choose "
@@ -259,13 +255,13 @@ def _choose_reading(
         if missing:
             listed = in_quotes(sorted(names))
             raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
-        told = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
+        named = Reading(cast(KnownFormat, _format_of(options.columns)), options.columns, options.labels)
         if "label" in options.columns and not options.labels:
             judged = judgement_of([names[options.columns["label"]]])
             if judged is not None:
                 labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
-                told = replace(told, unknown=tuple(labels))
-        plausible = [told]
+                named = replace(named, unknown=tuple(labels))
+        plausible = [named]
     elif result.obstacle:
         as_it_is = ""
         if plausible and plausible[0].format != "text":
@@ -325,7 +321,7 @@ class _TimedRows:
 def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
     """Count every row, or the head if the data set is large, as training reads them.
 
-    Also the first rows, to show, and what the readers tell about them.
+    Also the first rows, to show, and the readers' notes.
     """
     source = resolve(entry)
     reader = RowReader(source)
@@ -368,7 +364,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         is_whole=timed_rows.is_whole,
         with_tools=with_tools,
     )
-    return counts, tuple(examples), list(told_lines(facts))
+    return counts, tuple(examples), list(notes_on_reading(facts))
 
 
 def _choose_length_and_model(

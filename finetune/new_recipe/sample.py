@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.readers import BadRow, parse_object
 from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular
 
 ROWS_OF_HEAD = 2000
-SLICES, ROWS_OF_SLICE = 8, 100  # of a large JSON Lines file, besides its head: a sorted file begins with one kind
 SAMPLE_SECONDS = 4.0
 WHOLE_BELOW = 64 * 2**20  # bytes; smaller files are read whole
 ALWAYS_WHOLE = 4 * 2**20
@@ -34,7 +31,7 @@ class Sample:
 
 
 def read_sample(source: Source) -> Sample:
-    """Read the first rows, and slices from the middle if it is one large JSON Lines file.
+    """Read all rows of a small data set, and the first ones of a large one.
 
     Raises DataError if no row is readable.
     """
@@ -66,8 +63,7 @@ def read_sample(source: Source) -> Sample:
     if is_whole:
         total = read
     elif source.kind == "json" and len(source.files) == 1:
-        slices, total = _slices(source.files[0], nbytes)
-        rows += slices
+        total = _estimated_rows(source.files[0], nbytes)
     elif source.kind == "parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -78,27 +74,13 @@ def read_sample(source: Source) -> Sample:
     return Sample(rows, problems, total, nbytes, is_whole)
 
 
-def _slices(file: Path, nbytes: int) -> tuple[list[Mapping[str, Any]], int | None]:
-    """Rows from evenly spaced places in a JSON Lines file, and the file's estimated number of rows.
-
-    The estimate divides the file's bytes by the mean line. A compressed file and a JSON array give no rows and None.
-    """
-    rows: list[Mapping[str, Any]] = []
+def _estimated_rows(file: Path, nbytes: int) -> int | None:
+    """A large JSON Lines file's rows, by its first lines' mean length; None for a compressed file and an array."""
     if file.suffix == ".gz":
-        return rows, None
-    lines, line_bytes = 0, 0
+        return None
     with open_regular(file) as stream:
+        lines = [len(line) for line in islice(iter(stream.readline, b""), ROWS_OF_HEAD)]
+        stream.seek(0)
         if stream.read(64).lstrip().startswith(b"["):
-            return rows, None
-        for index in range(SLICES + 1):
-            stream.seek(nbytes * index // (SLICES + 1))
-            stream.readline(WHOLE_BELOW)  # the rest of a line
-            for raw in islice(iter(stream.readline, b""), ROWS_OF_SLICE):
-                lines, line_bytes = lines + 1, line_bytes + len(raw)
-                if not index:
-                    continue  # the sample has the file's head already
-                with suppress(BadRow, UnicodeDecodeError):
-                    rows.append(parse_object(raw.decode("utf-8").strip()))
-    if not line_bytes:
-        return rows, None
-    return rows, round(nbytes * lines / line_bytes)
+            return None
+    return round(nbytes * len(lines) / sum(lines))

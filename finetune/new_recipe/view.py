@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.formats import Content, Judged, Pair, Passage, documents_in
+from finetune.data.chat import Content, Judged, Pair, Passage, documents_in
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls

@@ -23,7 +23,7 @@ from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import ChosenFormats, fastest_for
+from finetune.recipe.mixed_precision import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 

@@ -140,7 +140,12 @@ def plan_proofs(machine: ProofMachine) -> list[Proof]:
     lacking = _missing_package("bitsandbytes", "qlora")
     four_bits = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
     for name, base, bounds in (("nf4", four_bits, HALF_BOUNDS), ("int8", {"load_in_8bit": True}, INT8_BOUNDS)):
-        settings = {"model.dtype": dtype, "quantization": base, "lora": {"r": 8, "lora_alpha": 16}, **half}
+        settings: dict[str, Any] = {
+            "model.dtype": dtype,
+            "quantization": base,
+            "lora": {"r": 8, "lora_alpha": 16},
+            **half,
+        }
         settings["training.learning_rate"] = 1e-2
         claim, reference = f"the CPU's curve of adapters on a base in {name}", f"{name} reference"
         proofs += [

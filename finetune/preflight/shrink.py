@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import Chat, documents_in
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, documents_in
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
 from finetune.model.known_configs import decoder_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import islice
 
-from finetune.data.formats import Chat, documents_in
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, documents_in
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import in_hub_cache, tokenizer_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.paths import RECIPES, open_regular
-from finetune.recipe.cross_checks import local_model_problem
+from finetune.recipe.names import local_model_problem
 from finetune.recipe.schema import Lora, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 
@@ -118,7 +118,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         settings = ", ".join(not_offered)
         return f"{name}: has {settings}, which is not offered here; merge it into its base and name the result"
     if lora is None:
-        return None  # cross_checks.py reports it
+        return None  # schema.py reports it
     if lora.on_top:
         in_the_way = [key for key in ("use_dora", "modules_to_save", "target_parameters") if config.get(key)]
         if in_the_way:

@@ -186,6 +186,11 @@ def answer_for(key: str) -> str | None:
     return REPLACED.get(key)
 
 
+def key_for(key: str) -> str:
+    """Our dotted key for another tool's key; empty without a counterpart."""
+    return RENAMED.get(key, "").partition(" ")[0].removesuffix(":")
+
+
 # Other words for our values. A word means the first of ours that the key takes.
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "false": ("no", "never"),

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import math
 import os
 import pathlib
-import select
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.errors import RecipeError
+from finetune.errors import Mistake, RecipeError
 from finetune.output_stream import printable
 from finetune.paths import RECIPES, SHIPPED, in_home, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
-from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
-from finetune.recipe.number_formats import KEYS
+from finetune.recipe.mistakes import explain_mistake
+from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
@@ -40,12 +38,8 @@ from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 from finetune.wording import as_word
 
 COMMAND_LINE = "command line"
-SILENT_SECONDS, ABSENT_SECONDS = 30, 2  # a pipe's writer may write nothing for so long; it may come so late
 MAX_MISTAKES = 50  # shown at once
 DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".gz")
-# One key has two accepted aliases.
-CHECKPOINTING: Path = ("training", "activation_checkpointing")
-ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient_checkpointing"))
 
 
 @dataclass
@@ -58,26 +52,21 @@ class _Source:
     overridden: set[Path] = field(default_factory=set)
     set_keys: set[Path] = field(default_factory=set)  # all keys in the overrides' values
     unexplained: int = 0  # mistakes beyond the first 2 * MAX_MISTAKES
-    mistakes: list[tuple[Place | None, str]] = field(default_factory=list)  # an override's mistake has no place
+    mistakes: list[tuple[Place | None, Mistake]] = field(default_factory=list)  # an override's mistake has no place
 
-    def report(self, path: Path, text: str, *, at_key: bool) -> None:
-        """Add a mistake at a key of the recipe, or at the nearest section that is in the file."""
-        if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden):
-            if IN_QUOTES in text:
-                text += f"; in a shell: '{dotted(path)}=\"...\"'"  # a shell takes one pair of quotes away
-            self.add_override(dotted(path), text)
+    def report(self, mistake: Mistake, place: Place | None = None) -> None:
+        """Add a mistake. Without a place: at its key, at the nearest section in the file, or in the command line."""
+        path = mistake.path
+        if place is None and any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden):
+            if mistake.code == "string_type" and mistake.write:  # a shell takes one pair of quotes away
+                mistake = replace(mistake, text=f"{mistake.text}; in a shell: '{mistake.key}=\"...\"'")
+            self.mistakes.append((None, mistake))
         else:
-            self.add(self._place(path, at_key=at_key), dotted(path), text)
+            self.mistakes.append((place or self._place(path, at_key=mistake.at_key), mistake))
 
-    def add(self, place: Place, key: str, text: str) -> None:
-        """Add a mistake at a place in the file."""
-        if key:
-            text = f"{printable(key)}: {text}"
-        self.mistakes.append((place, f"{self.path}:{place.line}:{place.column}: {text}"))
-
-    def add_override(self, key: str, text: str) -> None:
+    def report_override(self, key: str, text: str) -> None:
         """Add a mistake in the command line."""
-        self.mistakes.append((None, f"{COMMAND_LINE}: {printable(key)}: {text}"))
+        self.mistakes.append((None, Mistake("override", (key,), text)))
 
     def error(self) -> RecipeError:
         """All mistakes, in the file's order, then the command line's. Secrets in them are hidden."""
@@ -85,15 +74,17 @@ class _Source:
         covered_text = cover_secrets(self.text, known)
         ordered = sorted(self.mistakes, key=lambda m: (m[0].line, m[0].column) if m[0] else (math.inf, 0))
         messages = []
-        for place, text in ordered[:MAX_MISTAKES]:
-            lines = [hide_secrets(text, known)]
+        for place, mistake in ordered[:MAX_MISTAKES]:
+            where = f"{self.path}:{place.line}:{place.column}" if place else COMMAND_LINE
+            key = f"{printable(mistake.key)}: " if mistake.key else ""
+            lines = [hide_secrets(f"{where}: {key}{mistake.text}", known)]
             if place is not None:
                 lines += excerpt(covered_text, place)
             messages.append("\n".join(lines))
         more = len(ordered) - MAX_MISTAKES + self.unexplained
         if more > 0:
             messages.append(f"{self.path}: and {more} more mistakes")
-        return RecipeError(messages)
+        return RecipeError(messages, [mistake for _, mistake in ordered], count=len(ordered) + self.unexplained)
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         """Where the key or its value stands; if the file has neither, the nearest section's key."""
@@ -121,30 +112,29 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     """
     source = _Source(file := find_recipe(path), text := _read(file), parse(text))
     for flaw in source.parsed.flaws:
-        source.add(flaw.place, flaw.key, flaw.problem)
+        source.report(Mistake("yaml", (flaw.key,) if flaw.key else (), flaw.problem), flaw.place)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
     # Another tool's file would have a mistake in every line; one message names the command that converts it.
     refuse_configuration_of_a_tool(file, value)
-    _rename_aliases(source, value)
     for override in overrides:
         _override(source, value, override)
     if not isinstance(source.parsed.value, dict):
         if not source.parsed.flaws:
             kind = "is empty" if source.parsed.value is None else f"is {shown(source.parsed.value)}"
             problem = f"a recipe is a page of key: value, this one {kind}; begin with model: and data:"
-            source.add(source.parsed.values.get((), Place(1, 1)), "", problem)
+            source.report(Mistake("yaml", (), problem), source.parsed.values.get((), Place(1, 1)))
         raise source.error()
-    _rename_aliases(source, value)  # an override may be a whole section
     # Rows that a packaged recipe names lie in the package, wherever the user is.
     if "data" in value and file.resolve().parent == RECIPES.resolve():
         value["data"] = _with_shipped_files(value["data"], ("data",), source.overridden)
     recipe = _validate(source, value)
     if recipe is not None and here:
         for key, problem in folder_mistakes(recipe):
-            source.report(key, problem, at_key=False)
+            source.report(Mistake("folder", key, problem))
         with suppress(RecipeError):  # a wrong strategy file is reported when it is used
             for misfit in unfit(recipe, read_strategy(recipe.accelerate_config, strict=False)):
-                source.report(tuple(misfit.key.split(".")), f"{misfit.problem}; {misfit.remedy}", at_key=False)
+                path_to_key = tuple(misfit.key.split("."))
+                source.report(Mistake("unfit", path_to_key, f"{misfit.problem}; {misfit.remedy}"))
     if recipe is None or source.mistakes:
         raise source.error()
     if not recipe.output_dir:
@@ -204,11 +194,8 @@ def _read(file: pathlib.Path) -> str:
             raise RecipeError([f"{file}: is a folder; name a recipe in it" + (f": {names}" if names else "")])
         if file.suffix.lower() in DATA_SUFFIXES and file.is_file():
             raise RecipeError([_is_data(file)])
-        if file.is_fifo():
-            content = _read_pipe(file)
-        else:
-            with open_regular(file) as stream:
-                content = stream.read(MAX_BYTES + 1)
+        with open_regular(file) as stream:
+            content = stream.read(MAX_BYTES + 1)
         if file.suffix.lower() == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             raise RecipeError([_is_data(file)])
         if len(content) > MAX_BYTES:
@@ -233,33 +220,6 @@ def _is_data(file: pathlib.Path) -> str:
     return f"{file}: is data, not a recipe; run finetune init {as_word(file)}, which writes a recipe for it"
 
 
-def _read_pipe(file: pathlib.Path) -> bytes:
-    """Read `finetune check <(...)`: until the writer ends, or one byte more than a recipe may have.
-
-    Raises OSError if nobody writes.
-    """
-    content, waited, descriptor = b"", False, os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while len(content) <= MAX_BYTES:
-            try:
-                part = os.read(descriptor, MAX_BYTES)
-            except BlockingIOError:  # a writer has opened the pipe and has not written yet
-                if not select.select([descriptor], [], [], SILENT_SECONDS)[0]:
-                    raise OSError(errno.ETIMEDOUT, "is a pipe whose writer writes nothing") from None
-                continue
-            if not part and (content or waited):
-                break
-            if not part:  # no writer has opened the pipe yet
-                waited = True
-                select.select([descriptor], [], [], ABSENT_SECONDS)
-            content += part
-    finally:
-        os.close(descriptor)
-    if not content:
-        raise OSError(errno.EPIPE, "is a pipe into which nobody writes")
-    return content
-
-
 def _recipes_in(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return sorted(path for suffix in ("yaml", "yml") for path in pathlib.Path(folder).glob(f"*.{suffix}"))
 
@@ -269,14 +229,12 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     # Five digits: more rows than a recipe holds, and int() refuses thousands.
     path: Path = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 6 else p for p in name.strip().split("."))
     if not equals or "" in path:
-        source.add_override(override, "is not an override; write key=value, for example training.seed=1")
+        source.report_override(override, "is not an override; write key=value, for example training.seed=1")
         return
-    if path in ALIASES:
-        path = CHECKPOINTING
     parsed = parse(text)
     problem = parsed.flaws[0].problem if parsed.flaws else _put(value, path, parsed.value)
     if problem:
-        source.add_override(dotted(path), problem)
+        source.report_override(dotted(path), problem)
         return
     # A later override of a section replaces the keys that earlier ones set in it.
     other_keys = {key for key in source.set_keys if key[: len(path)] != path}
@@ -303,25 +261,6 @@ def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
     return None
 
 
-def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
-    for alias in ALIASES:
-        holder = value.get("training") if len(alias) > 1 else value
-        training = value.get("training", {})
-        if not isinstance(holder, dict) or alias[-1] not in holder or not isinstance(training, dict):
-            continue
-        setting = holder.pop(str(alias[-1]))
-        if CHECKPOINTING[-1] in training:
-            source.report(alias, f"is the same key as {dotted(CHECKPOINTING)}; keep one of them", at_key=True)
-            continue
-        value["training"] = {**training, "activation_checkpointing": setting}
-        # Messages about the key point at its alias in the file.
-        for places in (source.parsed.keys, source.parsed.values):
-            if alias in places:
-                places[CHECKPOINTING] = places[alias]
-        if alias in source.set_keys:
-            source.set_keys.add(CHECKPOINTING)
-
-
 def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     """The typed recipe, or None; `source` gets the mistakes."""
     recipe, mistakes = None, []
@@ -332,25 +271,26 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     name = value.get("accelerate_config", "single")
-    files: list[str] = []  # the strategy's, of which one must exist
+    files: list[str] = []  # the strategy's possible files; one must exist
     if isinstance(name, str) and name:
         files = [str(CONFIG_FOLDER / f"{name}.yaml"), in_home(name)]
     # os.path, because pathlib raises on a name that is too long for any file.
     if files and not any(map(os.path.isfile, files)):
         names = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
-        hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, names, 1, 0.5))
+        near = difflib.get_close_matches(name, names, 1, 0.5)
+        hint = "".join(f"did you mean {each}? " for each in near)
         text = f"is {shown(name)}; {hint}choose one of {', '.join(names)}, or a path"
-        mistakes.append(Mistake(("accelerate_config",), text, at_key=False))
+        mistakes.append(Mistake("literal_error", ("accelerate_config",), text, write=(*near,)))
     if recipe is not None and recipe.model.new_tokens:
         with suppress(RecipeError):  # a wrong strategy file is reported when it is used
             if reason := refuses_new_rows(recipe, read_strategy(recipe.accelerate_config, strict=False)):
                 key = "add_tokens" if recipe.model.add_tokens else "add_special_tokens"
-                mistakes.append(Mistake(("model", key), reason, at_key=True))
+                mistakes.append(Mistake("cross_check", ("model", key), reason, at_key=True))
     # A value that YAML cannot read has one mistake: pydantic's message about it would mislead.
     unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]
     for mistake in mistakes:
         if not any(mistake.path[: len(path)] == path for path in unreadable):
-            source.report(mistake.path, mistake.text, at_key=mistake.at_key)
+            source.report(mistake)
     return recipe
 
 

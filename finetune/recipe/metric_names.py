@@ -34,26 +34,34 @@ class MetricChoice:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+class WrongMetric(ValueError):
+    """A metric that cannot be read: the problem and the remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
 def read_metric(text: str) -> MetricChoice:
-    """`number:tolerance=0.01` as a name and options. Raises ValueError with problem and remedy."""
+    """`number:tolerance=0.01` as a name and options. Raises WrongMetric."""
     name, colon, rest = text.partition(":")
     if name not in METRICS:
-        raise ValueError(f"unknown metric {name!r}; known are {', '.join(METRICS)}")
+        raise WrongMetric(f"unknown metric {name!r}", f"known are {', '.join(METRICS)}")
     allowed = OPTIONS.get(name, ())
     if not colon:
         if name == "regex":
-            raise ValueError("regex needs a pattern; write regex:pattern=...")
+            raise WrongMetric("regex needs a pattern", "write regex:pattern=...")
         return MetricChoice(name)
     # One option a metric, so that a pattern may hold colons, commas and equal signs.
     key, equals, value = rest.partition("=")
     if key not in allowed or not equals or not value:
         remedy = f"write {name}:{allowed[0]}=..." if allowed else f"write {name} alone"
-        raise ValueError(f"{name} has no option {key!r}; {remedy}")
+        raise WrongMetric(f"{name} has no option {key!r}", remedy)
     if key == "tolerance":
         try:
             valid = float(value) >= 0
         except ValueError:
             valid = False
         if not valid:
-            raise ValueError(f"tolerance is {value!r}; write a number from 0 on, as number:tolerance=0.01")
+            raise WrongMetric(f"tolerance is {value!r}", "write a number from 0 on, as number:tolerance=0.01")
     return MetricChoice(name, {key: value})

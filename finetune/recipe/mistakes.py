@@ -1,6 +1,7 @@
-"""Messages about an invalid recipe: place, key, problem, remedy.
+"""Mistakes in a recipe: a code, the key, the problem, and the text to write instead.
 
-pydantic finds the mistakes. Its messages name types and union branches; ours name the text to write.
+pydantic finds the mistakes, and its kind of error is the code. Its messages name types and union branches; ours name
+the text to write.
 """
 
 from __future__ import annotations
@@ -16,21 +17,33 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from finetune.recipe.foreign_keys import answer_for, other_word_for
+from finetune.errors import Mistake
+from finetune.recipe.foreign_keys import answer_for, key_for, other_word_for
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, plain_scalar, shown
 from finetune.wording import in_digits
 
-INTERVAL = "a whole number of steps, at least 1, or a share of the run between 0 and 1"
-# The values that a key with several kinds of value takes: a union in the schema.
+
+@dataclass(frozen=True)
+class Either:
+    """The values of a key that takes several kinds: a union in the schema."""
+
+    text: str
+    words: tuple[str, ...] = ()  # the plain words among the values
+    takes_number: bool = False
+
+
+INTERVAL = Either("a whole number of steps, at least 1, or a share of the run between 0 and 1", takes_number=True)
 EITHER = {
-    "data.eval": "{fraction: 0.05}, a list of data sets, or null",
-    "data_files": "a file or a list of files",
-    "target_modules": "all-linear, a pattern, or a list of at least one layer name",
-    "exclude_modules": "a pattern, or a list of names",
-    "activation_checkpointing": "auto, true, false, selective, or n for every n-th layer",
-    "compile": "true, false or auto",
-    "init_lora_weights": "true, false, gaussian or orthogonal",
+    "data.eval": Either("{fraction: 0.05}, a list of data sets, or null"),
+    "data_files": Either("a file or a list of files"),
+    "target_modules": Either("all-linear, a pattern, or a list of at least one layer name", ("all-linear",)),
+    "exclude_modules": Either("a pattern, or a list of names"),
+    "activation_checkpointing": Either(
+        "auto, true, false, selective, or n for every n-th layer", ("auto", "true", "false", "selective")
+    ),
+    "compile": Either("true, false or auto", ("true", "false", "auto")),
+    "init_lora_weights": Either("true, false, gaussian or orthogonal", ("true", "false", "gaussian", "orthogonal")),
     "eval_steps": INTERVAL,
     "save_steps": INTERVAL,
     "every": INTERVAL,
@@ -77,83 +90,66 @@ WITHDRAWN = {
     ("lora.init_lora_weights", "olora"): _ANOTHER_START,
     ("training.mixed_precision", "fp8"): "write bf16",
 }
-MISSING = "is missing; "
-IN_QUOTES = "put it in quotes:"
+NUMBERS = ("int_type", "int_from_float", "float_type", "finite_number")
 TRUTH_WORDS = {
     **dict.fromkeys(("yes", "on", "y", "1", "true"), "true"),
     **dict.fromkeys(("no", "off", "n", "0", "false"), "false"),
 }
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """One mistake, and its value or key."""
-
-    path: Path
-    text: str  # what is wrong; remedy
-    at_key: bool  # the key itself is wrong, not its value
-
-
 def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
     """One message for each mistake, in the order of the recipe's sections."""
-    mistakes: dict[tuple[Path, str], Mistake] = {}  # pydantic reports a mistake once for each branch of a union
+    found: list[Mistake] = []
     for error in errors:
         path, branches = _recipe_path(error, value)
-        for check in error.get("ctx", {}).get("found", ()):
-            key_path = (*path, *check.key.split("."))
-            mistakes[key_path, check.problem] = Mistake(key_path, f"{check.problem}; {check.remedy}", at_key=False)
         if error["type"] == "cross_check":
+            for check in error["ctx"]["found"]:
+                text = f"{check.problem}; {check.remedy}"
+                found.append(Mistake("cross_check", (*path, *check.key.split(".")), text))
             continue
         union = path[: branches[0].depth] if branches else ()
         written = _value_at(value, path)
         if remedy := WITHDRAWN.get((dotted(path), str(written))):
             text = f"is {written}; 0.1.0 is the last release that trains and reads it; {remedy}"
-            mistake = Mistake(path, text, at_key=False)
+            found.append(Mistake("withdrawn", path, text))
         elif branches and not _is_right_branch(branches[0], _value_at(value, union)):
-            choices = EITHER.get(dotted(union)) or EITHER[str(union[-1])]
-            text = _wanted_instead(union, choices, _value_at(value, union))
-            mistake = Mistake(union, text, at_key=False)
+            found.append(_wrong_kind("either", union, _either(union).text, _value_at(value, union)))
         else:
-            mistake = _mistake(error, path, value)
-        mistakes.setdefault((mistake.path, mistake.text), mistake)
-    # A union whose right branch has its own mistake needs no second message at the union itself.
-    specific = [mistake.path for mistake in mistakes.values() if not _is_either(mistake)]
-    kept = [
+            found.append(_mistake(error, path, value))
+    # pydantic reports a mistake once for each branch of a union. A union whose right branch has its own mistake needs
+    # no second message at the union itself. A misspelt key is unknown, and is not missing too.
+    specific = [mistake.path for mistake in found if mistake.code != "either"]
+    renamed = {key for mistake in found if mistake.at_key for key in mistake.write}
+    return [
         mistake
-        for mistake in mistakes.values()
-        if not _is_either(mistake) or not any(path[: len(mistake.path)] == mistake.path for path in specific)
+        for mistake in dict.fromkeys(found)
+        if not (mistake.code == "either" and any(path[: len(mistake.path)] == mistake.path for path in specific))
+        and not (mistake.code == "missing" and mistake.key in renamed)
     ]
-    # A misspelt key is reported as unknown. Do not report it as missing too.
-    return [mistake for mistake in kept if not _is_misspelt_elsewhere(mistake, kept)]
 
 
-def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
-    """Whether a missing key is present under a wrong name, which has a message of its own."""
-    named = re.compile(rf"(did you mean|write) {re.escape(dotted(missing.path))}(?![.\w])")
-    return missing.text.startswith(MISSING) and any(other.at_key and named.search(other.text) for other in others)
-
-
-def unknown_key(path: Path) -> str:
-    """The message about a key that this section does not have."""
+def unknown_key(path: Path) -> Mistake:
+    """The mistake in a key that this section does not have."""
     name, section = str(path[-1]), path[:-1]
     known, everywhere = keys_of(section), list(_all_paths(Recipe, ()))
     elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
     answer = answer_for(name)
     if elsewhere:  # learning_rate outside training
         text = f"belongs elsewhere; write {' or '.join(elsewhere)}"
-        if answer and not any(place in answer for place in elsewhere):
+        if answer and key_for(name) not in elsewhere:
             text += f", or, as another tool means it, {answer}"
-        return text
+        return Mistake("misplaced", path, text, at_key=True, write=(*elsewhere,))
     if answer:
-        return f"is another tool's key; {answer}"
-    close = difflib.get_close_matches(name, known, 1, 0.55)
-    if close:  # a misspelt key of this section
-        return f"is unknown; did you mean {dotted((*section, close[0]))}?"
-    far = difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)
-    if far:  # a misspelt key of another section
-        place = next(p for p in everywhere if p[-1] == far[0])
-        return f"is unknown; did you mean {dotted(place)}?"
-    return f"is unknown; the keys here are {', '.join(known)}"
+        ours = key_for(name)
+        write = (ours,) if ours else ()
+        return Mistake("foreign", path, f"is another tool's key; {answer}", at_key=True, write=write)
+    # A misspelt key of this section, or of another one.
+    close = [dotted((*section, near)) for near in difflib.get_close_matches(name, known, 1, 0.55)]
+    if not close and (far := difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)):
+        close = [next(dotted(p) for p in everywhere if p[-1] == far[0])]
+    if close:
+        return Mistake("unknown", path, f"is unknown; did you mean {close[0]}?", at_key=True, write=(close[0],))
+    return Mistake("unknown", path, f"is unknown; the keys here are {', '.join(known)}", at_key=True)
 
 
 def keys_of(section: Path) -> list[str]:
@@ -258,73 +254,75 @@ def _is_union(path: Sequence[str | int]) -> bool:
     return bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
 
 
-def _is_either(mistake: Mistake) -> bool:
-    return any(f"must be {expected}" in mistake.text for expected in EITHER.values())
+def _either(path: Path) -> Either:
+    return EITHER.get(dotted(path)) or EITHER[str(path[-1])]
 
 
 def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return Mistake(path, unknown_key(path), at_key=True)
-    if kind == "missing":
-        addition = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
-        return Mistake(path, f"{MISSING}add {path[-1]}: {addition}", at_key=True)
-    written = _value_at(value, path)
-    if kind == "literal_error":
-        return Mistake(path, _wrong_choice(written, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
-    if kind in BOUNDS:
-        bound, word = BOUNDS[kind]
-        return Mistake(path, f"is {shown(written)}; it must be {word} {in_digits(context[bound])}", at_key=False)
-    if kind in ("too_short", "string_too_short"):
-        return Mistake(path, "is empty; name at least one", at_key=False)
-    expected = WANTED.get(kind, "another kind of value")
-    example = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path))
-    if example and kind in ("list_type", "model_type"):
+    code, context, written = error["type"], error.get("ctx", {}), _value_at(value, path)
+    if code == "extra_forbidden":
+        return unknown_key(path)
+    if code == "missing":
+        example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
+        return Mistake(code, path, f"is missing; add {path[-1]}: {example}", at_key=True)
+    if code == "literal_error":
+        return _wrong_choice(path, written, re.findall(r"'([^']*)'", context["expected"]))
+    if code in BOUNDS:
+        bound, word = BOUNDS[code]
+        return Mistake(code, path, f"is {shown(written)}; it must be {word} {in_digits(context[bound])}")
+    if code in ("too_short", "string_too_short"):
+        return Mistake(code, path, "is empty; name at least one")
+    expected = WANTED.get(code, "another kind of value")
+    example = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path), "")
+    if example and code in ("list_type", "model_type"):
         expected += f", such as {example}"
-    return Mistake(path, _wanted_instead(path, expected, written), at_key=False)
+    return _wrong_kind(code, path, expected, written)
 
 
-def _wanted_instead(path: Path, expected: str, written: Any) -> str:
+def _wrong_kind(code: str, path: Path, expected: str, written: Any) -> Mistake:
     """`is X; it must be Y`, with the text to write if that is clear."""
     if written is None:
         text = f"is empty; it must be {expected}"
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
         if info is not None and not info.is_required():
             text += ", or remove the line for the default"
-        return text
-    text = f"is {shown(written)}; it must be {expected}"
-    if hint := _hint(path, expected, written):
-        text += f"; {hint}"
-    return text
+        return Mistake(code, path, text)
+    hint, *write = _hint(code, path, written)
+    return Mistake(
+        code, path, f"is {shown(written)}; it must be {expected}" + f"; {hint}" * bool(hint), write=(*write,)
+    )
 
 
-def _hint(path: Path, expected: str, written: Any) -> str | None:
-    """The text to write instead of a wrongly typed value, if that is clear."""
-    if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
+def _hint(code: str, path: Path, written: Any) -> tuple[str, ...]:
+    """The remedy for a value of a wrong kind, and the value to write; an empty remedy if that is not clear."""
+    either = _either(path) if code == "either" else Either("")
+    word = str(written).lower()
+    if word in TRUTH_WORDS and (code == "bool_type" or "true" in either.words):
+        truth = TRUTH_WORDS[word]
         if isinstance(plain_scalar(str(written)), bool):  # "true"; but tRUE is a text without quotes too
-            return "remove the quotes"
-        return f"{shown(written)} is not a truth value, write {TRUTH_WORDS[str(written).lower()]}"
-    if expected == "text" and isinstance(written, (bool, int, float)):  # revision: 1.0
-        return f'{IN_QUOTES} "{shown(written)}"'
-    if "number" in expected and isinstance(written, str):  # learning_rate: "2e-4"
-        return number_trap(written) or "write digits, without units or expressions"
-    if expected == "a whole number" and isinstance(written, float) and written.is_integer() and abs(written) < 1e15:
-        return f"write {int(written)}"
-    if "section" in expected and isinstance(written, bool):  # lora: true
-        if written:
-            return "write {} for the defaults"
-        if dotted(path) in ("lora", "quantization"):
-            return "write null for none"
-    if expected in EITHER.values() and isinstance(written, str):
-        for near in difflib.get_close_matches(written.lower(), re.findall(r"[a-z][\w-]+", expected), 1, 0.7):
-            return f"did you mean {near}?"
-    return None
+            return "remove the quotes", truth
+        return f"{shown(written)} is not a truth value, write {truth}", truth
+    if code == "string_type" and isinstance(written, (bool, int, float)):  # revision: 1.0
+        return f'put it in quotes: "{shown(written)}"', f'"{shown(written)}"'
+    if isinstance(written, str) and (code in NUMBERS or either.takes_number):  # learning_rate: "2e-4"
+        return (number_trap(written) or "write digits, without units or expressions",)
+    is_whole = isinstance(written, float) and written.is_integer() and abs(written) < 1e15
+    if is_whole and code in ("int_type", "int_from_float"):
+        return f"write {int(written)}", str(int(written))
+    if code in ("dict_type", "model_type") and written is True:  # lora: true
+        return "write {} for the defaults", "{}"
+    if code in ("dict_type", "model_type") and written is False and dotted(path) in ("lora", "quantization"):
+        return "write null for none", "null"
+    if isinstance(written, str) and (near := difflib.get_close_matches(word, either.words, 1, 0.7)):
+        return f"did you mean {near[0]}?", near[0]
+    return ("",)
 
 
-def _wrong_choice(written: Any, choices: list[str]) -> str:
+def _wrong_choice(path: Path, written: Any, choices: list[str]) -> Mistake:
+    listed = f"choose one of {', '.join(choices)}"
     if written is None:
-        return f"is empty; choose one of {', '.join(choices)}"
+        return Mistake("literal_error", path, f"is empty; {listed}")
     word = shown(written).lower()
-    close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)]
+    close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)][:1]
     suggestion = f"did you mean {close[0]}? " if close else ""
-    return f"is {shown(written)}; {suggestion}choose one of {', '.join(choices)}"
+    return Mistake("literal_error", path, f"is {shown(written)}; {suggestion}{listed}", write=(*close,))

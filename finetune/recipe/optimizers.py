@@ -1,7 +1,7 @@
 """The optimizers that a recipe can name, and the facts that the kit needs about each. No torch here.
 
-A new optimizer is an entry in OPTIMIZERS and a word in `Optimizer`. model/optimizer.py builds those that are not
-bitsandbytes', and the replacements under shards.
+A new optimizer is an entry in OPTIMIZERS and a word in `Optimizer` (sections/training.py). model/optimizer.py builds
+those that are not bitsandbytes', and the replacements under shards.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
+from finetune.recipe.sections.training import Optimizer
+
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
-
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,6 @@ BOUND_SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exc
 def json_schema() -> str:
     """The JSON Schema that editors read through the first line of a recipe."""
     schema = Recipe.model_json_schema()
-    training = schema["$defs"]["Training"]["properties"]
-    same = {"description": "The same key as training.activation_checkpointing."}
-    alias = {**training["activation_checkpointing"], **same}
-    alias.pop("default")  # an editor that fills it in would give the key twice
-    training["gradient_checkpointing"] = schema["properties"]["gradient_checkpointing"] = alias
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**head, **schema, "title": "finetune recipe"}, indent=2) + "\n"
 
@@ -42,7 +37,6 @@ A recipe is one YAML page. `finetune check RECIPE` names every mistake in it by 
 over the recipe: `training.seed=7`, `data.train.0.path=csv`, `lora=null`, `'data.eval={fraction: 0.1}'`.
 
 Numbers may be written `2e-4`. Only `true` and `false` are truth values, so `mixed_precision: no` needs no quotes.
-`gradient_checkpointing` is accepted as `training.activation_checkpointing`.
 """
 
 

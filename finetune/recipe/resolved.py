@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats, FastestFormat, settled_formats
+from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats, FastestFormat, without_auto
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import Path, dotted, plain_scalar
 
@@ -28,24 +28,19 @@ class LoadedRecipe:
     auto_formats: tuple[str, ...] = ()  # number-format keys set to auto; the recipe holds the values that replace it
 
     def formats_for(self, fastest: FastestFormat) -> tuple[LoadedRecipe, ChosenFormats]:
-        """The recipe with `auto` settled for a device, and the choice."""
-        recipe = self.recipe
+        """The recipe without `auto`, for a device, and the choice."""
         if not self.auto_formats:
             return self, ChosenFormats((), {}, "")
-        asked = {PRECISION: recipe.training.mixed_precision, BASE_FORMAT: recipe.model.dtype}
-        asked |= dict.fromkeys(self.auto_formats, "auto")
-        settled = settled_formats(
-            *asked.values(),
-            fastest=fastest.precision,
-            adapters=recipe.lora is not None,
-            pure_bf16=recipe.training.pure_bf16,
-            quantization=None if recipe.quantization is None else recipe.quantization.model_dump(),
-        )
-        values = dict(zip(asked, settled, strict=True))
+        values: dict[str, Any] = self.recipe.model_dump()
+        for key in self.auto_formats:
+            section, name = key.split(".")
+            values[section][name] = "auto"
+        chosen = without_auto(values, fastest.precision)
+        formats = {PRECISION: chosen["training"]["mixed_precision"], BASE_FORMAT: chosen["model"]["dtype"]}
         why = fastest.why
-        if PRECISION in self.auto_formats and values[PRECISION] != fastest.precision:
-            why = "of training.pure_bf16" if recipe.training.pure_bf16 else "of quantization"
-        return self.with_formats(values, why)
+        if PRECISION in self.auto_formats and formats[PRECISION] != fastest.precision:
+            why = "of training.pure_bf16" if self.recipe.training.pure_bf16 else "of quantization"
+        return self.with_formats(formats, why)
 
     def with_formats(
         self, values: Mapping[str, str], why: str, *, kept: bool = False

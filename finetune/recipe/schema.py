@@ -7,15 +7,18 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from finetune.recipe import cross_checks
-from finetune.recipe.number_formats import fastest_for, settled_formats
-from finetune.recipe.sections.base import Count, Interval, Local, Section
-from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, KnownFormat
+from finetune.recipe.metric_names import METRICS
+from finetune.recipe.mixed_precision import without_auto
+from finetune.recipe.names import is_repository, name_mistakes
+from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, refuse, steps_between
+from finetune.recipe.sections.data import Data, DataSet, EvalFraction, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
 from finetune.recipe.sections.preferences import Dpo, Kto
@@ -79,40 +82,17 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def formats_settled(cls, values: Any) -> Any:
-        """Replace `auto` by the number formats that it means, so that no Recipe holds `auto`.
-
-        A value that does not fit the schema stays, and pydantic reports it.
-        """
-        if not isinstance(values, Mapping) or "model" not in values:
+    def without_auto_formats(cls, values: Any) -> Any:
+        """No Recipe holds `auto` for a number format."""
+        if not isinstance(values, Mapping):
             return values
-        sections: dict[str, Any] = {}
-        for name in ("budget", "model", "quantization", "training"):
-            section = values.get(name, None if name == "quantization" else {})
-            if name == "quantization" and section is None:
-                continue
-            if isinstance(section, Section):  # validated before: a copy of a recipe
-                section = section.model_dump()
-            if not isinstance(section, Mapping):
-                return values
-            sections[name] = section
-        model, training, gpus = sections["model"], sections["training"], sections["budget"].get("gpus", 0)
-        precision, base = training.get("mixed_precision", "auto"), model.get("dtype", "auto")
-        if "auto" not in (precision, base) or not isinstance(precision, str) or not isinstance(base, str):
-            return values
-        precision, base = settled_formats(
-            precision,
-            base,
-            fastest=fastest_for(gpus if isinstance(gpus, int) else 0).precision,
-            adapters=values.get("lora", True) is not None,
-            pure_bf16=training.get("pure_bf16") is True,
-            quantization=sections.get("quantization"),
-        )
-        return {**values, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": precision}}
+        names = ("budget", "model", "quantization", "training")
+        sections = {name: values[name].model_dump() for name in names if isinstance(values.get(name), Section)}
+        return without_auto({**values, **sections})
 
     @model_validator(mode="before")
     @classmethod
-    def layouts_settled(cls, values: Any) -> Any:
+    def without_auto_layouts(cls, values: Any) -> Any:
         """Replace a data set's `format: auto` by the layout that the objective reads, so that every reader knows it.
 
         A value that does not fit the schema stays, and pydantic reports it.
@@ -125,21 +105,22 @@ class Recipe(Section):
         )
         if not isinstance(training, Mapping) or not isinstance(data, Mapping):
             return values
-        layout = cross_checks.FORMAT_OF_OBJECTIVE.get(str(training.get("objective")))
+        layout = FORMAT_OF_OBJECTIVE.get(str(training.get("objective")))
         if layout is None:
             return values
 
-        def settled(entries: Any) -> Any:
+        def with_layout(entries: Any) -> Any:
             if not isinstance(entries, list) or not all(isinstance(entry, Mapping | DataSet) for entry in entries):
                 return entries
             plain = [entry.model_dump() if isinstance(entry, DataSet) else entry for entry in entries]
             return [{**entry, "format": layout} if entry.get("format", "auto") == "auto" else entry for entry in plain]
 
-        return {**values, "data": {**data, **{key: settled(data[key]) for key in ("train", "eval") if key in data}}}
+        return {**values, "data": {**data, **{key: with_layout(data[key]) for key in ("train", "eval") if key in data}}}
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
-        cross_checks.check_sections(self)
+        mistakes = [*_frozen_base_mistakes(self), *_training_mistakes(self), *_preference_mistakes(self)]
+        refuse([*mistakes, *_hub_mistakes(self), *_name_mistakes(self)])
         return self
 
     @property
@@ -188,3 +169,165 @@ class Recipe(Section):
         """The run folder; filled in by the loader when the recipe names none."""
         assert self.output_dir is not None, "load_recipe fills output_dir"
         return self.output_dir
+
+    def unsaved_evaluations(self, total_steps: float) -> tuple[str, str] | None:
+        """The problem and the remedy if the best evaluation may have no checkpoint; else None."""
+        if not self.training.exports_best or (self.data.eval is None and not self.best_by_score):
+            return None
+        # Every 30 steps evaluated and every 20 saved: step 30 may be the best, and has no checkpoint.
+        evaluated = steps_between(self.deciding_steps, total_steps)
+        saved = steps_between(self.save_steps, total_steps)
+        if evaluated >= total_steps or evaluated % saved == 0:  # the last step is always evaluated and saved
+            return None
+        total = "" if total_steps == math.inf else f" of {int(total_steps):,}"
+        problem = (
+            f"evaluations every {evaluated:,} steps{total} are not all saved by checkpoints every {saved:,}, and the "
+            "best one's weights are to be exported (training.load_best_model_at_end)"
+        )
+        multiple = max(1, round(evaluated / saved)) * saved
+        key = "eval.generate.every" if self.best_by_score else "eval_steps"
+        remedy = f"write save_steps: {self.deciding_steps}, as {key} is, or {key}: {multiple}"
+        return problem, remedy
+
+
+def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Settings that need adapters, and adapters that a quantised base does not support."""
+    base, lora = recipe.quantization, recipe.lora
+    if recipe.model.adapter is not None and lora is None:
+        remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
+        yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
+    if lora is not None and lora.on_top:
+        yield from _on_top_mistakes(recipe, lora)
+    if base is None:
+        return
+    if lora is None:
+        remedy = "add lora: {}, or quantization: null"
+        yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
+    elif lora.init_lora_weights == "orthogonal":
+        problem = "orthogonal needs base weights that are not quantised"
+        yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
+    elif lora.use_dora and base.load_in_8bit:
+        yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
+    if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
+        key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
+        yield CrossCheck(key, problem, "set it to float16")
+
+
+def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:
+    """Settings that make the sum of two adapters no plain adapter."""
+    key = "lora.on_top"
+    if recipe.model.adapter is None:
+        yield CrossCheck(key, "there is no adapter below", "name it in model.adapter, or set lora.on_top: false")
+    in_the_way = [name for name in ("use_dora", "modules_to_save", "target_parameters") if getattr(lora, name)]
+    for name in in_the_way:
+        remedy = "leave it out, or merge the adapter into its base first and name the result in model.name_or_path"
+        yield CrossCheck(key, f"the sum of two adapters cannot have lora.{name}", remedy)
+
+
+def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    training = recipe.training
+    if training.early_stopping_patience and recipe.data.eval is None:
+        key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
+        yield CrossCheck(key, "early stopping needs held-out rows", remedy)
+    if training.load_best_model_at_end and recipe.data.eval is None:
+        remedy = "add data.eval: {fraction: 0.05}, or set it to false"
+        yield CrossCheck("training.load_best_model_at_end", "the best evaluation needs held-out rows", remedy)
+    generate, measured = recipe.eval.generate, [*recipe.data.metrics, *recipe.score_names, *recipe.reward_names]
+    if training.metric_for_best_model not in measured:
+        problem = f"is {training.metric_for_best_model}, which no evaluation measures"
+        remedy = f"write {' or '.join(measured)}"
+        if training.metric_for_best_model.removeprefix("eval_") in METRICS:
+            remedy = "name it in eval.generate.metrics, and set eval.generate.every"
+        yield CrossCheck("training.metric_for_best_model", problem, remedy)
+    if generate.every is not None and recipe.data.eval is None and generate.file is None:
+        remedy = "add data.eval: {fraction: 0.05}, or name eval.generate.file"
+        yield CrossCheck("eval.generate.every", "scores need held-out rows", remedy)
+    # Without max_steps the rows decide how long the run is, and nobody has counted them yet. Intervals in steps can be
+    # compared all the same: as in a run without an end.
+    total_steps: float | None = training.max_steps
+    if total_steps is None and isinstance(recipe.deciding_steps, int) and isinstance(recipe.save_steps, int):
+        total_steps = math.inf
+    if total_steps is not None and (unsaved := recipe.unsaved_evaluations(total_steps)):
+        yield CrossCheck("save_steps", *unsaved)
+    if training.pure_bf16 and training.mixed_precision != "bf16":
+        key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
+        yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
+
+
+def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Settings that belong to another objective, and rows of another kind than the objective reads."""
+    objective = recipe.training.objective
+    for name in ("dpo", "kto"):
+        section = getattr(recipe, name)
+        if objective != name and section != type(section)():  # a resolved recipe has the defaults of both
+            yield CrossCheck(name, f"training.objective is {objective}", f"set it to {name}, or remove the section")
+    layout = FORMAT_OF_OBJECTIVE.get(objective)
+    for key, entries in (("train", recipe.data.train), ("eval", recipe.data.eval_sets)):
+        for number, entry in enumerate(entries):
+            place = f"data.{key}.{number}.format"
+            if layout is not None and entry.format != layout:
+                yield CrossCheck(place, f"{objective} trains on {layout} rows, not on {entry.format}", "remove it")
+            elif layout is None and entry.format in FORMAT_OF_OBJECTIVE.values():
+                wanted = next(name for name, each in FORMAT_OF_OBJECTIVE.items() if each == entry.format)
+                yield CrossCheck(place, "these rows are for another objective", f"set training.objective: {wanted}")
+    section = recipe.preferences
+    if section is None:
+        return
+    if recipe.data.train_on != "assistant":
+        problem = f"is {recipe.data.train_on}, and {objective} compares the answers after the prompt"
+        yield CrossCheck("data.train_on", problem, "remove it")
+    if section.reference == "adapter_off" and recipe.lora is None:
+        problem = "all weights are trained, so there is no adapter to switch off"
+        yield CrossCheck(f"{objective}.reference", problem, "set it to start, or name a model")
+    if isinstance(section, Dpo):
+        yield from _pair_loss_mistakes(section)
+    elif recipe.training.global_batch_size < 2:
+        problem = "is 1, and kto measures each answer of a step against another row's"
+        yield CrossCheck("training.global_batch_size", problem, "set it to 2 or more, 16 for example")
+
+
+def _pair_loss_mistakes(section: Dpo) -> Iterator[CrossCheck]:
+    if section.label_smoothing and section.loss_type != "robust":
+        problem = f"{section.loss_type} has no label smoothing"
+        yield CrossCheck("dpo.label_smoothing", problem, "set dpo.loss_type: robust, or remove it")
+    if section.loss_type == "robust" and not section.label_smoothing:
+        problem = "robust needs the share of wrong labels"
+        yield CrossCheck("dpo.label_smoothing", problem, "set it, 0.1 for example, or dpo.loss_type: sigmoid")
+    if section.simpo_gamma is not None and section.loss_type != "simpo":
+        yield CrossCheck("dpo.simpo_gamma", f"{section.loss_type} has no gamma", "remove it")
+    if not section.needs_reference and section.reference != "start":
+        problem = f"{section.loss_type} compares with no reference"
+        yield CrossCheck("dpo.reference", problem, "remove it")
+
+
+def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    hub = recipe.hub
+    for key, needs_repository in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
+        if needs_repository and hub.repo_id is None:
+            yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
+    if hub.checkpoints == hub.revision:
+        problem = "is also hub.revision, the result's branch"
+        yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")
+
+
+def _name_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Names for files, folders and repositories that a shell, a terminal or a disk cannot take."""
+    names: list[tuple[str, str]] = [
+        ("model.name_or_path", recipe.model.name_or_path),
+        ("model.adapter", recipe.model.adapter or ""),
+        ("output_dir", recipe.output_dir or ""),
+        ("accelerate_config", recipe.accelerate_config),
+    ]
+    if "{" not in (template := recipe.data.chat_template or ""):  # else it is the template's text, not its file
+        names.append(("data.chat_template", template))
+    for section, entries in (("train", recipe.data.train), ("eval", recipe.data.eval_sets)):
+        for number, entry in enumerate(entries):
+            names.append((f"data.{section}.{number}.path", entry.path))
+            files = entry.data_files or []
+            for file in [files] if isinstance(files, str) else files:
+                names.append((f"data.{section}.{number}.data_files", file))
+    yield from name_mistakes(names)
+    repository = recipe.hub.repo_id
+    if repository and not is_repository(repository):
+        remedy = "write owner/name of letters, digits, - _ and ., without -- .. or .git at its end"
+        yield CrossCheck("hub.repo_id", "is not a repository name", remedy)

@@ -250,7 +250,7 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         for key, problem in meaning.mistakes:
             place = f"{path}{line_numbers.get(key, '')}: {printable(shorten(key, 100))}"
             messages.append(f"accelerate_config: {place}: {problem}")
-        raise RecipeError(first_lines(messages, 20))
+        raise RecipeError(first_lines(messages, 20), count=len(messages))
     return Strategy(
         name=path.stem,
         path=path,

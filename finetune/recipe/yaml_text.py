@@ -266,14 +266,6 @@ def number_trap(text: str) -> str | None:
         return "remove the quotes"
     if re.fullmatch(r"[-+]?0\d+", plain):  # 010, which YAML 1.1 reads as 8
         return f"a leading zero may mean octal, write {int(plain)}"
-    # 0xff, 0o17, 0b11
-    if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,16}|0[bB][01]{1,64}", plain):
-        return f"write {int(plain, 0)}"
-    if re.fullmatch(r"\d{1,9}(:[0-5]?\d){1,3}", plain):
-        seconds = 0  # 1:30 is 90
-        for part in plain.split(":"):
-            seconds = seconds * 60 + int(part)
-        return f"a colon makes it a time (YAML 1.1 reads {seconds}), write one number"
     if re.fullmatch(r"\d{1,3}(,\d{3})+", plain):  # 10,000
         return f"write {plain.replace(',', '')}"
     if re.fullmatch(r"\d{1,9}(\.\d+)?\s*%", plain):  # 5 %

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from finetune.data.formats import Chat, Content, Judged, Pair, documents_in
-from finetune.data.readers import BadRow
-from finetune.data.row_reader import RowReader
+from finetune.data.cells import BadRow
+from finetune.data.chat import Chat, Content, Judged, Pair, documents_in
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.model.build import load_tokenizer

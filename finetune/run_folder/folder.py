@@ -35,7 +35,6 @@ from finetune.files import (
 from finetune.model.base_identity import base_in_words, is_same_base
 from finetune.model.optimizer import Schedule
 from finetune.output_stream import one_line
-from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe, Training
 from finetune.run_folder.checkpoint import (
@@ -405,7 +404,7 @@ class Asked:
 
     @property
     def total_rows(self) -> int:
-        return rows_of_run(self.training, self.rows)
+        return self.training.rows_of_run(self.rows)
 
     @property
     def steps(self) -> int:

@@ -15,7 +15,6 @@ from finetune.scoring.function import UserFunction, call_function
 from finetune.scoring.letters import allowed_letters
 from finetune.scoring.numerals import Unclear, decimal_mark, last_number
 from finetune.scoring.sql import execution_scores
-from finetune.wording import first_lines
 
 SHORT_LETTERS = 40  # longest reference that is compared as a whole by default
 MOST_SHOWN = 3  # rows with a bad reference
@@ -74,7 +73,7 @@ def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -
         if isinstance(result, ValueError)
     ]
     if mistakes:
-        raise DataError(first_lines(mistakes, MOST_SHOWN))
+        raise DataError(mistakes[:MOST_SHOWN], len(mistakes), max(0, len(mistakes) - MOST_SHOWN))
     return [float(result) for result in results]  # type: ignore[arg-type]  # no ValueError is left
 
 

@@ -35,8 +35,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from finetune.data.messages import REASONING, reasoning_of
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
+from finetune.data.chat import REASONING, reasoning_of
 from finetune.tokens.marks import (
     Marked,
     Marks,

@@ -31,9 +31,8 @@ import numpy as np
 from filelock import FileLock
 from numpy.lib import format as npy
 
-from finetune.data.check import SECONDS_BETWEEN_NOTES, Mistakes
 from finetune.data.readers import SourceRow
-from finetune.data.row_reader import ReadRow, RowReader
+from finetune.data.rows import SECONDS_BETWEEN_NOTES, Mistakes, ReadRow, RowReader
 from finetune.data.sources import Source
 from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder, read_sealed, remove_folder, write_sealed

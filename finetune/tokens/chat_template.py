@@ -12,7 +12,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
 from finetune.errors import DataError
 from finetune.output_stream import one_line
 from finetune.paths import open_regular

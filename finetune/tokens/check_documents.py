@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.check import Mistakes
-from finetune.data.formats import Passage, documents_in
-from finetune.data.row_reader import ReadRow, RowReader
+from finetune.data.chat import Passage, documents_in
+from finetune.data.rows import Mistakes, ReadRow, RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file

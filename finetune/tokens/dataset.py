@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.check import Mistakes
-from finetune.data.row_reader import notes_of
+from finetune.data.rows import Mistakes, notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.formats import Chat, Content, Judged, Pair, Passage, by_turn, documents_in
-from finetune.data.messages import REASONING, reasoning_of
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
+from finetune.data.chat import REASONING, Chat, Content, Judged, Pair, Passage, by_turn, documents_in, reasoning_of
 from finetune.model.packaged import own_end_tokens
 from finetune.recipe.schema import Data, ModelSection
 from finetune.tokens.assistant_spans import Rendered, SpanFinder

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.formats import Chat, Passage, by_turn, documents_in
-from finetune.data.messages import REASONING, reasoning_of
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import REASONING, Chat, Passage, by_turn, documents_in, reasoning_of
+from finetune.data.rows import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file

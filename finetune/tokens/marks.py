@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.messages import REASONING
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
+from finetune.data.chat import REASONING
 
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.readers import BadRow
+from finetune.data.cells import BadRow
 from finetune.errors import FinetuneError
 from finetune.tokens.marks import Span, any_of
 

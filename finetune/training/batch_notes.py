@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from finetune.model.packaged import resolve_model_path
-from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
@@ -125,7 +124,7 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     epochs = f"{_rows(plan, plan.rows)} x {training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
     why, then = f"{few}: {epochs}, {_rows(plan, plan.global_batch_size)} a step", "set"
     if training.max_steps is not None:
-        total_rows = rows_of_run(training.model_copy(update={"max_steps": None}), plan.rows)
+        total_rows = training.model_copy(update={"max_steps": None}).rows_of_run(plan.rows)
         plan = replace(plan, total_rows=total_rows, total_steps=math.ceil(total_rows / plan.global_batch_size))
         if plan.total_steps >= FEW:
             yield f"training.max_steps: {few}; without it there are {plan.total_steps:,}: {epochs}"

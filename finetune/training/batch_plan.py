@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def plan_batches(
         width: Tokens that every micro-batch is padded to.
     """
     training = recipe.training
-    total_rows = rows_of_run(training, rows)
+    total_rows = training.rows_of_run(rows)
     return BatchPlan(
         rows=rows,
         total_rows=total_rows,

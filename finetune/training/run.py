@@ -18,8 +18,8 @@ from torch import nn
 from finetune.launch.signals import StopRequest
 from finetune.measure.phases import Phases
 from finetune.model.optimizer import Schedule
-from finetune.recipe.cross_checks import steps_between
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.base import steps_between
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.background import Saves
 from finetune.run_folder.save_restore import save

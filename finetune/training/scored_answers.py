@@ -17,19 +17,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.formats import Judged
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Judged
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
-from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
-from finetune.wording import counted, first_lines
+from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.strategies.assemble import Assembled
@@ -181,7 +181,7 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
         item = Scored(prompt.reference or "", found.place, found.row.values or {})
         rows.append((prompt, item, len(document.input_ids) - len(prompt.prompt_ids)))
     if mistakes:
-        raise DataError(first_lines(mistakes, 5))
+        raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
     return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
 
@@ -190,7 +190,7 @@ def _has_preferences(entry: DataSet) -> bool:
     """Whether a file's first row has the columns of a pair, or of a judged answer."""
     first = next(iter(resolve(entry).rows()), None)
     columns = {} if first is None else first.values or {}
-    layouts = (ROW_COLUMNS[layout] for layout in FORMAT_OF_OBJECTIVE.values())
+    layouts = (LAYOUTS[layout].columns for layout in FORMAT_OF_OBJECTIVE.values())
     return any(all(entry.columns.get(name, name) in columns for name in layout) for layout in layouts)
 
 

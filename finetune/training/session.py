@@ -34,7 +34,7 @@ from finetune.model.from_base import untrained_in_words
 from finetune.model.generate import may_share_a_batch, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.adapter_config import is_on_top
-from finetune.recipe.number_formats import BASE_FORMAT, PRECISION, ChosenFormats
+from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS

@@ -32,8 +32,17 @@ from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
-from finetune.recipe.cross_checks import unsaved_evaluations
-from finetune.recipe.number_formats import ChosenFormats
+from finetune.recipe.mixed_precision import (
+    BASE_FORMAT,
+    MUCH_SLOWER,
+    PRECISION,
+    ChosenFormats,
+    FastestFormat,
+    fastest_by_flags,
+    fastest_by_products,
+    fastest_on_gpu,
+    in_float32,
+)
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
@@ -55,15 +64,6 @@ if TYPE_CHECKING:
 
 from finetune.architecture.attention import AMPERE
 from finetune.model.dtypes import COMPUTE, dtype_name
-from finetune.recipe.number_formats import (
-    BASE_FORMAT,
-    MUCH_SLOWER,
-    PRECISION,
-    FastestFormat,
-    fastest_by_flags,
-    fastest_by_products,
-    in_float32,
-)
 from finetune.run_folder.folder import read_state
 
 
@@ -205,7 +205,7 @@ def prepare(choices: Choices) -> Start:
         width=width,
     )
     schedule = Schedule(recipe.training, plan.total_steps)
-    if unsaved := unsaved_evaluations(recipe, plan.total_steps):  # a best evaluation without a checkpoint to export
+    if unsaved := recipe.unsaved_evaluations(plan.total_steps):  # a best evaluation without a checkpoint to export
         raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
     claim = None
     if launch.is_main:
@@ -312,10 +312,8 @@ def _fastest_on(device: torch.device) -> FastestFormat:
         from finetune.measure.product_speed import product_seconds
 
         return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability >= AMPERE:
-        return FastestFormat("bf16", f"{name} has bfloat16 arithmetic")
-    return FastestFormat("fp16", f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0")
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
+    return fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16)
 
 
 def _formats_of_run(run_dir: Path) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from finetune.data.check import check_rows
+from finetune.data.rows import check_rows
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, Recipe
 from finetune.tokens.dataset import prepare
@@ -81,7 +81,7 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n')
     program = (
-        "import json, sys; from finetune.data.check import check_rows; from finetune.recipe.schema import Data\n"
+        "import json, sys; from finetune.data.rows import check_rows; from finetune.recipe.schema import Data\n"
         f"data = Data.model_validate({{'train': [{{'path': 'json', 'data_files': {str(rows)!r}}}]}})\n"
         "try: check_rows(data)\n"
         "except Exception as error: print(json.dumps([str(error), sorted(sys.modules)]))"

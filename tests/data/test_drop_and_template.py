@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, Passage
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, Passage
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, Content, Judged, Pair, Passage
+from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.readings import pair_of_answers, readings
-from finetune.data.row_reader import RowReader
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.recipe.schema import Data, DataSet
 
@@ -217,10 +216,9 @@ NAMES = {
 def test_pairs_are_found_by_their_names() -> None:
     assert {names: pair_of_answers(names) for names in NAMES} == NAMES
     scores = {"prompt": "a", "score_chosen": 1.0, "score_rejected": 0.5}
-    entry = DataSet(path="json", data_files="rows.jsonl")
-    assert not [reading for reading in readings(entry, [scores]).found if reading.objective != "supervised"]
+    assert not [reading for reading in readings("auto", [scores]).found if reading.objective != "supervised"]
     row = {"system_prompt": "s", "prompt": "a", "win": "b", "lose": "c"}
-    (reading,) = readings(entry, [row]).found
+    (reading,) = readings("auto", [row]).found
     assert reading.columns == {
         "system": "system_prompt", "instruction": "prompt", "chosen": "win", "rejected": "lose"
     }  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from finetune.data.readings import readings
-from finetune.recipe.schema import DataSet
 
 Row = Callable[[int], dict[str, Any]]
 
@@ -266,8 +265,7 @@ REFUSED: dict[str, tuple[Row, str]] = {
             "correct_answers": ["None"],
             "incorrect_answers": ["None"],
         },
-        "'completions' holds lists of objects with 'model', 'response', and a row has one answer; take one of them: "
-        "jq -c '{instruction: .instruction, output: .completions[0].response}' rows.jsonl > flat.jsonl",
+        "'completions' holds lists of objects with 'model', 'response', and a row has one answer; write it as one text",
     ),
     "nvidia/HelpSteer3": (
         lambda n: {
@@ -294,18 +292,6 @@ REFUSED: dict[str, tuple[Row, str]] = {
         },
         "'conversation_a', 'conversation_b' are dialogues, and a row has one, or two answers; write them as chosen",
     ),
-    "stanfordnlp/SHP": (
-        lambda n: {
-            "post_id": f"{n:08x}",
-            "history": q(n),
-            "human_ref_A": a(n),
-            "human_ref_B": "No idea at all.",
-            "labels": n % 2,
-            "score_A": n,
-            "score_B": 30 - n,
-        },
-        "'human_ref_A', 'human_ref_B' are two answers to one question",
-    ),
     "PKU-Alignment/PKU-SafeRLHF": (
         lambda n: {
             "prompt": q(n),
@@ -318,25 +304,6 @@ REFUSED: dict[str, tuple[Row, str]] = {
         },
         "('better_response_id' may say which is better)",
     ),
-    "openai/webgpt_comparisons": (
-        lambda n: {
-            "question": {"full_text": q(n)},
-            "answer_0": a(n),
-            "answer_1": a(n + 50),
-            "score_0": 0.5,
-            "score_1": -0.5,
-        },
-        "'answer_0', 'answer_1' are two answers to one question",
-    ),
-    "berkeley-nest/Nectar": (
-        lambda n: {
-            "prompt": f"\n\nHuman: {q(n)}\n\nAssistant: ",
-            "answers": [{"answer": a(n), "rank": 1.0}],
-            "turns": 1,
-            "num_responses": 7,
-        },
-        "'answers' holds lists of objects with 'answer', 'rank', and a row has one answer",
-    ),
     "allenai/ai2_arc": (
         lambda n: {
             "id": f"M_{n}",
@@ -344,25 +311,7 @@ REFUSED: dict[str, tuple[Row, str]] = {
             "choices": {"text": ["one", "two"], "label": ["A", "B"]},
             "answerKey": pick(n, "A", "B"),
         },
-        "'choices' holds choices, which the question would lack; put them into it: jq -c",
-    ),
-    "allenai/openbookqa": (
-        lambda n: {
-            "id": f"7-{n}",
-            "question_stem": order(n),
-            "choices": {"text": ["one", "two"], "label": ["A", "B"]},
-            "answerKey": pick(n, "A", "B"),
-        },
-        "'choices' holds choices",
-    ),
-    "cais/mmlu": (
-        lambda n: {
-            "question": q(n),
-            "subject": pick(n, "law", "art"),
-            "choices": ["one", "two", "three", "four"],
-            "answer": n % 4,
-        },
-        "'choices' holds choices",
+        "'choices' holds choices, which the question would lack; write them into 'question'",
     ),
     "mmlu as CSV": (
         lambda n: {
@@ -390,18 +339,6 @@ REFUSED: dict[str, tuple[Row, str]] = {
         },
         "'opa', 'opb', 'opc', 'opd' look like choices",
     ),
-    "Rowan/hellaswag": (
-        lambda n: {
-            "ind": n,
-            "activity_label": "Sawing",
-            "ctx_a": order(n),
-            "ctx_b": "then he",
-            "ctx": f"{order(n)} then he",
-            "endings": ["saws", "sings"],
-            "label": str(n % 2),
-        },
-        "'endings' holds choices",
-    ),
     "rajpurkar/squad": (
         lambda n: {
             "id": f"{n:08x}",
@@ -410,24 +347,11 @@ REFUSED: dict[str, tuple[Row, str]] = {
             "question": q(n),
             "answers": {"text": [str(n + 5)], "answer_start": [3]},
         },
-        "jq -c '{instruction: .question, output: .answers.text[0]}' rows.jsonl > flat.jsonl",
-    ),
-    "stanfordnlp/coqa": (
-        lambda n: {
-            "source": "wiki",
-            "story": a(n) * 5,
-            "questions": [q(n), q(n + 1)],
-            "answers": {"input_text": ["5", "6"], "answer_start": [1, 2]},
-        },
-        "'answers' holds objects with 'input_text', 'answer_start'",
+        "'answers' holds objects with 'text', 'answer_start', and a row has one answer",
     ),
     "GAIR/lima": (
         lambda n: {"conversations": [q(n), a(n)], "source": "x"},
         "'conversations' looks like a dialogue, and its turns cannot be read (lists of texts)",
-    ),
-    "LDJnr/Capybara": (
-        lambda n: {"source": "Airoboros", "conversation": [{"input": q(n), "output": a(n)}]},
-        "its turns cannot be read (lists of objects with 'input', 'output')",
     ),
     "stingning/ultrachat": (lambda n: {"id": str(n), "data": [q(n), a(n)]}, "'data' holds lists of texts"),
     "OpenAssistant/oasst1": (
@@ -451,23 +375,22 @@ REFUSED: dict[str, tuple[Row, str]] = {
     ),
     "old LLaMA-Factory pairs": (
         lambda n: {"instruction": q(n), "input": "", "output": [a(n), "No."]},
-        "jq -c '{instruction: .instruction, chosen: .output[0], rejected: .output[1]}' rows.jsonl > flat.jsonl",
+        "'output' holds several answers a row; write the best as chosen",
     ),
 }
-ENTRY = DataSet(path="json", data_files="rows.jsonl")
 
 
 @pytest.mark.parametrize("name", READ)
 def test_one_sure_reading(name: str) -> None:
     row, format, columns = READ[name]
-    found = readings(ENTRY, [row(n) for n in range(30)])
+    found = readings("auto", [row(n) for n in range(30)])
     assert (found.obstacle, [(each.format, dict(each.columns)) for each in found.found]) == ("", [(format, columns)])
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_question(name: str) -> None:
     row, plausible = ASKED[name]
-    found = readings(ENTRY, [row(n) for n in range(30)])
+    found = readings("auto", [row(n) for n in range(30)])
     assert not found.obstacle
     assert [dict(each.columns) for each in found.found] == plausible
 
@@ -475,4 +398,4 @@ def test_a_question(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_reading_without_a_word(name: str) -> None:
     row, words = REFUSED[name]
-    assert words in readings(ENTRY, [row(n) for n in range(30)]).obstacle
+    assert words in readings("auto", [row(n) for n in range(30)]).obstacle

@@ -11,8 +11,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from finetune.data.check import check_rows
 from finetune.data.readers import read_rows
+from finetune.data.rows import check_rows
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.new_recipe import propose
@@ -53,7 +53,7 @@ def test_rows_are_read_and_the_rest_is_told(name: str, tmp_path: Path) -> None:
     content, said = READ[name]
     (file := tmp_path / "a.csv").write_bytes(content)
     told: Counter[str] = Counter()
-    assert [row.values for row in read_rows(file, "csv", told=told)] == WANTED
+    assert [row.values for row in read_rows(file, "csv", notes=told)] == WANTED
     assert said in " ".join(told)
     assert bool(said) == bool(told)
     if name == "a title":
@@ -121,7 +121,7 @@ def test_cells_that_hold_nothing_are_empty_and_counted(tmp_path: Path) -> None:
     lines = [f"What is {n}?,{cell}" for n, cell in enumerate([*nothing, *perhaps, "nan is a float", "0"])]
     (file := tmp_path / "a.csv").write_text("\n".join(["question,answer", *lines, ""]), encoding="utf-8")
     told: Counter[str] = Counter()
-    answers = [(row.values or {})["answer"] for row in read_rows(file, "csv", told=told)]
+    answers = [(row.values or {})["answer"] for row in read_rows(file, "csv", notes=told)]
     assert answers == [""] * len(nothing) + [*perhaps, "nan is a float", "0"]
     assert sum(count for line, count in told.items() if "read as empty" in line) == len(nothing)
     assert sum(count for line, count in told.items() if "read as that text" in line) == len(perhaps)

@@ -11,10 +11,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet
 import pytest
 
-from finetune.data import check, messages, readers
-from finetune.data.check import check_rows
+from finetune.data import chat, readers, rows
 from finetune.data.readings import in_quotes
-from finetune.data.row_reader import RowReader, notes_of
+from finetune.data.rows import RowReader, check_rows, notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data
@@ -44,21 +43,21 @@ def test_few_of_many_unknown_keys_are_compared(tmp_path: Path, monkeypatch: pyte
         compared.append(word)
         return None
 
-    monkeypatch.setattr(messages, "nearest", counting)
-    messages._our_key.cache_clear()
+    monkeypatch.setattr(chat, "nearest", counting)
+    chat._our_key.cache_clear()
     turns = [ASKED | numbered(20_000), ANSWERED | numbered(20_000, "other")]
     data = data_of(tmp_path, {"messages": turns}, {"messages": turns})
     reader = RowReader(resolve(data.train[0]))
     assert [row.problem for row in reader.rows()] == [None, None]
-    messages._our_key.cache_clear()
-    assert len(compared) == 2 * messages.COMPARED_KEYS, "the keys of the second row are known"
+    chat._our_key.cache_clear()
+    assert len(compared) == 2 * chat.COMPARED_KEYS, "the keys of the second row are known"
     (note,) = notes_of("a", reader.facts(lambda key: False))
     assert note.startswith("a: keys of messages that the template does not read: 'key0', 'key1', ")
     assert note.endswith(f" and {1000 - named(note)} more at least")
 
 
 def test_a_misspelt_key_among_the_first_is_refused(tmp_path: Path) -> None:
-    for before in (0, messages.COMPARED_KEYS - 1):
+    for before in (0, chat.COMPARED_KEYS - 1):
         turn = ASKED | numbered(before) | {"wieght": 0} | numbered(30, "late")
         with pytest.raises(DataError, match=r"unknown key 'wieght'; did you mean 'weight'\?"):
             check_rows(data_of(tmp_path, {"messages": [turn, ANSWERED]}))
@@ -82,7 +81,7 @@ def test_a_check_that_takes_long_says_how_far_it_is(
 ) -> None:
     """A clock that a row moves by a second: after two, then every ten."""
     now = iter(range(10_000))
-    monkeypatch.setattr(check.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(rows.time, "monotonic", lambda: float(next(now)))
     data = data_of(tmp_path, *[{"messages": [ASKED, ANSWERED]}] * 30)
     check_rows(data)
     lines = capsys.readouterr().err.splitlines()

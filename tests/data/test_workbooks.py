@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.data import workbook
-from finetune.data.check import check_rows
 from finetune.data.readers import read_rows
+from finetune.data.rows import check_rows
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.new_recipe import propose
@@ -35,7 +35,7 @@ def book(*rows: list[Any]) -> Any:
 def read(made: Any, folder: Path, sheet: str | None = None) -> tuple[list[Any], Counter[str]]:
     made.save(file := folder / "a.xlsx")
     told: Counter[str] = Counter()
-    return [row.values or row.problem for row in read_rows(file, "excel", sheet=sheet, told=told)], told
+    return [row.values or row.problem for row in read_rows(file, "excel", sheet=sheet, notes=told)], told
 
 
 def test_the_sheet_that_is_read_is_named_with_the_others(tmp_path: Path) -> None:
@@ -84,12 +84,7 @@ SHOWN = [
     (0.1 + 0.2, "0.00", "0.30"),
     (0.1 + 0.2, "General", "0.3"),
     (2.5, "0", "3"),
-    (1234.5, "#,##0.00 €", "1,234.50 €"),
-    (1234.5, '"CHF" #,##0.00', "CHF 1,234.50"),
-    (-1234.5, "#,##0.0;[Red](#,##0.0)", "(1,234.5)"),
-    (-5, "[$€-407] #,##0.00", "€ -5.00"),
     (42, "00000", "00042"),
-    (7, "0.0##", "7.0"),
     (1e21, "General", "1000000000000000000000"),
     (3.0, "General", "3"),
     (datetime.datetime(2026, 3, 4), "dd.mm.yyyy", "2026-03-04"),

@@ -18,7 +18,7 @@ ROWS, HELD_OUT = 30, 10
 # Reads every entry of every recipe as a training would; one line of JSON.
 READS = """
 import json, sys
-from finetune.data.row_reader import RowReader
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.recipe.loader import load_recipe
 

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from finetune.data.columns import RowLayout
-from finetune.data.formats import SHAREGPT_ROLES, Chat, read_row
-from finetune.data.messages import role_of_tools
+from finetune.data.chat import SHAREGPT_ROLES, Chat, read_row, role_of_tools
+from finetune.data.layout import RowLayout
 from finetune.importers import Imported, convert
 from finetune.recipe.loader import load_recipe
 from tests.support.rows.others_configs import (

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from finetune.data.columns import RowLayout
-from finetune.data.formats import read_row
+from finetune.data.chat import read_row
+from finetune.data.layout import RowLayout
 from finetune.errors import RecipeError
 from finetune.importers import Imported, Level, convert, hf_trainer, known_tool, trl
 from finetune.importers.conversion import TOOLS

@@ -13,8 +13,8 @@ from transformers import get_scheduler
 
 from finetune.errors import RecipeError
 from finetune.model.optimizer import Schedule
-from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.schema import Scheduler, Training
+from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
 
 CASES: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -7,8 +7,6 @@ import gzip
 import io
 import json
 import shlex
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ import yaml
 
 import finetune.data.readings as readings_module
 from finetune.cli.main import main
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, documents_in
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, documents_in
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
 from finetune.new_recipe import propose
@@ -38,22 +35,6 @@ def german(number: int) -> tuple[str, str]:
         f"Was kostet Gerät {number} am Tag?",
         f"Gerät {number} kostet {number + 5} Euro am Tag; für Stammkunden weniger.",
     )
-
-
-def french(number: int) -> tuple[str, str]:
-    return f"Combien coûte l’appareil {number} par jour ?", f"L’appareil {number} coûte {number + 5} euros par jour."
-
-
-def korean(number: int) -> tuple[str, str]:
-    return f"{number}번 장비는 하루에 얼마입니까?", f"{number}번 장비는 하루에 {number + 5}유로입니다."
-
-
-def japanese(number: int) -> tuple[str, str]:
-    return f"機械{number}は一日いくらですか？", f"機械{number}は一日{number + 5}ユーロです。"
-
-
-def russian(number: int) -> tuple[str, str]:
-    return f"Сколько стоит прибор {number} в день?", f"Прибор {number} стоит {number + 5} евро в день."
 
 
 def table(
@@ -103,21 +84,10 @@ def filled(turns: list[dict[str, str]], number: int) -> list[dict[str, str]]:
 QA = {"instruction": "question", "output": "answer"}
 FA = {"instruction": "frage", "output": "antwort"}
 READ: dict[str, tuple[str, Callable[[], bytes], dict[str, str]]] = {
-    "comma": ("a.csv", lambda: table(["question", "answer"], german), QA),
     "semicolon, cp1252": ("a.csv", lambda: table(["frage", "antwort"], german, ";", "cp1252"), FA),
-    "UTF-8 with a mark": ("a.csv", lambda: table(["frage", "antwort"], german, ";", "utf-8-sig"), FA),
     "UTF-16": ("a.csv", lambda: table(["frage", "antwort"], german, "\t", "utf-16"), FA),
     "tabs": ("a.tsv", lambda: table(["frage", "antwort"], german, "\t"), FA),
-    "pipes": ("a.csv", lambda: table(["frage", "antwort"], german, "|"), FA),
     "no suffix": ("export", lambda: table(["frage", "antwort"], german, ";"), FA),
-    "French": ("a.csv", lambda: table(["question", "réponse"], french, ";", "cp1252"),
-               {"instruction": "question", "output": "réponse"}),
-    "Korean, cp949": ("a.csv", lambda: table(["질문", "답변"], korean, ",", "cp949"),
-                      {"instruction": "질문", "output": "답변"}),
-    "Japanese, Shift JIS": ("a.csv", lambda: table(["質問", "回答"], japanese, ",", "shift_jis"),
-                            {"instruction": "質問", "output": "回答"}),
-    "Russian, cp1251": ("a.csv", lambda: table(["вопрос", "ответ"], russian, ";", "cp1251"),
-                        {"instruction": "вопрос", "output": "ответ"}),
     "names that say nothing": ("a.csv", lambda: table(["x", "y"], german), {"instruction": "x", "output": "y"}),
     "JSON Lines": ("a.jsonl", lambda: lines(lambda n: pairs("question", "answer")[n]), QA),
     "a JSON array": ("a.json", lambda: json.dumps(pairs("question", "answer")).encode(), QA),
@@ -157,17 +127,13 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
         "chosen equals rejected in each of 40 pairs",
     ),
-    "transcripts": (
-        "a.jsonl", lambda: lines(lambda n: {f"{name}": f"\n\nHuman: {n}\n\nAssistant: {name}" for name in PAIR}),
-        "is a transcript of Human: and Assistant:, not one answer",
-    ),
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
     ),
-    "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "jq -c"),
+    "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "column of its own"),
     "rows by their numbers": (
         "a.json", lambda: json.dumps({str(n): pairs("question", "answer")[n] for n in range(COUNT)}).encode(),
-        "one object whose 40 values are the rows; write them one a line: jq -c '.[]' a.json > rows.jsonl",
+        "one object whose 40 values are the rows; write one a line",
     ),
     "empty": ("a.csv", lambda: b"", "the file is empty"),
     "only a header": ("a.csv", lambda: b"frage;antwort\r\n", "no rows"),
@@ -620,29 +586,11 @@ def test_odd_arguments_are_one_line(
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_a_file_says_does_not_run_in_the_suggested_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line is run by a shell, with jq as it is."""
-    monkeypatch.chdir(tmp_path)
-    key = "a'; touch hacked; '"
-    Path("my rows.jsonl").write_bytes(lines(lambda n: {"row": {key: german(n)[0], "$(touch x)": german(n)[1]}}))
-    with pytest.raises(FinetuneError) as caught:
-        propose("my rows.jsonl", gpus="cpu")
-    command = str(caught.value).partition("flatten them: ")[2]
-    assert [*map(Path, shlex.split(command)[-3:])] == [Path("my rows.jsonl"), Path(">"), Path("flat.jsonl")]
-    if shutil.which("jq"):
-        subprocess.run(["sh", "-c", command], check=True)
-        assert json.loads(Path("flat.jsonl").read_text("utf-8").splitlines()[0]) == {
-            key: german(0)[0], "$(touch x)": german(0)[1]
-        }  # fmt: skip
-    assert not Path("hacked").exists()
-    assert not Path("x").exists()
-
-
 def test_a_wide_table_compares_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(readings_module, "_pair_score", lambda *pair: float(not compared.append(pair)))  # type: ignore[func-returns-value]
     rows = [{f"col {column}": f"some text number {n} in {column}" for column in range(1000)} for n in range(3)]
-    assert len(readings_module.readings(DataSet(path="csv"), rows).found) > 1
+    assert len(readings_module.readings("auto", rows).found) > 1
     assert len(compared) <= readings_module.COMPARED**2
 
 

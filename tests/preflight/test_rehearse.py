@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
-from finetune.data.check import check_rows
-from finetune.data.formats import Chat, Judged, Pair
-from finetune.data.row_reader import RowReader
+from finetune.data.chat import Chat, Judged, Pair
+from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config

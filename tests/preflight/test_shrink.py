@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from finetune.data.row_reader import RowReader
+from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
 from finetune.model.small import LARGEST

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.formats import Chat
+from finetune.data.chat import Chat
 from finetune.errors import DataError
 from finetune.model.known_configs import HUB_NAMES
 from finetune.planner.candidates import commented, for_model

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from finetune.cli.main import main
 from finetune.cli.recipe_list import method_of
-from finetune.data.check import check_rows
+from finetune.data.rows import check_rows
 from finetune.model.optimizer import check_optimizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS

@@ -16,7 +16,7 @@ import pytest
 
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import fastest_for
+from finetune.recipe.mixed_precision import fastest_for
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.strategy import read_strategy
 from tests.support.runs.cells import free_ports

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -147,70 +146,42 @@ ACCEPTED = {
 }
 
 
-def drop(*places: str) -> Callable[[dict[str, Any]], None]:
-    """Follows `remove ...`."""
-
-    def apply(file: dict[str, Any]) -> None:
-        for place in places:
-            *above, key = place.split(".")
-            section = file[above[0]] if above else file
+def follow(file: dict[str, Any], remedies: dict[str, Any]) -> None:
+    """Do what the remedies say: set a key to a value, or remove it (None)."""
+    for place, value in remedies.items():
+        *above, key = place.split(".")
+        section = file[above[0]] if above else file
+        if callable(value):
+            value(file)
+        elif value is None:
             section.pop(key)
-
-    return apply
-
-
-def put(**values: Any) -> Callable[[dict[str, Any]], None]:
-    """Follows `set ...`; a section and its key are joined by two underscores."""
-
-    def apply(file: dict[str, Any]) -> None:
-        for place, value in values.items():
-            *above, key = place.split("__")
-            section = file[above[0]] if above else file
+        else:
             section[key] = value
-
-    return apply
 
 
 def plain_ranks(file: dict[str, Any]) -> None:
-    put(distributed_type="MULTI_GPU")(file)
-    drop("fsdp_config")(file)
+    follow(file, {"distributed_type": "MULTI_GPU", "fsdp_config": None})
 
 
-# The file; what each line says, and the change that follows its remedy; the strategy that the file then means.
-REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Callable[[dict[str, Any]], None]]], str]] = {
+# The file; the key of each mistake, and the value that mends it (None: remove it); the strategy
+# that the file then means.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another precision": (
         {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"},
-        [("mixed_precision: 'fp16': the recipe owns it: training.mixed_precision is no", drop("mixed_precision"))],
+        {"mixed_precision": None},
         "ddp",
     ),
     "fp8": (
         {"distributed_type": "MULTI_GPU", "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "margin": 0}},
-        [
-            ("mixed_precision: 'fp8'", drop("mixed_precision")),
-            ("fp8_config: products in float8 are not offered; remove it", drop("fp8_config")),
-        ],
+        {"mixed_precision": None, "fp8_config": None},
         "ddp",
     ),
     "dynamo": (
         {"distributed_type": "MULTI_GPU", "dynamo_config": DYNAMO},
-        [
-            (
-                "dynamo_config.dynamo_backend: 'INDUCTOR': the recipe owns it: training.compile; set 'no'",
-                put(dynamo_config__dynamo_backend="no"),
-            )
-        ],
+        {"dynamo_config.dynamo_backend": "no"},
         "ddp",
     ),
-    "fsdp1": (
-        fsdp(FSDP1),
-        [
-            (
-                "fsdp_config.fsdp_version: 1: this kit shards by FSDP2; set fsdp_version: 2",
-                put(fsdp_config__fsdp_version=2),
-            )
-        ],
-        "fsdp2",
-    ),
+    "fsdp1": (fsdp(FSDP1), {"fsdp_config.fsdp_version": 2}, "fsdp2"),
     "fsdp1, other answers": (
         fsdp(
             FSDP1
@@ -224,107 +195,68 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Callable[[dict[str, Any
                 "fsdp_sync_module_states": False,
             }
         ),
-        [
-            ("set fsdp_version: 2", put(fsdp_config__fsdp_version=2)),
-            ("SHARDED_STATE_DICT works here; set it", put(fsdp_config__fsdp_state_dict_type="SHARDED_STATE_DICT")),
-            ("fsdp_backward_prefetch: 'NO_PREFETCH': has no effect here", drop("fsdp_config.fsdp_backward_prefetch")),
-            ("fsdp_forward_prefetch: True: has no effect here; remove it", drop("fsdp_config.fsdp_forward_prefetch")),
-            ("fsdp_use_orig_params: False: one of true works", put(fsdp_config__fsdp_use_orig_params=True)),
-            (
-                "fsdp_cpu_ram_efficient_loading: False: one of true works",
-                put(fsdp_config__fsdp_cpu_ram_efficient_loading=True),
-            ),
-            ("fsdp_sync_module_states: False: one of true works", put(fsdp_config__fsdp_sync_module_states=True)),
-        ],
+        {
+            "fsdp_config.fsdp_version": 2,
+            "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_config.fsdp_backward_prefetch": None,
+            "fsdp_config.fsdp_forward_prefetch": None,
+            "fsdp_config.fsdp_use_orig_params": True,
+            "fsdp_config.fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_config.fsdp_sync_module_states": True,
+        },
         "fsdp2_grad_op",
     ),
     "fsdp1, not sharded": (
         fsdp(FSDP1 | {"fsdp_version": 2, "fsdp_reshard_after_forward": "NO_SHARD"}),
-        [("is DDP; set distributed_type: MULTI_GPU and remove fsdp_config", plain_ranks)],
+        {"fsdp_config.fsdp_reshard_after_forward": plain_ranks},
         "ddp",
     ),
     "fsdp2 by size": (
         fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 10**8}),
-        [
-            (
-                "one of TRANSFORMER_BASED_WRAP works here; set it",
-                put(fsdp_config__fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"),
-            ),
-            ("fsdp_min_num_params: 100000000: has no effect here; remove it", drop("fsdp_config.fsdp_min_num_params")),
-        ],
+        {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_config.fsdp_min_num_params": None},
         "fsdp2",
     ),
     "fsdp2, several classes": (
         fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"}),
-        [("name its class alone, or remove the line", drop("fsdp_config.fsdp_transformer_layer_cls_to_wrap"))],
+        {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": None},
         "fsdp2",
     ),
     "tensor parallel": (
         fsdp(parallelism_config=mesh(dp_replicate=1, dp_shard=1, tp=2, cp=1)),
-        [
-            (
-                "parallelism_config_tp_size: 2: there is no such parallelism here; set 1",
-                put(parallelism_config__parallelism_config_tp_size=1),
-            ),
-            (
-                "1 x 1 ranks are not num_processes: 2; remove the line",
-                drop("parallelism_config.parallelism_config_dp_shard_size"),
-            ),
-        ],
+        {
+            "parallelism_config.parallelism_config_tp_size": 1,
+            "parallelism_config.parallelism_config_dp_shard_size": None,
+        },
         "fsdp2",
     ),
     "zero2, other clipping": (
         zero(ZERO2 | {"gradient_clipping": 0.5}),
-        [
-            (
-                "gradient_clipping: 0.5: the recipe owns it: training.max_grad_norm is 1.0; remove the line, or set",
-                drop("deepspeed_config.gradient_clipping"),
-            )
-        ],
+        {"deepspeed_config.gradient_clipping": None},
         "zero2",
     ),
     "zero2, the default clipping beside another": (
         zero(ZERO2 | {"gradient_clipping": 0}),
-        [("gradient_clipping: 0: the recipe owns it", drop("deepspeed_config.gradient_clipping"))],
+        {"deepspeed_config.gradient_clipping": None},
         "zero2",
     ),
     "zero2, accumulation": (
         zero(ZERO2 | {"gradient_accumulation_steps": 4}),
-        [
-            (
-                "the recipe owns it: training.global_batch_size; remove the line",
-                drop("deepspeed_config.gradient_accumulation_steps"),
-            )
-        ],
+        {"deepspeed_config.gradient_accumulation_steps": None},
         "zero2",
     ),
     "zero3, saved by DeepSpeed": (
         zero(ZERO3 | {"zero3_save_16bit_model": True}),
-        [
-            (
-                "zero3_save_16bit_model: True: one of false works here; set it",
-                put(deepspeed_config__zero3_save_16bit_model=False),
-            )
-        ],
+        {"deepspeed_config.zero3_save_16bit_model": False},
         "zero3",
     ),
     "zero3 by pdsh": (
         zero(ZERO3 | {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "/hosts"}),
-        [
-            ("one of standard works here; set it", put(deepspeed_config__deepspeed_multinode_launcher="standard")),
-            (
-                "deepspeed_hostfile: '/hosts': has no effect here; remove it",
-                drop("deepspeed_config.deepspeed_hostfile"),
-            ),
-        ],
+        {"deepspeed_config.deepspeed_multinode_launcher": "standard", "deepspeed_config.deepspeed_hostfile": None},
         "zero3",
     ),
     "DeepSpeed's own file": (
         zero({"deepspeed_config_file": "zero.json", "zero3_init_flag": True}),
-        [
-            ("remove the line", drop("deepspeed_config.deepspeed_config_file")),
-            ("zero_stage: is missing; add it", put(deepspeed_config__zero_stage=3)),
-        ],
+        {"deepspeed_config.deepspeed_config_file": None, "deepspeed_config.zero_stage": 3},
         "zero3",
     ),
 }
@@ -372,7 +304,7 @@ def test_a_file_that_means_the_same_is_taken_by_both_routes(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_any_other_is_refused_and_its_remedies_work(name: str, tmp_path: Path) -> None:
-    content, lines, same_as = REFUSED[name]
+    content, remedies, same_as = REFUSED[name]
     file = written(content, tmp_path / "mine.yaml")
     case = Case(content, same_as)
     by_file, by_launcher = (str(file), None), (same_as, file)
@@ -381,9 +313,9 @@ def test_any_other_is_refused_and_its_remedies_work(name: str, tmp_path: Path) -
         with pytest.raises(FinetuneError) as caught:
             check_launch(recipe_with(strategy, {}), launch_of(case, config))
         if isinstance(caught.value, RecipeError):
-            assert len(caught.value.mistakes) == len(lines), caught.value.mistakes
-            for words, _ in lines:
-                (line,) = (line for line in caught.value.mistakes if words in line)
+            assert len(caught.value.mistakes) == len(remedies), caught.value.mistakes
+            for key in remedies:
+                (line,) = (line for line in caught.value.mistakes if f": {key}: " in line)
                 assert line.startswith(f"{route}: {file}:")
         else:  # another kind of strategy: the message says how to launch the recipe's own
             assert name == "fsdp1, not sharded"
@@ -391,8 +323,7 @@ def test_any_other_is_refused_and_its_remedies_work(name: str, tmp_path: Path) -
             (other,) = re.findall(r"launch with --config_file (\S+)", str(caught.value))
             check_launch(recipe_with(strategy, {}), launch_of(case, Path(other)))
     changed = yaml.safe_load(file.read_text())
-    for _, follow in lines:
-        follow(changed)
+    follow(changed, remedies)
     file.write_text(yaml.safe_dump(changed))
     load_config_from_file(str(file))  # Accelerate takes it too
     for strategy, config in (by_file, by_launcher):

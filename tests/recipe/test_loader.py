@@ -18,12 +18,12 @@ from transformers import optimization
 
 from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.foreign_keys import RENAMED, REPLACED
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.recipe.reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
 
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"
 
@@ -54,14 +54,6 @@ def test_no_is_the_precision_and_a_date_is_text(tmp_path: Path) -> None:
     recipe = load_recipe(path).recipe
     assert recipe.training.mixed_precision == "no"
     assert recipe.data.date_string == "2024-07-26"
-
-
-def test_gradient_checkpointing_is_the_same_key(tmp_path: Path) -> None:
-    path = write(tmp_path, SMALL + "training: {gradient_checkpointing: 2}\n")
-    assert load_recipe(path).recipe.training.activation_checkpointing == 2
-    assert (
-        load_recipe(path, ["training.gradient_checkpointing=false"]).recipe.training.activation_checkpointing is False
-    )
 
 
 def test_overrides_win_and_say_so(tmp_path: Path) -> None:

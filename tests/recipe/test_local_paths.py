@@ -11,8 +11,8 @@ import pytest
 from finetune.cli.main import main
 from finetune.data.sources import resolve
 from finetune.files import cache_folder
-from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.names import local_model_problem
 from finetune.recipe.strategy import read_strategy
 from finetune.tokens.chat_template import read_source
 from tests.support.models.tiny import write_chats

@@ -11,7 +11,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
-from finetune.data.formats import Chat
+from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Data, ModelSection
 from finetune.tokens.chat_template import pin_date

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import RowLayout
-from finetune.data.formats import read_row
+from finetune.data.chat import read_row
+from finetune.data.layout import RowLayout
 from finetune.recipe.schema import Recipe
 from finetune.report.preview import find_oddities
 from finetune.tokens.dataset import prepare

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.columns import RowLayout
-from finetune.data.formats import read_row
+from finetune.data.chat import read_row
+from finetune.data.layout import RowLayout
 from finetune.tokens.encoder import Encoder
 from tests.support.rows.masks import data_section, shown
 from tests.support.rows.rendered_reference import (

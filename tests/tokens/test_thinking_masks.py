@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import RowLayout
-from finetune.data.formats import Chat, read_row
+from finetune.data.chat import Chat, read_row
+from finetune.data.layout import RowLayout
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
 from tests.support.models.chat_families import tokenizer_of
 from tests.support.models.thinking_families import THINKING, thinking_tokenizer

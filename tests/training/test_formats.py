@@ -16,9 +16,9 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import read_launch
 from finetune.measure import product_speed
 from finetune.measure.product_speed import product_seconds
-from finetune.recipe import number_formats
+from finetune.recipe import mixed_precision
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import BASE_FORMAT, PRECISION
+from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
 from finetune.run_folder.folder import claim_run_folder, curve_identity
 from finetune.training import start as formats
 from finetune.training.session import check_same_formats
@@ -35,7 +35,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A processor with these flags, whose products take as long as they make one expect."""
 
     def planted(flags: str, bfloat16: float | None = None) -> None:
-        monkeypatch.setattr(number_formats, "processor_flags", lambda: frozenset(flags.split()))
+        monkeypatch.setattr(mixed_precision, "processor_flags", lambda: frozenset(flags.split()))
         emulated = 0.04 if "avx512_bf16" not in flags else 0.0005
         seconds = {torch.float32: 0.001, torch.bfloat16: bfloat16 or emulated, torch.float16: 0.08}
         monkeypatch.setattr(product_speed, "product_seconds", lambda asked: [seconds[dtype] for dtype in asked])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe.cross_checks import steps_between
+from finetune.recipe.sections.base import steps_between
 from finetune.run_folder.checkpoint import step_folder
 from finetune.train import main
 from tests.support.runs.overfitting import document, evaluations, overfitting, saved_steps, write_sets

@@ -1,4 +1,4 @@
 """A recipe's sections with their defaults: one module for each part of the page.
 
-May import: the same as recipe/, cross_checks.py and optimizers.py.
+May import: the same as recipe/, and from recipe/ layouts.py, metric_names.py and yaml_text.py.
 """

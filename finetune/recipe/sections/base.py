@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from finetune.paths import in_home
 
@@ -18,3 +22,26 @@ Interval = Count | Annotated[float, Field(gt=0, lt=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class CrossCheck:
+    """Values that contradict each other, or a name that cannot be used. `key` is the dotted path below its section."""
+
+    key: str
+    problem: str
+    remedy: str
+
+
+def refuse(checks: Iterable[CrossCheck]) -> None:
+    """Raise one error with all of these; do nothing if there are none. mistakes.py finds their places."""
+    if failed := list(checks):
+        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in failed)
+        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": failed})
+
+
+def steps_between(interval: float, total_steps: float) -> int:
+    """Steps from one evaluation, or checkpoint, to the next. A share is rounded up, as transformers does."""
+    if interval < 1:
+        return math.ceil(interval * total_steps)
+    return int(interval)

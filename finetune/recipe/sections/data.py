@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from finetune.recipe import cross_checks
-from finetune.recipe.sections.base import Local, Section
+from finetune.recipe.layouts import (
+    COLUMNS,
+    LAYOUTS,
+    LAYOUTS_IN_WORDS,
+    TEMPLATED,
+    KnownFormat,
+    layouts_with,
+    template_fields,
+)
+from finetune.recipe.sections.base import CrossCheck, Local, Section, refuse
 
 MOST_TOKENS = 2**20  # in a row; few models known in 2026 have more positions
-KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto"]
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool", "function_call"]
 TrainOn = Literal["assistant", "completion", "each_turn", "all"]
 Truncation = Literal["error", "right", "drop", "split"]
 Drop = Literal["empty", "duplicate"]
+# The chat template gets these from the tokenizer's arguments and from this program.
+TEMPLATE_ARGUMENTS = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "date_string",
+)
 
 
 class DataSet(Section):
@@ -78,7 +99,7 @@ class DataSet(Section):
 
     @model_validator(mode="after")
     def known_columns(self) -> DataSet:
-        cross_checks.check_data_set(self)
+        refuse([*_column_mistakes(self), *_row_template_mistakes(self), *_template_argument_mistakes(self)])
         return self
 
     @property
@@ -148,7 +169,7 @@ class Data(Section):
 
     @property
     def unit(self) -> Literal["documents", "pairs", "judged"]:
-        """What a row becomes: documents, a pair of answers to one prompt, or answers that are wanted or not."""
+        """A row becomes documents, a pair of answers to one prompt, or answers that are wanted or not."""
         units: dict[str, Literal["pairs", "judged"]] = {"preference": "pairs", "kto": "judged"}
         return units.get(self.train[0].format, "documents")
 
@@ -171,3 +192,59 @@ class Data(Section):
     def sets(self) -> list[DataSet]:
         """All data sets, training sets first."""
         return [*self.train, *self.eval_sets]
+
+
+def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    unknown = [ours for ours in entry.columns if ours not in COLUMNS]
+    for ours in unknown:
+        remedy = f"choose one of {', '.join(COLUMNS)}"
+        if entry.columns[ours] in COLUMNS:
+            remedy = f"our name comes first: write {entry.columns[ours]}: {ours}"
+        elif near := difflib.get_close_matches(ours.lower(), COLUMNS, 1, 0.6):
+            remedy = f"did you mean {near[0]}?"
+        yield CrossCheck(f"columns.{ours}", "is not a column of any layout", remedy)
+    layouts = layouts_with(entry.columns)
+    if "preference" in layouts:
+        layouts.append("kto")  # a pair is two judged answers
+    if not unknown and not layouts:
+        yield CrossCheck("columns", f"no layout has all of {' and '.join(entry.columns)}", LAYOUTS_IN_WORDS)
+    elif not unknown and entry.format != "auto" and entry.format not in layouts:
+        columns = ", ".join(LAYOUTS[entry.format].all)
+        problem = f"does not fit format {entry.format}, whose columns are {columns}"
+        yield CrossCheck("columns", problem, "write format: auto")
+    mapped: set[str] = set()  # their columns so far
+    for ours, theirs in entry.columns.items():
+        if theirs in mapped:
+            yield CrossCheck(f"columns.{ours}", f"{theirs} is mapped twice", "keep one of them")
+            break
+        mapped.add(theirs)
+
+
+def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    """`template` has plain {column} fields only: no attribute, no index, no format, which would run code or change
+    values."""
+    for ours, text in entry.template.items():
+        key = f"template.{ours}"
+        if ours not in TEMPLATED:
+            yield CrossCheck(key, "is not a text column of any layout", f"choose one of {', '.join(TEMPLATED)}")
+        if ours in entry.columns:
+            yield CrossCheck(key, "is in columns too", "keep one of them")
+        try:
+            template_fields(text)
+        except ValueError as error:
+            yield CrossCheck(key, str(error), "write plain fields like {question}, and {{ for a brace")
+    if entry.template and not layouts_with([*entry.columns, *entry.template]):
+        names = " and ".join([*entry.columns, *entry.template])
+        yield CrossCheck("template", f"{names} belong to no one layout", LAYOUTS_IN_WORDS)
+
+
+def _template_argument_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    for name, value in entry.chat_template_kwargs.items():
+        key = f"chat_template_kwargs.{name}"
+        parts = value if isinstance(value, list) else [value]
+        if name in TEMPLATE_ARGUMENTS:
+            remedy = "write data.date_string" if name == "date_string" else "remove it"
+            yield CrossCheck(key, "is given to the template by this program", remedy)
+        elif any(isinstance(part, dict | list) for part in parts):
+            remedy = "write one; rows may have a column of their own"
+            yield CrossCheck(key, "is not a value or a list of values", remedy)

@@ -11,8 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from finetune.recipe.cross_checks import CrossCheck, refuse
-from finetune.recipe.sections.base import Count, Section
+from finetune.recipe.sections.base import Count, CrossCheck, Section, refuse
 
 INITS = "peft's initialisation: true, false, gaussian or orthogonal."
 Scale = Annotated[float, Field(gt=0)]

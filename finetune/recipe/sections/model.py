@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from finetune.recipe import cross_checks
-from finetune.recipe.sections.base import Local, Section
+from finetune.recipe.sections.base import CrossCheck, Local, Section, refuse
+from finetune.recipe.yaml_text import shown
 
 MOST_GPUS, MOST_NODES = 1_024, 100_000  # GPUs in one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -57,7 +57,20 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def new_tokens_once(self) -> ModelSection:
-        cross_checks.check_new_tokens(self)
+        """Check that new tokens are texts, each named once. model/new_tokens.py compares them with the vocabulary."""
+        mistakes, seen = [], set()
+        for key in ("add_tokens", "add_special_tokens"):
+            for token in getattr(self, key):
+                if not token.strip():
+                    mistakes.append(CrossCheck(key, f"{shown(token)} is not a token", "name a text, or remove it"))
+                elif token in seen:
+                    mistakes.append(CrossCheck(key, f"{shown(token)} is named twice", "keep one of them"))
+                seen.add(token)
+        if seen and self.adapter is not None:
+            problem = f"{shown(self.adapter)} has no rows of new tokens"
+            remedy = "merge it and name the result in name_or_path, or remove the new tokens"
+            mistakes.append(CrossCheck("adapter", problem, remedy))
+        refuse(mistakes)
         return self
 
     @property
@@ -80,5 +93,7 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def one_width(self) -> Quantization:
-        cross_checks.check_width(self)
+        if self.load_in_4bit == self.load_in_8bit:
+            problem = "exactly one of load_in_4bit and load_in_8bit must be true"
+            refuse([CrossCheck("load_in_4bit", problem, "set one of them, or quantization: null for a 16-bit base")])
         return self

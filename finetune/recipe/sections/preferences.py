@@ -90,7 +90,7 @@ def is_own_reference(line: Mapping[str, Any]) -> bool:
 
 
 def too_far(line: Mapping[str, Any]) -> str:
-    """What is wrong if these figures are farther from the reference than docs/preferences.md allows; else empty."""
+    """A warning if these figures are farther from the reference than docs/preferences.md allows; else empty."""
     kl = line.get("kl_by_token")
     if kl is None or not kl > MOST_KL:
         return ""
@@ -100,10 +100,10 @@ def too_far(line: Mapping[str, Any]) -> str:
 def warnings_of(
     trained: Sequence[Mapping[str, Any]], exported: Mapping[str, Any] | None, rows: int = NO_CHANCE
 ) -> Iterator[str]:
-    """What docs/preferences.md calls bad, by a run's training lines and its exported weights' evaluation.
+    """Warnings of docs/preferences.md, from a run's training lines and its exported weights' evaluation.
 
     Args:
-        rows: Of a step; a line stands for one step or more.
+        rows: A step's rows; a line stands for one step or more.
     """
     last = exported or (trained[-1] if trained else {})
     if far := too_far(last):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from finetune.recipe import cross_checks
-from finetune.recipe.metric_names import MetricChoice, read_metric
-from finetune.recipe.sections.base import Count, Interval, Local, Section, WholeNumber
+from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
+from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
 
 USUAL, LONGEST = 64, 256  # new tokens in an answer: without references, and with long ones
 FEWER = 16  # new tokens if every forward gathers the model: 131 GiB for each new token of Llama-3.1-70B in bf16
@@ -65,7 +64,18 @@ class Generate(Section):
 
     @model_validator(mode="after")
     def known_metrics(self) -> Generate:
-        cross_checks.check_metrics(self)
+        """Check that each metric is known and named once."""
+        mistakes, seen = [], set()
+        for text in self.metrics:
+            try:
+                name = read_metric(text).name
+            except WrongMetric as error:
+                mistakes.append(CrossCheck("metrics", error.problem, error.remedy))
+                continue
+            if name in seen:
+                mistakes.append(CrossCheck("metrics", f"{name} is named twice", "keep one of them"))
+            seen.add(name)
+        refuse(mistakes)
         return self
 
 

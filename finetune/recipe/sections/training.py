@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from finetune.recipe import cross_checks
-from finetune.recipe.optimizers import Optimizer
-from finetune.recipe.sections.base import Count, Section, WholeNumber
+from finetune.recipe.sections.base import MOST, Count, CrossCheck, Section, WholeNumber, refuse
+from finetune.recipe.yaml_text import shown
 
 Scheduler = Literal[
     "linear",
@@ -22,9 +22,26 @@ Scheduler = Literal[
     "cosine_with_min_lr",
     "warmup_stable_decay",
 ]
+# Each schedule's arguments, by transformers' names.
+SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "warmup_stable_decay": tuple(
+        "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles".split()
+    ),
+}
+MOST_CYCLES = 1000  # limit for a schedule's cycles and its power: 0.5 ** 1000 is 1e-301, near the smallest float
+CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # values for warmup_type and decay_type
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Objective = Literal["supervised", "dpo", "kto"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 Recomputation = bool | int | Literal["auto", "selective"]
 # The choices for `activation_checkpointing: auto`, from the least recomputation to the most. The second and the third
 # need about the same memory. Compiled layers do not support the second.
@@ -116,7 +133,7 @@ class Training(Section):
 
     @model_validator(mode="after")
     def known_schedule(self) -> Training:
-        cross_checks.check_schedule(self)
+        refuse(_schedule_mistakes(self))
         return self
 
     def warmup_of(self, total_steps: int) -> int:
@@ -124,3 +141,57 @@ class Training(Section):
         if self.warmup_steps is not None:
             return self.warmup_steps
         return math.ceil(self.warmup_ratio * total_steps)
+
+    def rows_of_run(self, rows: int) -> int:
+        """The rows that a whole run trains on, with repeats. `rows`: one epoch's."""
+        if self.max_steps is not None:
+            return self.max_steps * self.global_batch_size
+        return math.ceil(self.num_train_epochs * rows)
+
+
+def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
+    shape, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    known = SCHEDULER_ARGUMENTS[shape]
+    for name, value in arguments.items():
+        key = f"lr_scheduler_kwargs.{name}"
+        if name not in known:
+            remedy = "it has none; remove them"
+            if known:
+                remedy = f"its arguments are {', '.join(known)}"
+            yield CrossCheck(key, f"{shape} has no argument {name}", remedy)
+        elif name.endswith("_type"):
+            if value not in CURVE_SHAPES:
+                yield CrossCheck(key, "is not a curve's shape", f"choose one of {', '.join(CURVE_SHAPES)}")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            yield CrossCheck(key, "is not a number", "write a number")
+        elif remedy := _out_of_range(name, value, training):
+            yield CrossCheck(key, f"is {shown(value)}", remedy)
+    # Without these arguments transformers raises an error, but only after the model is loaded.
+    if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1:
+        remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+        yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
+    if shape == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
+        yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
+
+
+def _out_of_range(name: str, value: float, training: Training) -> str:
+    """The remedy for a number that makes the rate negative, rising or impossible to compute; empty for other numbers.
+
+    The limits are far beyond any useful value.
+    """
+    rate = training.learning_rate
+    match name:
+        case "num_cycles" | "power" if not 0 < value <= MOST_CYCLES:
+            return f"write a number above 0, at most {MOST_CYCLES:,}"
+        case "timescale" if not 1 <= value <= MOST:
+            return "write the number of steps, 1 or more"
+        case "num_decay_steps" | "num_stable_steps" if not 0 <= value <= MOST or value != int(value):
+            return "write a whole number of steps, 0 or more"
+        case "min_lr_rate" | "min_lr_ratio" if not 0 <= value <= 1:
+            return "write a share of the learning rate, from 0 to 1"
+        case "lr_end" if not 0 <= value < rate:
+            return f"write a rate from 0 to below training.learning_rate, {rate:g}"
+        case "min_lr" if not 0 <= value <= rate:
+            return f"write a rate from 0 to training.learning_rate, {rate:g}"
+    return ""

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.columns import layout_of
-from finetune.data.formats import read_row
+from finetune.data.chat import read_row
+from finetune.data.layout import layout_of
 from finetune.recipe.schema import Data, DataSet, RowFormat
 from finetune.tokens.encoder import IGNORE, Document, Encoder
 

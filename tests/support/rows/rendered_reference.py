@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.columns import RowLayout
-from finetune.data.formats import Chat, read_row
+from finetune.data.chat import Chat, read_row
+from finetune.data.layout import RowLayout
 from finetune.tokens.encoder import OTHERWISE, Encoder, RowError
 from tests.support.models.chat_families import byte_level_tokenizer
 from tests.support.rows.masks import data_section, shown

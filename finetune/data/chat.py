@@ -1,42 +1,52 @@
-"""Check a row strictly by its data set's layout, and convert it to one of four forms.
+"""A row becomes a chat, a passage, a pair or a judged answer.
 
-Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion as messages)
-Passage  a prompt and its continuation, without a template (text, prompt/completion as texts)
+Chat     messages as chat templates read them (messages, ShareGPT, Alpaca, prompt and completion as messages)
+Passage  a prompt and its continuation, without a template (text, prompt and completion as texts)
 Pair     a chosen and a rejected answer to one prompt, two Chats or two Passages (preference)
 Judged   a wanted or unwanted answer, a Chat or a Passage (kto)
+
+Each row is checked strictly. Each layout has its function; `_make_chat` and `read_message` check what they share.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
-from finetune.data.columns import REASONING_COLUMNS, RowLayout
-from finetune.data.messages import (
+from finetune.data.cells import (
     OTHER_ROLES,
     ROLES,
-    ReportedOnce,
-    calls_in,
+    BadRow,
     check_inside,
-    checked_name,
     checked_text,
-    is_supervised,
+    is_blank,
+    json_kind,
+    json_text,
     missing_hint,
     nearest,
     parsed_cell,
-    read_message,
-    read_tools,
-    role_of_tools,
     turns_in,
-    with_our_role,
 )
-from finetune.data.readers import BadRow, is_blank, json_kind
+from finetune.data.layout import REASONING_COLUMNS, RowLayout
 from finetune.data.readings import QUESTION_WORDS, in_yaml, label_of
 from finetune.output_stream import printable
-from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
+from finetune.recipe.layouts import LAYOUTS, OF_CHATS
+from finetune.recipe.sections.data import TEMPLATE_ARGUMENTS
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Columns, message keys and kinds of content parts that hold no text.
+MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+LONGEST_ROLE = 100  # characters
+COMPARED_KEYS = 20  # a message's unknown keys that are compared with ours, in case they are misspelt
+_CALLS = re.compile(r"(?:^|[-_ ]|tool|function)(?:call|use$|invo[ck]|action)", re.IGNORECASE)
+_TOOL_WORDS = re.compile(r"tool|function|observ|ipython|interpreter|environment|plugin|^api|_api", re.IGNORECASE)
+_RESULT_WORDS = re.compile(r"result|response|output|return|repl[yi]|observ", re.IGNORECASE)
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -105,10 +115,10 @@ def by_turn(chat: Chat) -> list[Chat]:
 def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
     """Check a row strictly, and convert it. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)
-    for column in ROW_COLUMNS[layout.format]:
+    for column in LAYOUTS[layout.format].columns:
         theirs = layout.columns.get(column, column)
         if column not in view:
-            near = nearest(theirs, [name for name in view if name not in ROW_COLUMNS[layout.format]])
+            near = nearest(theirs, [name for name in view if name not in LAYOUTS[layout.format].columns])
             raise BadRow(f"the field {theirs!r} is missing; {missing_hint(near, 'add it, or remove the row')}")
         if view[column] is None:
             raise BadRow(f"{theirs!r} is null; give it a value, or leave such rows out: drop: [empty]")
@@ -138,7 +148,6 @@ def read_row(row: Mapping[str, Any], layout: RowLayout) -> Content:
 
 _ANSWERS = ("chosen", "rejected")
 OTHER_SPEAKERS = tuple(role for role in ROLES if role != "assistant")
-_TRANSCRIPT = re.compile(r"\s*(Human|User):\s.*\n\s*(Assistant|AI|Bot):", re.DOTALL)
 
 
 def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
@@ -301,12 +310,6 @@ def _prompt_before(
 def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
     """The message for answers that are texts, without a prompt."""
     answer = next(name for name in (*_ANSWERS, "completion") if name in view)
-    place = layout.place(answer)
-    if _TRANSCRIPT.match(view[answer]):
-        return (
-            f"{place} is a transcript of Human: and Assistant:, not one answer; write its turns as messages "
-            '([{"role": "user", "content": ...}, ...]); for HH-RLHF take trl-lib/hh-rlhf-helpful-base'
-        )
     texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
     question = next((column for column in (*QUESTION_WORDS, *texts) if column in texts), "...")
     line = in_yaml({**layout.columns, "instruction": question})
@@ -480,3 +483,199 @@ def _make_chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowL
     check_inside(variables, "chat_template_kwargs")
     # The row's variables override the data set's.
     return Chat(checked, tools, supervised, {**layout.chat_template_kwargs, **variables})
+
+
+class ReportedOnce(BadRow):
+    """A data set's mistake, such as an unknown role or images: reported once, not for each row."""
+
+    def __init__(self, mistake: str, about: str) -> None:
+        super().__init__(mistake)
+        self.about = about
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """The reasoning before an assistant's answer: from its own key, or the content before </think>."""
+    for key in REASONING:
+        if message.get(key):
+            return str(message[key])
+    before, end, _ = message["content"].partition("</think>")
+    if end:
+        return str(before.lstrip().removeprefix("<think>"))
+    return ""
+
+
+def is_supervised(message: Mapping[str, Any], place: str) -> bool:
+    """Whether a message is supervised: an assistant turn without weight 0. Raises BadRow."""
+    weight = message.get("weight")
+    if weight is None:
+        return bool(message["role"] == "assistant")
+    if isinstance(weight, bool) or weight not in (0, 1):  # True equals 1 in Python
+        raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (supervised)")
+    if weight and message["role"] != "assistant":
+        raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are supervised: remove it")
+    return bool(weight)
+
+
+def read_message(message: Any, place: str) -> dict[str, Any]:
+    """A message with the keys that templates read: no nulls, no weight, tool calls' arguments as objects."""
+    if not isinstance(message, dict):
+        raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
+    role = _checked_role(message, place)
+    result = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    for key in result:
+        if key in MEDIA and result[key]:
+            raise ReportedOnce(f"{place}: {key!r} on a message; only text is trained on: remove it, or the row", key)
+    for key in islice((key for key in result if key not in MESSAGE_KEYS), COMPARED_KEYS):
+        near = _our_key(key)
+        if near and near not in message:
+            raise BadRow(f"{place}: unknown key {key!r}; did you mean {near!r}?")
+    if not result.get("tool_calls"):
+        result.pop("tool_calls", None)  # an empty list makes some templates write an empty call
+    elif role != "assistant":
+        raise BadRow(f"{place}: tool_calls on a {role} turn; only the assistant calls tools")
+    else:
+        result["tool_calls"] = _checked_calls(result["tool_calls"], f"{place}.tool_calls")
+    for key in REASONING:
+        if key not in result:
+            continue
+        if role != "assistant" and result[key]:
+            raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is supervised: move or remove it")
+        result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
+    return result | {"content": _checked_content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
+
+
+@lru_cache(maxsize=1024)  # a comparison takes 13 us, and most messages of a data set have the same keys
+def _our_key(key: str) -> str | None:
+    return nearest(key, MESSAGE_KEYS, cutoff=0.75)
+
+
+def _checked_role(message: Mapping[str, Any], place: str) -> str:
+    if "role" not in message:
+        hint = "add it: user, assistant, system or tool"
+        if near := nearest("role", message):
+            hint = f"{near!r} is there: rename it"
+        if "from" in message:
+            hint = "'from' is there: this is format: sharegpt; write columns: {conversations: messages}"
+        raise BadRow(f"{place}: 'role' is missing; {hint}")
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+        checked_name(role, f"{place}: the role", ROLES)
+        near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
+        known = f"known are {', '.join(ROLES)};"
+        if near in ROLES:
+            known = f"did you mean {near!r}?"
+        quoted = printable(json.dumps(role, ensure_ascii=False))
+        line = f"roles: {{{quoted}: {near or 'user'}}}"
+        raise ReportedOnce(f"{place}: unknown role {quoted}; {known} or add {line}", quoted)
+    return role
+
+
+def role_of_tools(name: str) -> str | None:
+    """function_call if a role's name means tool calls, tool if it means tool results; None for any other name.
+
+    Results are tried first, because tool_call_result names a result. Training on a result as an answer is worse than
+    refusing it.
+
+        tool_call         -> function_call
+        tool_call_result  -> tool
+        observation       -> tool
+        narrator          -> None
+    """
+    is_call, is_about_tools = _CALLS.search(name), _TOOL_WORDS.search(name)
+    is_result = _RESULT_WORDS.search(name) and (is_about_tools or is_call)
+    if is_result or (is_about_tools and not is_call):
+        return "tool"
+    if is_call:
+        return "function_call"
+    return None
+
+
+def calls_in(text: Any, place: str) -> dict[str, Any]:
+    """An assistant turn from its calls as JSON text: {"name": ..., "arguments": {...}}, or a list of such objects.
+
+    Raises BadRow.
+    """
+    calls = json_text(checked_text(text, place), place)
+    if not isinstance(calls, list):
+        calls = [calls]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def checked_name(value: Any, subject: str, known: Iterable[str]) -> None:
+    """Raises BadRow if a value cannot be a role's or speaker's name: no text, or a text of another field."""
+    if not isinstance(value, str):
+        raise BadRow(f"{subject} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
+    if len(value) > LONGEST_ROLE:
+        raise BadRow(f"{subject} is a text of {len(value):,} characters; write one of {', '.join(known)}")
+
+
+def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
+    """Rename a message's role by the recipe's `roles`. Raises BadRow for a call that cannot be read."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role")
+    if not isinstance(role, str) or role not in roles:
+        return message
+    if roles[role] != "function_call":
+        return {**message, "role": roles[role]}
+    if message.get("tool_calls"):
+        return {**message, "role": "assistant"}
+    return {**message, **calls_in(message.get("content"), f"{place}.content")}
+
+
+def _checked_content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
+    if "content" not in message and not may_be_empty:
+        near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
+        near = near or next((key for key in ("value", "text") if key in message), None)
+        raise BadRow(f"{place}: 'content' is missing; {missing_hint(near, 'add it')}")
+    content = message.get("content")
+    if content is None and may_be_empty:
+        return ""
+    if isinstance(content, list):  # of parts: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        for index, part in enumerate(content):
+            kind, description = None, json_kind(part)
+            if isinstance(part, dict):
+                kind = part.get("type")
+                description = repr(kind)
+                if kind == "text" and isinstance(part.get("text"), str):
+                    continue
+            mistake = f"{place}.content[{index}]: {description} instead of a text part"
+            mistake += "; only text is trained on: remove it"
+            if kind in MEDIA:
+                raise ReportedOnce(mistake, str(kind))
+            raise BadRow(mistake)
+        content = "".join(part["text"] for part in content)
+    return checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
+
+
+def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise BadRow(f'{place} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
+    result = []
+    for index, call in enumerate(calls):
+        function = None
+        if isinstance(call, dict):
+            function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f'{place}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # as OpenAI; templates want the object
+            arguments = json_text(arguments or "{}", f"{place}[{index}]: arguments")
+        if not isinstance(arguments, dict):
+            raise BadRow(f"{place}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
+        check_inside(arguments, f"{place}[{index}]: arguments")
+        checked_text(function["name"], f"{place}[{index}]: name")
+        others = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
+        result.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
+    return result
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """A row's tool schemas, given as a list or as its JSON text; None without tools. Raises BadRow."""
+    tools = parsed_cell(tools, "tools", empty=None)
+    if not tools and (tools is None or isinstance(tools, list)):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"'tools' must be a list of JSON schemas, this is {json_kind(tools)}; write [{{\"type\": ...}}]")
+    check_inside(tools, "tools")
+    return tools

@@ -1,8 +1,11 @@
 """`auto` for `training.mixed_precision` and `model.dtype`: the number format that the device computes fastest.
 
-Reading a recipe settles `auto` without torch, from the recipe's budget and this processor's flags. A training's start
-settles it again, for the computing device and by timed products (measure/product_speed.py). The run folder keeps the
-result.
+Everything that decides is here:
+
+    reading a recipe    fastest_for: the recipe's GPUs, or this processor's flags      without_auto
+    starting a run      fastest_by_products or fastest_on_gpu: the device itself       without_auto again
+
+training/formats.py asks the device, and keeps the formats with which a run began.
 
 Speed of [256, 256] products on one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN limited to each
 instruction set. Backward computes the second product, for the gradient of a layer's input:
@@ -104,42 +107,54 @@ def fastest_for(gpus: int) -> FastestFormat:
     return fastest_by_flags()
 
 
-def settled_formats(
-    precision: str, base: str, *, fastest: str, adapters: bool, pure_bf16: bool, quantization: Mapping[str, Any] | None
-) -> tuple[str, str]:
-    """`training.mixed_precision` and `model.dtype` without `auto`.
+def fastest_on_gpu(name: str, *, has_bfloat16: bool) -> FastestFormat:
+    """The format for a GPU with this name."""
+    if has_bfloat16:
+        return FastestFormat("bf16", f"{name} has bfloat16 arithmetic")
+    return FastestFormat("fp16", f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0")
+
+
+def without_auto(recipe: Mapping[str, Any], fastest: str | None = None) -> Mapping[str, Any]:
+    """A recipe's values with `training.mixed_precision` and `model.dtype` in place of `auto`.
+
+    A value that does not fit the schema stays, and pydantic reports it.
 
     Args:
-        fastest: The device's `FastestFormat.precision`.
-        adapters: Base weights are frozen. Without adapters `model.dtype` is only the export's format, equal on every
-            device.
-        quantization: The section; None: base weights are not quantised. 4-bit weights have their own compute format,
-            and everything else follows it. Other quantised weights compute in bfloat16.
+        fastest: The device's `FastestFormat.precision`. None: found for the recipe's budget.
     """
+    budget, model, training = (recipe.get(name, {}) for name in ("budget", "model", "training"))
+    quantization = recipe.get("quantization")
+    sections = [budget, model, training, {} if quantization is None else quantization]
+    if "model" not in recipe or not all(isinstance(section, Mapping) for section in sections):
+        return recipe
+    precision, base = training.get("mixed_precision", "auto"), model.get("dtype", "auto")
+    if not isinstance(precision, str) or not isinstance(base, str) or "auto" not in (precision, base):
+        return recipe
+    gpus = budget.get("gpus", 0)
+    # 4-bit weights have their own compute format, and everything else follows it. 8-bit weights compute in bfloat16.
     quantised_compute = None
     if quantization is not None:
         quantised_compute = "bfloat16"
         if quantization.get("load_in_4bit"):
-            quantised_compute = quantization.get("bnb_4bit_compute_dtype", "bfloat16")
+            quantised_compute = str(quantization.get("bnb_4bit_compute_dtype", "bfloat16"))
     chosen = precision
-    if precision == "auto":
-        chosen = fastest
-        if pure_bf16:
-            chosen = "bf16"
-        elif quantised_compute:
-            chosen = _PRECISION_OF_DTYPE.get(str(quantised_compute), "bf16")
-    # `chosen` stands. The rest settles model.dtype.
-    if base != "auto":
-        return chosen, base
-    if quantised_compute:
-        return chosen, quantised_compute
-    if not adapters:  # only the export's format
-        return chosen, "bfloat16"
-    if chosen == "no":
-        return chosen, "float32"
-    if precision == "auto" and chosen == "fp16":
-        return chosen, "float16"
-    return chosen, "bfloat16"
+    if precision == "auto" and training.get("pure_bf16") is True:
+        chosen = "bf16"
+    elif precision == "auto" and quantised_compute:
+        chosen = _PRECISION_OF_DTYPE.get(quantised_compute, "bf16")
+    elif precision == "auto":
+        chosen = fastest or fastest_for(gpus if isinstance(gpus, int) else 0).precision
+    if base == "auto" and quantised_compute:
+        base = quantised_compute
+    elif base == "auto" and recipe.get("lora", True) is None:  # only the export's format, equal on every device
+        base = "bfloat16"
+    elif base == "auto" and chosen == "no":
+        base = "float32"
+    elif base == "auto" and chosen == "fp16" and precision == "auto":
+        base = "float16"
+    elif base == "auto":
+        base = "bfloat16"
+    return {**recipe, "model": {**model, "dtype": base}, "training": {**training, "mixed_precision": chosen}}
 
 
 def in_float32(recipe: Any) -> tuple[str, ...]:

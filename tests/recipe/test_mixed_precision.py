@@ -11,9 +11,9 @@ import pytest
 from finetune.cli.main import main
 from finetune.planner import command
 from finetune.preflight.changes import formats_of_gpus, overrides
-from finetune.recipe import number_formats
+from finetune.recipe import mixed_precision
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.number_formats import (
+from finetune.recipe.mixed_precision import (
     BASE_FORMAT,
     PRECISION,
     FastestFormat,
@@ -21,7 +21,6 @@ from finetune.recipe.number_formats import (
     fastest_by_products,
     in_float32,
     processor_flags,
-    settled_formats,
 )
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
@@ -52,7 +51,7 @@ def cpuinfo(folder: Path, flags: str, name: str = "flags") -> str:
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
     def planted(flags: str) -> None:
-        monkeypatch.setattr(number_formats, "processor_flags", lambda: frozenset(flags.split()))
+        monkeypatch.setattr(mixed_precision, "processor_flags", lambda: frozenset(flags.split()))
 
     return planted
 
@@ -112,9 +111,9 @@ def test_what_is_written_stays_and_the_rest_follows(
     assert set(chosen.values) == set(loaded.auto_formats)
 
 
-def test_a_gpu_without_bfloat16_gets_fp16_throughout() -> None:
-    settings = {"adapters": True, "pure_bf16": False, "quantization": None}
-    assert settled_formats("auto", "auto", fastest="fp16", **settings) == ("fp16", "float16")
+def test_a_gpu_without_bfloat16_gets_fp16_throughout(tmp_path: Path) -> None:
+    settled, _ = load_recipe(write_recipe(tmp_path, least("x"))).formats_for(FastestFormat("fp16", "of this test"))
+    assert (settled.recipe.training.mixed_precision, settled.recipe.model.dtype) == ("fp16", "float16")
 
 
 @pytest.mark.parametrize(

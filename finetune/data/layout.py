@@ -8,19 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
-from finetune.data.messages import nearest, turns_in
-from finetune.data.readers import BadRow, json_kind
+from finetune.data.cells import BadRow, json_kind, nearest, turns_in
 from finetune.data.readings import PAIR_WORDS, in_quotes, in_yaml, known_columns, labels_in_yaml, profiles, readings
-from finetune.recipe.cross_checks import (
-    FORMAT_OF_OBJECTIVE,
-    OPTIONAL_COLUMNS,
-    ROW_COLUMNS,
-    layouts_with,
-    template_fields,
-)
-from finetune.recipe.schema import DataSet, KnownFormat
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS, KnownFormat, layouts_with, template_fields
+from finetune.recipe.schema import DataSet
 
 _BETTER_WORDS, _WORSE_WORDS = ({*words} for words in zip(*PAIR_WORDS, strict=True))
 REASONING_COLUMNS = ("reasoning_content", "thinking")  # read without being named; `reasoning` may not be meant
@@ -43,7 +36,7 @@ class RowLayout:
         """The row by our column names, with turns in a text as a list. Raises BadRow."""
         view = self._renamed(row)
         for ours in TURN_COLUMNS:
-            if ours in view and ours in (*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]):
+            if ours in view and ours in LAYOUTS[self.format].all:
                 always = ours in ("messages", "conversations")
                 view[ours] = turns_in(view[ours], self.place(ours), always=always)
         return view
@@ -66,7 +59,7 @@ class RowLayout:
 
     def unused(self, row: Mapping[str, Any]) -> list[str]:
         """The columns with a value in this row that are not read."""
-        read = {*ROW_COLUMNS[self.format], *OPTIONAL_COLUMNS[self.format]} - {*self.columns, *self.template}
+        read = {*LAYOUTS[self.format].all} - {*self.columns, *self.template}
         read |= {*self.columns.values()} | {name for text in self.template.values() for name in template_fields(text)}
         if self.format == "alpaca":
             read |= {*REASONING_COLUMNS}
@@ -104,8 +97,8 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
                     hint = f"did you mean {{{near}}}?"
                 raise BadRow(f"template: {ours}: the data set has no column {name!r}, but {in_quotes(names)}; {hint}")
 
-    is_told = bool(entry.columns or entry.template)
-    known = None if is_told else known_columns(profiles(rows), entry.format)
+    is_named = bool(entry.columns or entry.template)
+    known = None if is_named else known_columns(profiles(rows), entry.format)
     # A recipe's objective decides about pairs and judged answers. `auto` does not mean them.
     if known is not None and entry.format == "auto" and known.objective != "supervised":
         known = None
@@ -122,11 +115,13 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     if layout.columns.get("chosen") in _WORSE_WORDS and layout.columns.get("rejected") in _BETTER_WORDS:
         swapped = {**layout.columns, "chosen": layout.columns["rejected"], "rejected": layout.columns["chosen"]}
         raise BadRow(f"columns: {in_yaml(layout.columns)} prefers the worse answers; swap them: {in_yaml(swapped)}")
-    formats: Sequence[str] = [entry.format]
+    formats: list[KnownFormat] = []
     if entry.format == "auto":
         named = layouts_with([*layout.columns, *layout.template])
         formats = [name for name in named if name not in FORMAT_OF_OBJECTIVE.values()]
-    elif entry.format == "kto" and not {"chosen", "rejected"} - {*names, *layout.columns}:
+    else:
+        formats = [entry.format]
+    if entry.format == "kto" and not {"chosen", "rejected"} - {*names, *layout.columns}:
         formats = ["preference"]  # each row is two judged answers
     for row in rows:
         view = layout.view(row)  # of texts: none is parsed yet
@@ -143,29 +138,29 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         return layout
     if entry.format in FORMAT_OF_OBJECTIVE.values():
         raise BadRow(_answer_to_no_preferences(entry, rows, names))
-    if entry.format != "auto" or is_told:
+    if entry.format != "auto" or is_named:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(entry, rows, names))
 
 
-def _format_with_columns(view: Mapping[str, Any], formats: Sequence[str]) -> KnownFormat | None:
+def _format_with_columns(view: Mapping[str, Any], formats: Sequence[KnownFormat]) -> KnownFormat | None:
     """The first format whose columns the row has; formats whose columns have values in this row come first."""
     for name in formats:
-        if all(view.get(column) is not None for column in ROW_COLUMNS[name]):
-            return cast(KnownFormat, name)
+        if all(view.get(column) is not None for column in LAYOUTS[name].columns):
+            return name
     for name in formats:  # a column that is null in this row may have a value in others
-        if all(column in view for column in ROW_COLUMNS[name]):
-            return cast(KnownFormat, name)
+        if all(column in view for column in LAYOUTS[name].columns):
+            return name
     return None
 
 
 # -- messages about the columns, with the line to add ----------------------------------------------------------
 
 
-def _answer_to_missing(entry: DataSet, format: str, names: Sequence[str]) -> str:
+def _answer_to_missing(entry: DataSet, format: KnownFormat, names: Sequence[str]) -> str:
     """The message if the recipe names columns, and one is missing."""
-    missing = next(column for column in ROW_COLUMNS[format] if column not in {*names, *entry.columns})
-    others = [name for name in names if name not in (*ROW_COLUMNS[format], *entry.columns.values())]
+    missing = next(column for column in LAYOUTS[format].columns if column not in {*names, *entry.columns})
+    others = [name for name in names if name not in (*LAYOUTS[format].columns, *entry.columns.values())]
     if near := nearest(missing, others):
         line = in_yaml({**entry.columns, missing: near})
         return f"the field {missing!r} is missing; {near!r} is there: rename it, or write columns: {line}"
@@ -177,12 +172,13 @@ def _answer_to_missing(entry: DataSet, format: str, names: Sequence[str]) -> str
 
 def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message if the recipe says nothing, and no layout has these columns: the line that `finetune init` finds."""
-    result = readings(entry, rows)
-    expected = list(dict.fromkeys(column for columns in ROW_COLUMNS.values() for column in columns))
+    result = readings(entry.format, rows)
+    expected = list(dict.fromkeys(column for layout in LAYOUTS.values() for column in layout.columns))
     for name in names if not result.found else ():
         if near := nearest(name, expected):
             return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {in_yaml({near: name})}"
-    for columns in ROW_COLUMNS.values() if len(result.found) > 1 or result.obstacle else ():
+    for layout in LAYOUTS.values() if len(result.found) > 1 or result.obstacle else ():
+        columns = layout.columns
         missing = [column for column in columns if column not in names]
         if 0 < len(missing) < len(columns) and not any(column.kind == "list" for column in result.columns):
             present = next(column for column in columns if column != missing[0])
@@ -219,13 +215,13 @@ def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dic
 
 def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message if the objective compares or judges answers, and the rows lack the columns for it."""
-    needed = ROW_COLUMNS[entry.format]
+    needed = LAYOUTS[entry.format].columns
     if entry.columns:
         missing = [column for column in needed if column not in {*names, *entry.columns}]
         if missing:
             line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")})
             return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
-    found = readings(entry.model_copy(update={"format": "auto"}), rows).found
+    found = readings("auto", rows).found
     for reading in found:
         if reading.format == entry.format and reading.columns:
             line = f"columns: {in_yaml(reading.columns)}"

@@ -1,38 +1,50 @@
-"""Read a data set's rows by its layout, and collect notes for the data's owner.
+"""Read a data set's rows by its layout, check them all, and collect notes for the data's owner.
 
-Checking, tokenising and previewing read rows here, so that all three agree about every row.
+Checking, tokenising and previewing read rows here, so that all three agree about every row. `check_rows` finds every
+mistake before anything heavy is loaded: file, line, what is wrong, remedy. Only a chat template or a tokenizer knows
+some mistakes (a role order that it refuses, a length). Tokenising reports these in the same form.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from finetune.data.columns import RowLayout, layout_of
-from finetune.data.dialect import csv_dialect
-from finetune.data.formats import (
+from finetune.data.cells import BadRow, is_blank, nearest
+from finetune.data.chat import (
+    MEDIA,
+    REASONING,
     Chat,
     Content,
     Judged,
     Pair,
     Passage,
+    ReportedOnce,
     documents_in,
     is_blank_turn,
     leaves_out_prompt,
     read_row,
 )
-from finetune.data.messages import MEDIA, REASONING, ReportedOnce, nearest
-from finetune.data.readers import BadRow, SourceRow, is_blank
+from finetune.data.dialect import csv_dialect
+from finetune.data.layout import RowLayout, layout_of
+from finetune.data.readers import SourceRow
 from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
-from finetune.data.sources import Source
+from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
-from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, OPTIONAL_COLUMNS, ROW_COLUMNS
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
+from finetune.recipe.schema import Data
 from finetune.wording import counted
 
+SHOWN_MISTAKES = 20  # different ones
+SHOWN_PLACES = 3  # of one mistake
+FIRST_NOTE_SECONDS, SECONDS_BETWEEN_NOTES = 2.0, 10.0  # a file of 91 kB may hold 30 million equal rows
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # message keys for templates or our checks
 MOST_NAMES = 1000  # columns and message keys that are noted by name; each row may have its identifier as a key
 HEAD = 50  # rows from which the layout is found; a mapped column must be in one of them
@@ -58,7 +70,7 @@ class ReadRow(NamedTuple):
 
 
 class RowReader:
-    """Reads a data set's rows once. Afterwards `facts` tells the unread columns and the odd texts."""
+    """Reads a data set's rows once. Afterwards `facts` names the unread columns and the odd texts."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -144,7 +156,7 @@ class RowReader:
             if name in self._unused or len(self._unused) >= MOST_NAMES:
                 continue
             self._unused[name] = None
-            near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
+            near = nearest(name, LAYOUTS[layout.format].optional, cutoff=0.8)
             if near and near not in values and near not in layout.columns:
                 line = in_yaml({near: name})
                 raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
@@ -210,7 +222,7 @@ class RowReader:
             "begins_of_text": self._begun,
             "dropped": dict(self._dropped),
             "dialect": dialect,
-            "told": dict(self._source.told),
+            "told": dict(self._source.notes),
             **facts_of_answers,
         }
 
@@ -218,7 +230,7 @@ class RowReader:
 def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
     """Whether a column that the layout needs is empty in this row: null, missing, or white space."""
     view = layout.view(row)
-    values = [view.get(column) for column in ROW_COLUMNS[layout.format]]
+    values = [view.get(column) for column in LAYOUTS[layout.format].columns]
     if layout.format in ("preference", "kto"):
         if isinstance(values[0], str):  # a text answers a prompt; a dialogue may hold the question itself
             values += [view[column] for column in ("prompt", "instruction") if column in view]
@@ -242,10 +254,10 @@ def _written_token(text: str) -> str | None:
     return None
 
 
-def told_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """What the readers tell about a file: cells read as empty, lines left out, sheets not read."""
-    for told, count in (facts.get("told") or {}).items():  # an older cache has none
-        yield told + f": {count:,}" * bool(count)
+def notes_on_reading(facts: dict[str, Any]) -> Iterator[str]:
+    """The readers' notes on a file: cells read as empty, lines skipped, sheets not read."""
+    for note, count in (facts.get("told") or {}).items():  # an older cache has none
+        yield note + f": {count:,}" * bool(count)
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
@@ -261,7 +273,7 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts.get("dialect"):
         yield f"{name}: read as {facts['dialect']}"
-    for line in told_lines(facts):
+    for line in notes_on_reading(facts):
         yield f"{name}: {line}"
     dropped = facts.get("dropped") or {}
     words = {"empty": "with an empty cell", "duplicate": "equal to an earlier one"}
@@ -309,3 +321,104 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
             f"{name}: prompts that run into their completion without a space or line break: {count:,}; end them with "
             "one, or read them as chats: columns: {instruction: ..., output: ...}"
         )
+
+
+@dataclass
+class _Group:
+    """One mistake, and the places of its rows."""
+
+    problem: str
+    places: list[str]  # the first SHOWN_PLACES
+    count: int = 1
+    size: int = 0
+
+    def line(self) -> str:
+        """`faq.csv:7: problem`, or `faq.csv:7, 12, 19 and 4 more rows: problem`."""
+        places = [place for place in self.places if place]
+        if not places:
+            return self.problem
+        file = places[0].rpartition(":")[0]
+        places = list(dict.fromkeys(places))  # a JSON array may be one line
+        text = places[0]
+        for place in places[1:]:
+            text += f", {place.removeprefix(f'{file}:')}"
+        if self.count > len(places):
+            text += f" and {counted(self.count - len(places), 'more row')}"
+        return f"{text}: {self.problem}"
+
+
+class Mistakes:
+    """Collects the first SHOWN_MISTAKES different mistakes, each with its first places, and counts all."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._groups: dict[str, _Group] = {}
+
+    def add(self, problem: str, place: str = "", *, kind: str | None = None, size: int = 0) -> None:
+        """Count a mistake. Equal problems are one line.
+
+        Args:
+            place: `file:line`; empty for a mistake of the whole data set.
+            kind: Problems of one kind are one line, even if their numbers differ.
+            size: The problem with the largest size is shown for its kind.
+        """
+        self.count += 1
+        group = self._groups.get(kind or problem)
+        if group is None:
+            if len(self._groups) < SHOWN_MISTAKES:
+                self._groups[kind or problem] = _Group(problem, [place], size=size)
+            return
+        group.count += 1
+        if size > group.size:
+            group.problem, group.size = problem, size
+        if len(group.places) < SHOWN_PLACES:
+            group.places.append(place)
+
+    def raise_if_any(self) -> None:
+        """Raises DataError with a line for each different mistake, and a count of the mistakes that are not shown."""
+        if not self.count:
+            return
+        hidden = self.count - sum(group.count for group in self._groups.values())
+        raise DataError([group.line() for group in self._groups.values()], self.count, hidden)
+
+    def take(self, error: DataError) -> None:
+        """Add an error's mistakes, those that it does not show too."""
+        for mistake in error.shown:
+            self.add(mistake)
+        self.count += error.count - len(error.shown)
+
+
+def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:
+    """Check every local row. Returns each data set's number of rows, and logs notes for the data's owner.
+
+    Raises DataError with every mistake.
+    """
+    mistakes = Mistakes()
+    counts: dict[str, int] = {}
+    notes: list[str] = []
+    for entry in data.sets:
+        try:
+            source = resolve(entry)
+            if source.kind == "hub":
+                continue
+            reader = RowReader(source)
+            counts[source.name] = 0
+            next_note = time.monotonic() + FIRST_NOTE_SECONDS
+            for number, row in enumerate(reader.rows(), start=1):
+                if time.monotonic() > next_note:
+                    next_note = time.monotonic() + SECONDS_BETWEEN_NOTES
+                    print(f"checking {source.name}: {counted(number, 'row')}", file=sys.stderr, flush=True)
+                if row.problem is None:
+                    counts[source.name] += 1
+                else:
+                    mistakes.add(row.problem, row.place)
+            facts = reader.facts()
+            notes += notes_of(source.name, facts)
+            if entry.format == "preference" and (equal := facts["answers"]["equal"]):  # `prepare` has its own note
+                notes.append(f"{source.name}: pairs of two equal answers: {equal:,}; they are left out")
+        except DataError as error:
+            mistakes.take(error)
+    mistakes.raise_if_any()
+    for note in notes:
+        log(note)
+    return counts
