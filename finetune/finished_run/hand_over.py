@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +87,9 @@ def hand_over(
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)
+            if folder.parent == run_dir / SERVING:
+                with suppress(OSError):  # not empty, if something was written
+                    folder.parent.rmdir()
     return {"folder": str(folder), **record}
 
 
