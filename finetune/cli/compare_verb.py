@@ -1,4 +1,4 @@
-"""The verb that compares: one recipe, varied in its strategy or in any key. Heavy imports inside it."""
+"""The verb that compares: one recipe, varied in its strategy or in any key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from finetune import preflight
 from finetune.cli.app import AsJson, run_verb, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
@@ -59,15 +60,13 @@ def compare(
             raise FinetuneError("--rows: files of rows are gone; write --vary KEY=A,B, or compare in several calls")
         if recipe is None:
             raise FinetuneError("RECIPE: is missing; name a recipe file")
-        from finetune.preflight import plan_comparison, rows_of_options, run_and_report
-
         if folder is not None:
             check_output(folder, "--output", folder=True)
         usual = strategies is None and not vary and seeds == 1
-        asked = rows_of_options(vary or [], STRATEGIES if usual else strategies, seeds)
+        asked = preflight.rows_of_options(vary or [], STRATEGIES if usual else strategies, seeds)
         words, count = _steps_in(overrides, steps)
-        comparison = plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
-        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
+        comparison = preflight.plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
+        return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
 

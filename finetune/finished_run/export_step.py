@@ -87,6 +87,23 @@ def run_at(run_dir: Path, step: int | None) -> Path:
     return folder
 
 
+def export_with_answers(run_dir: Path, step: int, to: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """`export_step`, then the exported model's answers, as a training gives them at its end, and the report.
+
+    Without a GPU only small models answer: a token of an 8B model takes seconds on a CPU. `say` gets the reason when
+    there are no answers.
+    """
+    facts = export_step(run_dir, step, to)
+    say("\n".join([f"exported step {step}: {facts['product']}", *facts["notes"]]))
+    folder = Path(facts["folder"])
+    try:
+        _write_answers(folder, step, say)
+    except FinetuneError as error:
+        say(f"no answers of this step: {error}")
+    write_pages(folder, say)
+    return facts
+
+
 def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, Any]:
     """Write the checkpoint after `step` steps into `to`, complete or not at all. Returns export.json and the folder.
 
@@ -222,19 +239,6 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
         write_json(receipt, facts)
 
 
-def write_answers_and_report(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Add the exported model's answers to samples.jsonl, as a training does at its end, and write the report.
-
-    Without a GPU only small models answer: a token of an 8B model takes seconds on a CPU. `say` gets the reason when
-    there are no answers.
-    """
-    try:
-        _write_answers(folder, step, say)
-    except FinetuneError as error:
-        say(f"no answers of this step: {error}")
-    write_pages(folder, say)
-
-
 def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
     file = folder / "samples.jsonl"
     if any(line.get("when") == "after" for line in (read_lines(file) if file.is_file() else [])):
@@ -263,8 +267,3 @@ def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
     answers = list(samples(model, tokenizer, asked, device, terminal.progress, together=False))
     terminal.clear()
     append_lines(file, [{"when": "after", "step": step} | answer for answer in answers])
-
-
-def describe_export(facts: dict[str, Any]) -> str:
-    """The verb's output."""
-    return "\n".join([f"exported step {facts['step']}: {facts['product']}", *facts["notes"]])

@@ -1,6 +1,7 @@
 """`finetune export --for ENGINE`: write the folder that a serving engine reads, and the command that serves it.
 
-transformers   the whole model: as trained, as merged before, or merged now
+ollama, llama.cpp   a GGUF, by gguf.py
+transformers   the whole model: as trained, or merged/, which is made if it is absent or older than the adapter
 peft           the adapter as it is, with a script that loads it onto its base
 vllm           the adapter as it is if vLLM computes it as peft does (vllm.py), otherwise the whole model
 """
@@ -12,17 +13,16 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_text
-from finetune.finished_run.load import FinishedRun, best_device, finished_run
-from finetune.finished_run.merging import plan_merge, write_merged
+from finetune.finished_run.gguf import hand_over_gguf
+from finetune.finished_run.load import FinishedRun, finished_run
+from finetune.finished_run.merge_command import whole_model
 from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.finished_run.vllm import lora_options, why_merged
 from finetune.model.build import configuration
@@ -50,6 +50,22 @@ class HandOver:
     ask: list[str]
     write: Callable[[Path], None]  # makes the folder, complete except for the record
     notes: tuple[str, ...] = ()
+
+
+def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write what an engine reads, and say the command that serves it. Raises FinetuneError."""
+    if engine not in ("ollama", "llama.cpp"):
+        facts = hand_over(run_dir, engine, to, say)  # type: ignore[arg-type]  # the verb checked it
+        say(describe_hand_over(facts))
+        return facts
+    if to is not None:
+        raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
+    facts = hand_over_gguf(run_dir, engine, say)  # type: ignore[arg-type]  # one of the two
+    text = f"for {engine}, in 8 bits: {facts['file']}\nserve it:\n  {facts['command']}"
+    if engine == "ollama":
+        text += f"\nask it:\n  ollama run {facts['command'].split()[2]} 'your question'"
+    say(text)
+    return facts
 
 
 def hand_over(
@@ -87,9 +103,6 @@ def hand_over(
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)
-            if folder.parent == run_dir / SERVING:
-                with suppress(OSError):  # not empty, if something was written
-                    folder.parent.rmdir()
     return {"folder": str(folder), **record}
 
 
@@ -103,47 +116,26 @@ def describe_hand_over(facts: Mapping[str, Any]) -> str:
 
 
 def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
-    path = folder.resolve()
+    path, source = folder.resolve(), whole_model(run, 0, log)
     command, ask = ["transformers", "serve", str(path)], ["python", str(path / SCRIPT), QUESTION]
     if run.recipe.model.trust_remote_code:
         command.append("--trust-remote-code")
-    whole = _whole_model(run, log)
+    automatic = "AutoModelForCausalLM"
+    if run.recipe.lora is not None:
+        automatic = auto_class(configuration(run.recipe)).__name__
 
     def write(target: Path) -> None:
-        whole.write(target)
-        automatic = "AutoModelForCausalLM"
-        if run.recipe.lora is not None:
-            automatic = auto_class(configuration(run.recipe)).__name__
+        _link_files(source, target)
         write_text(target / SCRIPT, _script(run, automatic, adapter=False))
 
-    return HandOver(whole.outcome, whole.words, command, ask, write, whole.notes)
+    return HandOver(*_whole_in_words(run, source), command, ask, write)
 
 
-@dataclass(frozen=True)
-class WholeModel:
-    """A folder with all weights, to be written."""
-
-    outcome: str  # merged or whole model
-    words: str
-    write: Callable[[Path], None]
-    notes: tuple[str, ...] = ()
-
-
-def _whole_model(run: FinishedRun, log: Callable[[str], None]) -> WholeModel:
-    """All weights as trained, as merged before, or merged when they are written. Raises FinetuneError."""
-    recipe, merged = run.recipe, run.folder / "merged"
-    if recipe.lora is None:
-        return WholeModel("whole model", "the whole model as trained", lambda target: _link_files(run.product, target))
-    if merged.is_dir():
-        return WholeModel("merged", "the merged model in merged/", lambda target: _link_files(merged, target))
-    merge = plan_merge(recipe, run.folder, best_device())
-
-    def write(target: Path) -> None:
-        dtype = getattr(torch, recipe.model.dtype)
-        write_merged(merge, target, dtype, dequantized=recipe.quantization is not None, log=log)
-
-    note = f"nothing was compared; this merges and compares: {shlex.join(['finetune', 'merge', str(run.folder)])}"
-    return WholeModel("merged", "the adapter merged into its base", write, (note,))
+def _whole_in_words(run: FinishedRun, source: Path) -> tuple[str, str]:
+    """The outcome, and a line about it."""
+    if run.recipe.lora is None:
+        return "whole model", "the whole model as trained"
+    return "merged", f"the merged model in {source.name}/"
 
 
 def _for_peft(run: FinishedRun, folder: Path) -> HandOver:
@@ -171,11 +163,13 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
         settings = look_at_adapter(run.product)
         reason = why_merged(settings, read_header(run.product / ADAPTER_WEIGHTS))
     if recipe.lora is None or reason is not None:
-        whole = _whole_model(run, log)
-        words = whole.words if reason is None else f"{whole.words}, because {reason}"
+        source = whole_model(run, 0, log)
+        outcome, words = _whole_in_words(run, source)
+        if reason is not None:
+            words += f", because {reason}"
         # With "=", a name that begins with a dash is no option.
         command = ["vllm", "serve", path, f"--served-model-name={name}", *options]
-        return HandOver(whole.outcome, words, command, ask, whole.write, whole.notes)
+        return HandOver(outcome, words, command, ask, partial(_link_files, source))
     if recipe.model.revision != "main":
         options += ["--revision", recipe.model.revision]
     if (run.product / TEMPLATE).is_file():  # vLLM takes the base's otherwise, and training may have had another

@@ -27,6 +27,7 @@ from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.recipe.sections.model import BaseDtype
 from finetune.tokens.dataset import prepare
+from finetune.untrusted.model_folder import ADAPTER_WEIGHTS
 from finetune.wording import counted
 
 # A quantised base's adapter can be merged into the base's own weights, or into the dequantised ones of its training.
@@ -91,6 +92,20 @@ def merge_run(
     return {"folder": str(run_dir / "merged"), **facts}
 
 
+def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> Path:
+    """The folder with all weights: model/, or merged/, which is made if it is absent or older than the adapter."""
+    if run.recipe.lora is None:
+        return run.product
+    merged = run.folder / "merged"
+    made = merged / "merge.json"  # written last
+    trained = run.product / ADAPTER_WEIGHTS
+    if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
+        log(f"{merged}: is newer than the adapter, so it is not merged again")
+        return merged
+    log(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=log)))
+    return merged
+
+
 def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[Base]:
     """The bases to merge into. Without a comparison there is one."""
     if run.recipe.quantization is None:
@@ -148,7 +163,7 @@ def _compared(run: FinishedRun, folder: Path, reference: Reference, device: torc
     return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def describe_merge(facts: Mapping[str, Any]) -> str:
     """The verb's output: the folder, a table, and advice."""
     size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
     lines = list(_table(facts))

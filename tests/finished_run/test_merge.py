@@ -25,7 +25,7 @@ from finetune.errors import DoesNotFit, FinetuneError
 from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
-from finetune.finished_run.merge_command import in_words, merge_run
+from finetune.finished_run.merge_command import describe_merge, merge_run
 from finetune.recipe.loader import load_recipe
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
@@ -221,7 +221,7 @@ def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
     assert facts["base"] == "dequantized"
     assert dequantized["top1"] == 1.0
     assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
-    assert "dequantized, which agrees better" in in_words(facts)
+    assert "dequantized, which agrees better" in describe_merge(facts)
     assert not list(run.glob(".tmp-*"))
     assert "quantization_config" not in json.loads((run / "merged" / "config.json").read_text())
     chosen = merge_run(run, dtype=None, base="own", prompts=3, log=print)
@@ -258,8 +258,8 @@ def test_rounded_weights_agree_less_and_get_a_note(run: Path, capsys: pytest.Cap
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(run / "merged").chat_template
     worse = facts | {"agreement": facts["agreement"] | {"base": rounded}}
-    assert "100% of what the adapter changed is lost in bfloat16" in in_words(worse)
-    assert "is lost" not in in_words(facts)
+    assert "100% of what the adapter changed is lost in bfloat16" in describe_merge(worse)
+    assert "is lost" not in describe_merge(facts)
 
 
 def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> None:
