@@ -1,4 +1,4 @@
-"""The verbs of `finetune`.."""
+"""The verbs of `finetune`."""
 
 from __future__ import annotations
 

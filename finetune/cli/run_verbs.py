@@ -304,7 +304,7 @@ def export(
                 f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter; or "
                 "--for and an engine"
             )
-        facts = finished_run.export_with_answers(run, step, folder, _line_printer(as_json))
+        facts = finished_run.export_with_report(run, step, folder, _line_printer(as_json))
         if not as_json:
             typer.echo(f"talk to it: {shlex.join(['finetune', 'chat', facts['folder']])}")
         return {"ok": True, **facts}

@@ -4,7 +4,7 @@
     evaluate(folder, EvalRequest(...), print)         eval.json
     merge_run(folder, ...)                            merged/
     write_gguf(folder, "q4_k_m", print)               gguf/, with a Modelfile for Ollama
-    export_with_answers(run, step, None, print)       a checkpoint as a finished run
+    export_with_report(run, step, None, print)       a checkpoint as a finished run
     export_for(folder, "vllm", None, print)           serving/ or gguf/, and the command that serves it
 
 It imports nothing before a name is asked for, so importing this module loads no torch.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.finished_run.eval_request import chosen_metrics as chosen_metrics
     from finetune.finished_run.eval_request import thresholds as thresholds
     from finetune.finished_run.evaluation import evaluate as evaluate
-    from finetune.finished_run.export_step import export_with_answers as export_with_answers
+    from finetune.finished_run.export_step import export_with_report as export_with_report
     from finetune.finished_run.export_step import run_at as run_at
     from finetune.finished_run.gguf import describe_gguf as describe_gguf
     from finetune.finished_run.gguf import write_gguf as write_gguf
@@ -41,7 +41,7 @@ _NAMES = {
     "chat": ("GenerationSettings", "answers_to", "converse", "open_run"),
     "eval_request": ("EvalRequest", "chosen_metrics", "thresholds"),
     "evaluation": ("evaluate",),
-    "export_step": ("export_with_answers", "run_at"),
+    "export_step": ("export_with_report", "run_at"),
     "gguf": ("describe_gguf", "write_gguf"),
     "hand_over": ("export_for",),
     "merge_command": ("describe_merge", "merge_run"),

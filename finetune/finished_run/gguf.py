@@ -31,12 +31,11 @@ from finetune.files import (
     disk_errors,
     remove_folder,
     sync,
-    write_text,
 )
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
 from finetune.finished_run.merge_command import whole_model
-from finetune.finished_run.ollama import PromptText, end_tokens_of, go_template, modelfile
+from finetune.finished_run.ollama import PromptText, end_tokens_of, go_template, write_modelfile
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
@@ -88,22 +87,14 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     finally:
         remove_folder(aside)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
-    facts |= {"quantization": quantization, "modelfile": None, "notes": []}
-    notes = []
+    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
+    written, notes = write_modelfile(run, source, tokenizer, file)
+    if written is not None:
+        commands["ollama"] = shlex.join(["ollama", "create", name, "-f", str(written)])
     if nameless := facts.pop("ends_without_name", []):
         texts = ", ".join(map(str, tokenizer.convert_ids_to_tokens(nameless)))
-        notes = [f"a GGUF names three end tokens; llama.cpp may not stop on {texts}"]
-    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
-    try:
-        template, facts["notes"] = go_template(run, tokenizer)
-        facts["notes"] += notes
-    except FinetuneError as error:
-        (folder / "Modelfile").unlink(missing_ok=True)  # an earlier one names an earlier file
-        facts["notes"] = [f"no Modelfile: {error}", *notes]
-    else:
-        write_text(folder / "Modelfile", modelfile(run, source, tokenizer, template, file.name))
-        facts["modelfile"] = str(folder / "Modelfile")
-        commands["ollama"] = shlex.join(["ollama", "create", name, "-f", facts["modelfile"]])
+        notes.append(f"a GGUF names three end tokens; llama.cpp may not stop on {texts}")
+    facts |= {"quantization": quantization, "modelfile": written and str(written), "notes": notes}
     return facts | {"commands": commands}
 
 

@@ -6,7 +6,6 @@ would refuse on the machines is refused here, before a job waits in a queue.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
+from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
 from finetune.paths import from_here
 from finetune.recipe.loader import load_recipe
@@ -28,8 +28,6 @@ CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "
 
 TRAINER = ("-m", "finetune.train")  # by its name: machines may have this package in different folders
 _PORT = 29500  # torch's own default
-_CORES_PER_RANK = 8
-_SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
 _MARK = "# Made by: finetune launch "
 
 
@@ -133,7 +131,8 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
 def script(plan: LaunchPlan) -> str:
     """The file's text: a bash script to run on every machine, or a job script for Slurm."""
     if plan.launcher == "slurm":
-        return _slurm_script(plan)
+        starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
+        return job_script(plan, _head(plan), starter)
     lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
     if plan.nodes == 1:
         lines += ["# Start: bash THIS_FILE", "", *_find_configs(plan), f"exec {_starter(plan)} \\", f"  {trainer}"]
@@ -223,64 +222,3 @@ def _find_configs(plan: LaunchPlan) -> list[str]:
         return []
     program = "from finetune.recipe.strategy import CONFIG_FOLDER; print(CONFIG_FOLDER)"
     return [f"configs=$(python -c {shlex.quote(program)}) || exit"]
-
-
-def _slurm_script(plan: LaunchPlan) -> str:
-    """A job with one task per node, which starts a rank per GPU. It saves before its time limit and queues again."""
-    settings: dict[str, object] = {
-        "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
-        "nodes": plan.nodes,
-        "ntasks-per-node": 1,
-    }
-    if plan.gpus:
-        settings["gpus-per-node"] = plan.gpus
-    settings |= {
-        "cpus-per-task": _CORES_PER_RANK * plan.ranks,
-        "mem": 0,
-        "time": "24:00:00",
-        "signal": f"TERM@{_SAVE_SECONDS}",
-        "open-mode": "append",
-        "output": "%x-%j.log",
-    }
-    lines = [
-        "#!/bin/bash",
-        *_head(plan),
-        "# Submit with the Python environment active: sbatch THIS_FILE",
-        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --partition.",
-        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
-        "#SBATCH --requeue",
-        "",
-    ]
-    starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
-    if plan.nodes > 1:
-        # The node's number is in each task's own environment, so the task's bash expands $SLURM_NODEID.
-        starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
-        lines += [
-            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
-            "export MASTER_ADDR MASTER_PORT",
-        ]
-    if not plan.alone:
-        # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
-        limit = _SAVE_SECONDS - 30
-        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit}  # torchrun kills ranks that save for longer"]
-    trainer = shlex.join(plan.words)
-    if plan.loaded.recipe.training.resume == "never":  # a job that is queued again must resume
-        trainer += " ${SLURM_RESTART_COUNT:+training.resume=auto}"
-    lines += [
-        f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
-        'before=$(cat "$state" 2>/dev/null)',
-        "",
-        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
-        f"  {trainer}",
-        "code=$?",
-        "",
-        f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
-        "# Where the run says that it did, the job queues again and resumes from there.",
-        'after=$(cat "$state" 2>/dev/null)',
-        'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"

@@ -143,26 +143,6 @@ def test_the_command_after_an_export_is_read_by_a_shell(
     assert (folder / "report.html").is_file()
 
 
-def test_without_its_data_an_export_has_no_answers_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write(tmp_path, save_tiny(tmp_path / "base"), steps=4)
-    assert main([str(recipe)]) == 0
-    export = ["export", str(tmp_path / "run"), "--step", "2"]
-    samples = tmp_path / "run" / "exports" / "step-00000002" / "samples.jsonl"
-    write_chats(tmp_path / "chats.jsonl", LENGTHS[1:])
-    assert "no answers of this step: the data's files have changed" in said(export, capsys)
-    (tmp_path / "chats.jsonl").unlink()
-    told = said(export, capsys)
-    assert "no answers of this step: " in told
-    assert "chats.jsonl" in told
-    assert {line["when"] for line in read_lines(samples)} == {"before"}
-    assert samples.with_name("report.html").is_file()
-    said(["export", str(tmp_path / "run"), "--step", "4"], capsys)
-    last = read_lines(tmp_path / "run" / "exports" / "step-00000004" / "samples.jsonl")
-    assert [line["when"] for line in last] == ["before"] * 2 + ["after"] * 2, "the training's own answers"
-
-
 def damaged(run: Path) -> None:
     (step_folder(run, 2) / "model-00000.safetensors").write_bytes(b"torn")
 
