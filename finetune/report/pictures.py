@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#eeca3b")
 FAINT = "66"  # opacity of a curve behind its smoothed one, hexadecimal
-HOLE = "#80808040"  # background of steps without metrics
 MOST_POINTS = 1200  # of one curve; a longer curve shows the means of neighbouring points
 PNG_INCHES = (8.0, 4.5)  # its 12-point letters can be read at half size
 # (width, height, letters, points of a curve); all but the points in CSS pixels. A page shows a chart at nearly this
@@ -56,7 +55,6 @@ class Series:
     dots: bool = False  # few points that are not connected: evaluations
     colour: int | None = None  # index in COLOURS; None: the series' own index
     faint: bool = False  # behind its smoothed curve, which has the same colour
-    holes: Sequence[tuple[int, int]] = ()  # (first, last) step of each stretch without metrics; no line crosses it
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class Chart:
     title: str
     series: Sequence[Series]
     groups: Sequence[str] = ()
-    holes: Sequence[tuple[int, int]] = ()  # steps without metrics that get a background
     leads: bool = False  # the page's first chart, which takes its width
 
     @property
@@ -96,10 +93,7 @@ class Chart:
         """(name, colour) for each series; empty for a single series, because the title names it."""
         if len(self.series) == 1:
             return []
-        entries = [(series.name, colour) for series, colour in self.shown]
-        if self.holes:
-            entries.append(("no metrics", HOLE))
-        return entries
+        return [(series.name, colour) for series, colour in self.shown]
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -209,14 +203,8 @@ def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POIN
             style, layer = {"marker": "o", "markersize": 4.5, "linestyle": "none"}, 3
         else:
             style, layer = {"linewidth": 1.4}, 2
-            # matplotlib ends a line at a value that is not a number, and begins another behind it.
-            gaps = [((first + last) / 2, math.nan) for first, last in series.holes]
-            points += gaps
-        points.sort(key=lambda point: point[0])
         handles += axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, zorder=layer, **style)
-    # A step's ground reaches half a step to both sides. One of the grounds stands for all in the legend.
-    grounds = [axes.axvspan(first - 0.5, last + 0.5, color=HOLE, linewidth=0) for first, last in chart.holes]
-    return handles + grounds[:1]
+    return handles
 
 
 def _draw_bars(axes: Any, chart: Chart, letters: int) -> list[Any]:
