@@ -250,7 +250,7 @@ def plan(
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm, torchrun or accelerate.")] = "torchrun",
+    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm or torchrun.")] = "torchrun",
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)

@@ -16,13 +16,12 @@ from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
-from finetune.paths import from_here
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.wording import counted
 
-Launcher = Literal["slurm", "torchrun", "accelerate"]
+Launcher = Literal["slurm", "torchrun"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "job", "helm", "kubeflow")
 
@@ -64,7 +63,9 @@ def plan_launch(
     """
     if launcher not in LAUNCHERS:
         hint = ""
-        if launcher.lower() in CONTAINERS:
+        if launcher == "accelerate":
+            hint = "; take torchrun, which starts the same run"
+        elif launcher.lower() in CONTAINERS:
             hint = (
                 "; docs/launching.md has a Dockerfile and a Job for containers and Kubernetes, which run finetune train"
             )
@@ -135,7 +136,7 @@ def script(plan: LaunchPlan) -> str:
         return job_script(plan, _head(plan), starter)
     lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
     if plan.nodes == 1:
-        lines += ["# Start: bash THIS_FILE", "", *_find_configs(plan), f"exec {_starter(plan)} \\", f"  {trainer}"]
+        lines += ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
         return "\n".join(lines) + "\n"
     starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
     last = plan.nodes - 1
@@ -145,7 +146,6 @@ def script(plan: LaunchPlan) -> str:
         f'machine="${{1:?the number of this machine, 0 to {last}}}"',
         'first="${2:?the address of machine 0, as the others reach it}"',
         "",
-        *_find_configs(plan),
         f"exec {starter} \\",
         f"  {trainer}",
     ]
@@ -185,40 +185,9 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
 
     `machine` (this machine's number), `first` (machine 0's address) and `port` are bash words.
     """
-    if plan.launcher == "accelerate":
-        on_cpu = not plan.gpus and not plan.alone
-        options = f"--config_file {_config_file(plan)} --num_processes {plan.world}"
-        if plan.nodes > 1:
-            options += f" --num_machines {plan.nodes} --machine_rank {machine}"
-            options += f" --main_process_ip {first} --main_process_port {port}"
-            if plan.strategy.uses_engine and not on_cpu:
-                # Without it Accelerate would start the other machines from the first one by pdsh.
-                options += " --deepspeed_multinode_launcher standard"
-        elif not plan.alone:
-            options += " --main_process_port 0"  # any free one
-        return f"accelerate launch {options}"
     if plan.alone:
         return "python"
     if plan.nodes == 1:
         return f"torchrun --standalone --nproc-per-node {plan.ranks}"
     place = f"--node-rank {machine} --master-addr {first} --master-port {port}"
     return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
-
-
-def _config_file(plan: LaunchPlan) -> str:
-    """Accelerate's config as a bash word: a path inside the current folder, or one inside $configs."""
-    config = plan.strategy.path
-    if not plan.gpus and not plan.alone:
-        config = CONFIG_FOLDER / "cpu_2proc.yaml"
-    path = from_here(config)
-    if Path(path).is_absolute() and config.parent == CONFIG_FOLDER:
-        return f'"$configs"/{shlex.quote(config.name)}'
-    return shlex.quote(path)
-
-
-def _find_configs(plan: LaunchPlan) -> list[str]:
-    """The line that finds this package's Accelerate configs on the machine that runs the file, if it names one."""
-    if plan.launcher != "accelerate" or "$configs" not in _config_file(plan):
-        return []
-    program = "from finetune.recipe.strategy import CONFIG_FOLDER; print(CONFIG_FOLDER)"
-    return [f"configs=$(python -c {shlex.quote(program)}) || exit"]
