@@ -15,9 +15,9 @@ FAINT = "66"  # opacity of a curve behind its smoothed one, hexadecimal
 MOST_POINTS = 1200  # of one curve; a longer curve shows the means of neighbouring points
 PNG_INCHES = (8.0, 4.5)  # its 12-point letters can be read at half size
 # (width, height, letters, points of a curve); all but the points in CSS pixels. A page shows a chart at nearly this
-# size, on a phone and on a desk, so letters have one size everywhere: page.html.jinja.
-SIZES = {"column": (352, 190, 12, 500), "middle": (704, 220, 12, 800), "page": (1104, 260, 12, MOST_POINTS)}
-Size = Literal["column", "middle", "page"]
+# size, so letters have one size everywhere; a narrow screen scrolls over a wide one (page.html.jinja).
+SIZES = {"column": (352, 190, 12, 500), "page": (1104, 260, 12, MOST_POINTS)}
+Size = Literal["column", "page"]
 BARS_OF_A_COLUMN = 8  # more bars need the page's width, else their labels overlap
 DPI = 130
 BAR_GROUP = 0.8  # width of a group's bars; 1 is the distance between two groups
@@ -80,13 +80,11 @@ class Chart:
         return shown
 
     @property
-    def sizes(self) -> list[Size]:
-        """The chart's sizes in a page, widest first. The page's style shows the one that fits."""
-        if len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
-            return ["page", "middle"]
-        if self.leads:
-            return ["page", "middle", "column"]
-        return ["column"]
+    def size(self) -> Size:
+        """The chart's size in a page."""
+        if self.leads or len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
+            return "page"
+        return "column"
 
     @property
     def legend(self) -> list[tuple[str, str]]:
@@ -130,7 +128,7 @@ def smoothed(points: Sequence[tuple[float, float]], weights: Sequence[float], wi
     return means
 
 
-def inline_svg(chart: Chart, size: Size = "column") -> str:
+def inline_svg(chart: Chart) -> str:
     """The chart without title and legend, as an <svg> element for a page; empty if there is nothing to draw.
 
     Text and background have no colour. The page's style sets them, light or dark.
@@ -141,8 +139,8 @@ def inline_svg(chart: Chart, size: Size = "column") -> str:
         return ""
     # matplotlib hashes the salt into the ids of clip paths and markers. With this salt the charts of one page share no
     # id, and a chart that is drawn again has the same ids.
-    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": f"{chart.title}, {size}"}):  # type: ignore[arg-type]
-        width, height, letters, points = SIZES[size]
+    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
+        width, height, letters, points = SIZES[chart.size]
         figure = new_figure(figsize=(width / 72, height / 72), layout=None)  # matplotlib's SVG has 72 units an inch
         # The axes' box, as shares of the figure. Room for labels: 5 letters on the left, 2 below, 1.8 right, 1.2 above.
         left, bottom = 5 * letters / width, 2 * letters / height
