@@ -182,7 +182,7 @@ def merge(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="Under a quantised base: own or dequantized; that which agrees best.", show_default=False),
+        typer.Option(help="Under a quantised base: own or dequantized; dequantized.", show_default=False),
     ] = None,
     verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
     gguf: Annotated[
