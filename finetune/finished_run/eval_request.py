@@ -1,4 +1,4 @@
-"""What `finetune eval` is asked to measure, and the reading of its metrics and thresholds."""
+"""The request of `finetune eval`, read from the command line."""
 
 from __future__ import annotations
 

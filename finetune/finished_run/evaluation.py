@@ -323,8 +323,9 @@ def _perplexity(loss: float) -> float:
 
 def held_out_in_words(figures: dict[str, Any]) -> str:
     """A table, and the run's own figure."""
-    documents, tokens = counted(figures["documents"], "held-out document"), counted(figures["tokens"], "token")
-    lines = [f"{documents}, {tokens} that would be learned:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
+    documents = counted(figures["documents"], "held-out document")
+    tokens = counted(figures["tokens"], "supervised token")
+    lines = [f"{documents}, {tokens}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
     for name in ("base", "tuned"):
         lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
     if figures["recorded"] is not None:

@@ -92,7 +92,7 @@ def task_figures(
 
 
 def _template_in_words(templated: Mapping[str, bool]) -> str:
-    """Which tasks use the chat template."""
+    """A line that names the tasks with and without the chat template."""
     parts = []
     for uses, words in ((True, "used for"), (False, "not used for")):
         names = [name for name, each in templated.items() if each is uses]

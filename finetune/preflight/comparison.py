@@ -239,7 +239,7 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
 
 
 def _facts(comparison: Comparison, row: ComparedRow) -> Row:
-    """What a row is: its name, what it sets, and the number of its curve, which rows that learn the same share."""
+    """A row's name, its settings, and the number of its curve. Rows that learn the same share a curve."""
     curves = list(dict.fromkeys(each.curve for each in comparison.rows))
     facts = {"name": row.name, "strategy": row.strategy, "settings": dict(row.settings)}
     facts["overrides"] = [*comparison.overrides, *row.overrides]  # of the recipe, to run this row again

@@ -26,7 +26,7 @@ CURVES = (
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
 )
-# Of runs on preferences: title, key of training lines and evaluations, factor.
+# Curves of runs on preferences: title, key of training lines and evaluations, factor.
 PREFERENCE_CURVES = (
     ("Reward accuracy, %", "reward_accuracy", 100.0),
     ("Reward margin, chosen less rejected", "reward_margin", 1.0),
@@ -82,7 +82,9 @@ def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str
     run = ReportedRun(name, folder, facts, plan_of(folder) or {})
     # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
     with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
-        summary(run), phase_peaks(run), planned_peaks(run), run.facts.missing()
+        for figures_of in (summary, phase_peaks, planned_peaks):
+            figures_of(run)
+        run.facts.missing()
     return run
 
 

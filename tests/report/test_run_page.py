@@ -388,7 +388,7 @@ def test_a_lone_run_is_told_to_others_first(tmp_path: Path) -> None:
     (folder / "receipt.json").write_text(json.dumps(receipt))
     text = text_of(report(read_runs([folder])))
     for sentence in (
-        "252 examples of rows, 20,481 tokens, of which 8,313 are supervised",
+        "252 examples of rows, 20,481 tokens; 8,313 of them are supervised",
         "12,345 of 100,000 parameters (12.3%)",
         "5 steps in 11 s on one CPU",
         "loss 4.500 before, 2.500 after (44% lower)",
