@@ -296,9 +296,7 @@ def export(
             at = finished_run.run_at(run, step)
             return {"ok": True, **finished_run.export_for(at, engine, folder, _line_printer(as_json))}
         if plain:
-            from finetune.finished_run.plain_adapter import export_plain
-
-            return {"ok": True, **export_plain(finished_run.run_at(run, step), folder)}
+            return {"ok": True, **finished_run.export_plain(finished_run.run_at(run, step), folder)}
         if step is None:
             raise FinetuneError(
                 f"{run}: export needs a checkpoint's step: --step N; or --plain, for a PiSSA or OLoRA adapter; or "

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from finetune.finished_run.hand_over import export_for as export_for
     from finetune.finished_run.merge_command import describe_merge as describe_merge
     from finetune.finished_run.merge_command import merge_run as merge_run
+    from finetune.finished_run.plain_adapter import export_plain as export_plain
 
 ENGINES = ("transformers", "peft", "vllm", "llama.cpp", "ollama")  # of `finetune export --for`
 
@@ -45,6 +46,7 @@ _NAMES = {
     "gguf": ("describe_gguf", "write_gguf"),
     "hand_over": ("export_for",),
     "merge_command": ("describe_merge", "merge_run"),
+    "plain_adapter": ("export_plain",),
 }
 
 
