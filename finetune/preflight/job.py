@@ -151,7 +151,7 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
     return processes
 
 
-def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
+def kill_all(process: subprocess.Popen[Any], known: Sequence[psutil.Process] = ()) -> int:
     """SIGKILL to a launcher and all processes below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
@@ -168,7 +168,7 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
     return len(children) + 1
 
 
-def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _descendants(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     """The processes that it started, and those that they started; ranks are in their own sessions."""
     try:
         return list(psutil.Process(process.pid).children(recursive=True))
