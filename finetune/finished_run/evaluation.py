@@ -92,7 +92,7 @@ def evaluate(folder: Path, request: EvalRequest, say: Say, show: Say = lambda _:
     return result
 
 
-class Answer(NamedTuple):
+class Result(NamedTuple):
     """A question's result for both models."""
 
     figures: dict[str, Any]  # for eval.json
@@ -110,7 +110,7 @@ class Question(Protocol):
     def ask(self, model: nn.Module, name: str, show: Say) -> Any:
         """One model's loss, or its answers. `name` is base or tuned."""
 
-    def compare(self, base: Any, tuned: Any) -> Answer:
+    def compare(self, base: Any, tuned: Any) -> Result:
         """Both models' losses or answers side by side."""
 
 
@@ -150,10 +150,10 @@ def measure(
             result["held_out"] = {"recorded": recorded["loss"], **rewards}
     rows: list[dict[str, Any]] = []
     for question in questions:
-        answer = question.compare(**found[question.key])
-        result[question.key] = answer.figures
-        rows += answer.rows
-        say(answer.words)
+        outcome = question.compare(**found[question.key])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
     return result, rows
 
 
@@ -219,7 +219,7 @@ class HeldOutLoss:
             finally:
                 model.eval()
 
-    def compare(self, base: float, tuned: float) -> Answer:
+    def compare(self, base: float, tuned: float) -> Result:
         assert self.prepared.eval is not None
         exported = read_run(self.run.folder, self.run.recipe).exported_eval()
         figures = {
@@ -229,7 +229,7 @@ class HeldOutLoss:
             "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
             "recorded": exported["loss"] if exported else None,
         }
-        return Answer(figures, held_out_in_words(figures))
+        return Result(figures, held_out_in_words(figures))
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Scores:
     def ask(self, model: nn.Module, name: str, show: Say) -> list[str]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> Answer:
+    def compare(self, base: list[str], tuned: list[str]) -> Result:
         asked = self.asked
         of_base, of_tuned = scores_on_all(asked, base, Ranks()), scores_on_all(asked, tuned, Ranks())
         metrics = {}
@@ -262,7 +262,7 @@ class Scores:
             scores = {name: [of_base[name][index], of_tuned[name][index]] for name in metrics}
             row = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
             rows.append({**row, "base": base[index], "tuned": tuned[index], "scores": scores})
-        return Answer(figures, scores_in_words(figures), rows)
+        return Result(figures, scores_in_words(figures), rows)
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class General:
     def ask(self, model: nn.Module, name: str, show: Say) -> list[str]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> Answer:
+    def compare(self, base: list[str], tuned: list[str]) -> Result:
         questions = general_rows()
         of_base, of_tuned = general_scores(questions, base), general_scores(questions, tuned)
         kinds = {}
@@ -285,7 +285,7 @@ class General:
             places = [place for place, row in enumerate(questions) if row.kind == kind]
             kinds[kind] = compared([of_base[place] for place in places], [of_tuned[place] for place in places])
         figures = {"rows": len(questions), "all": compared(of_base, of_tuned), "kinds": kinds}
-        return Answer(figures, general_in_words(figures))
+        return Result(figures, general_in_words(figures))
 
 
 def _general_set(encoder: Encoder) -> ScoredSet:
