@@ -166,7 +166,7 @@ def evaluate(
             progress.clear()
             print_line(text)
 
-        figures = finished_run.evaluate(finished_run.run_at(run, step), request, say_result, progress.progress)
+        figures = finished_run.evaluate_finished(finished_run.run_at(run, step), request, say_result, progress.progress)
         if not as_json and figures.get("ok", True):  # a failed gate names no next step
             say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
         return {"ok": True, **figures}

@@ -1,7 +1,7 @@
 """After a run: chat, evaluate, merge and export. Other packages import this module only.
 
     folder = run_at(run, step)                        the run, or the export of a checkpoint
-    evaluate(folder, EvalRequest(...), print)         eval.json
+    evaluate_finished(folder, EvalRequest(...), print)     eval.json
     merge_run(folder, ...)                            merged/
     write_gguf(folder, "q4_k_m", print)               gguf/, with a Modelfile for Ollama
     export_with_report(run, step, None, print)       a checkpoint as a finished run
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from finetune.finished_run.eval_request import EvalRequest as EvalRequest
     from finetune.finished_run.eval_request import chosen_metrics as chosen_metrics
     from finetune.finished_run.eval_request import thresholds as thresholds
-    from finetune.finished_run.evaluation import evaluate as evaluate
+    from finetune.finished_run.evaluation import evaluate_finished as evaluate_finished
     from finetune.finished_run.export_step import export_with_report as export_with_report
     from finetune.finished_run.export_step import run_at as run_at
     from finetune.finished_run.gguf import describe_gguf as describe_gguf
@@ -41,7 +41,7 @@ ENGINES = ("transformers", "peft", "vllm", "llama.cpp", "ollama")  # of `finetun
 _NAMES = {
     "chat": ("GenerationSettings", "answers_to", "converse", "open_run"),
     "eval_request": ("EvalRequest", "chosen_metrics", "thresholds"),
-    "evaluation": ("evaluate",),
+    "evaluation": ("evaluate_finished",),
     "export_step": ("export_with_report", "run_at"),
     "gguf": ("describe_gguf", "write_gguf"),
     "hand_over": ("export_for",),

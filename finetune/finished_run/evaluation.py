@@ -1,6 +1,6 @@
 """`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
 
-`evaluate` loads each model once and asks it the questions that the request needs: HeldOutLoss, Scores, General.
+`evaluate_finished` loads each model once and asks it the questions that the request needs: HeldOutLoss, Scores, General.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.batch_plan import plan_batches
-from finetune.training.loop import evaluate as held_out_evaluation
+from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, held_out_set, scores_on_all
 from finetune.wording import counted
 
 WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
-Say = Callable[[str], None]
+_Say = Callable[[str], None]
 
 
-def evaluate(folder: Path, request: EvalRequest, say: Say, show: Say = lambda _: None) -> dict[str, Any]:
+def evaluate_finished(folder: Path, request: EvalRequest, say: _Say, show: _Say = lambda _: None) -> dict[str, Any]:
     """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
 
     Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
@@ -92,7 +92,7 @@ def evaluate(folder: Path, request: EvalRequest, say: Say, show: Say = lambda _:
     return result
 
 
-class Result(NamedTuple):
+class QuestionResult(NamedTuple):
     """A question's result for both models."""
 
     figures: dict[str, Any]  # for eval.json
@@ -107,15 +107,15 @@ class Question(Protocol):
     def key(self) -> str:
         """Its place in eval.json."""
 
-    def ask(self, model: nn.Module, name: str, show: Say) -> Any:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> Any:
         """One model's loss, or its answers. `name` is base or tuned."""
 
-    def compare(self, base: Any, tuned: Any) -> Result:
+    def compare(self, base: Any, tuned: Any) -> QuestionResult:
         """Both models' losses or answers side by side."""
 
 
 def measure(
-    run: FinishedRun, device: torch.device, request: EvalRequest, say: Say, show: Say
+    run: FinishedRun, device: torch.device, request: EvalRequest, say: _Say, show: _Say
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once."""
     recipe, prepared = run.recipe, None
@@ -158,7 +158,7 @@ def measure(
 
 
 def _questions(
-    run: FinishedRun, device: torch.device, prepared: Prepared | None, request: EvalRequest, say: Say
+    run: FinishedRun, device: torch.device, prepared: Prepared | None, request: EvalRequest, say: _Say
 ) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
@@ -202,7 +202,7 @@ class HeldOutLoss:
     prepared: Prepared
     key = "held_out"
 
-    def ask(self, model: nn.Module, name: str, show: Say) -> float:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> float:
         recipe, rows = self.run.recipe, self.prepared.eval
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
@@ -211,7 +211,7 @@ class HeldOutLoss:
         plan = plan_batches(recipe, len(self.prepared.train), world_size=1, rank=0, flat=flat)
         with _arithmetic(recipe.training.mixed_precision, self.device):
             try:
-                return held_out_evaluation(accelerator, model, rows, plan, objective_of(recipe), show=show)["loss"]
+                return evaluate(accelerator, model, rows, plan, objective_of(recipe), show=show)["loss"]
             except NotFinite:  # its text is about a training
                 raise NotFinite(
                     f"{self.run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
@@ -219,7 +219,7 @@ class HeldOutLoss:
             finally:
                 model.eval()
 
-    def compare(self, base: float, tuned: float) -> Result:
+    def compare(self, base: float, tuned: float) -> QuestionResult:
         assert self.prepared.eval is not None
         exported = read_run(self.run.folder, self.run.recipe).exported_eval()
         figures = {
@@ -229,7 +229,7 @@ class HeldOutLoss:
             "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
             "recorded": exported["loss"] if exported else None,
         }
-        return Result(figures, held_out_in_words(figures))
+        return QuestionResult(figures, held_out_in_words(figures))
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,10 @@ class Scores:
     asked: ScoredSet
     key = "scores"
 
-    def ask(self, model: nn.Module, name: str, show: Say) -> list[str]:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> Result:
+    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
         asked = self.asked
         of_base, of_tuned = scores_on_all(asked, base, Ranks()), scores_on_all(asked, tuned, Ranks())
         metrics = {}
@@ -262,7 +262,7 @@ class Scores:
             scores = {name: [of_base[name][index], of_tuned[name][index]] for name in metrics}
             row = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
             rows.append({**row, "base": base[index], "tuned": tuned[index], "scores": scores})
-        return Result(figures, scores_in_words(figures), rows)
+        return QuestionResult(figures, scores_in_words(figures), rows)
 
 
 @dataclass(frozen=True)
@@ -274,10 +274,10 @@ class General:
     asked: ScoredSet
     key = "general"
 
-    def ask(self, model: nn.Module, name: str, show: Say) -> list[str]:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> Result:
+    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
         questions = general_rows()
         of_base, of_tuned = general_scores(questions, base), general_scores(questions, tuned)
         kinds = {}
@@ -285,7 +285,7 @@ class General:
             places = [place for place, row in enumerate(questions) if row.kind == kind]
             kinds[kind] = compared([of_base[place] for place in places], [of_tuned[place] for place in places])
         figures = {"rows": len(questions), "all": compared(of_base, of_tuned), "kinds": kinds}
-        return Result(figures, general_in_words(figures))
+        return QuestionResult(figures, general_in_words(figures))
 
 
 def _general_set(encoder: Encoder) -> ScoredSet:
@@ -298,8 +298,8 @@ def _general_set(encoder: Encoder) -> ScoredSet:
     return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
 
 
-def _started_from(recipe: Recipe, say: Say) -> dict[str, str]:
-    """Say that the base is not the start of a training that went on with an adapter."""
+def _started_from(recipe: Recipe, say: _Say) -> dict[str, str]:
+    """_Say that the base is not the start of a training that went on with an adapter."""
     start = recipe.model.adapter
     if start is None:
         return {}
