@@ -1,7 +1,7 @@
 """After a run: chat, evaluate, merge and export. Other packages import this module only.
 
     folder = run_at(run, step)                        the run, or the export of a checkpoint
-    evaluate_finished(folder, EvalRequest(...), print)     eval.json
+    evaluate_finished(folder, EvalRequest(...), print)  eval.json
     merge_run(folder, ...)                            merged/
     write_gguf(folder, "q4_k_m", print)               gguf/, with a Modelfile for Ollama
     export_with_report(run, step, None, print)       a checkpoint as a finished run

@@ -1,6 +1,6 @@
 """`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
 
-`evaluate_finished` loads each model once and asks it the questions that the request needs: HeldOutLoss, Scores, General.
+`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, Scores, General.
 """
 
 from __future__ import annotations
