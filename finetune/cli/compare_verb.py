@@ -1,18 +1,16 @@
-"""The verb that compares: one recipe, varied in its strategy or in any key. Heavy imports inside it."""
+"""The verb that compares: one recipe, varied in its strategy or in any key."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from finetune import preflight
 from finetune.cli.app import AsJson, run_verb, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
-
-if TYPE_CHECKING:
-    from finetune.preflight import AskedRow
 
 STEPS = 20
 STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"  # where nothing is named
@@ -36,10 +34,7 @@ def compare(
             metavar="KEY=A,B", help="Vary strategy, or any recipe key; repeated: the product.", show_default=False
         ),
     ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(parser=user_path, help="YAML list of `name: [KEY=VALUE, ...]`, a row each.", show_default=False),
-    ] = None,
+    rows: Annotated[str | None, typer.Option(hidden=True)] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of each.", show_default=str(STEPS))] = None,
     seeds: Annotated[
         int, typer.Option(min=1, max=20, help="Run each row with so many seeds; shows mean and spread.")
@@ -61,16 +56,17 @@ def compare(
     def work() -> dict[str, Any]:
         if lecture is not None:
             raise FinetuneError(f"--lecture: the lectures moved; in a checkout, run `python -m lectures {lecture}`")
+        if rows is not None:
+            raise FinetuneError("--rows: files of rows are gone; write --vary KEY=A,B, or compare in several calls")
         if recipe is None:
             raise FinetuneError("RECIPE: is missing; name a recipe file")
-        from finetune.preflight import plan_comparison, run_and_report
-
         if folder is not None:
             check_output(folder, "--output", folder=True)
-        asked = _asked_rows(strategies, vary or [], rows, seeds)
+        usual = strategies is None and not vary and seeds == 1
+        asked = preflight.rows_of_options(vary or [], STRATEGIES if usual else strategies, seeds)
         words, count = _steps_in(overrides, steps)
-        comparison = plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
-        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
+        comparison = preflight.plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
+        return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
 
@@ -82,21 +78,6 @@ def _steps_in(overrides: list[str], steps: int | None) -> tuple[list[str], int]:
     if steps is None and named and named[-1].isdigit() and int(named[-1]) > 0:
         return [word for word in overrides if not word.startswith(key)], int(named[-1])
     return overrides, steps or STEPS
-
-
-def _asked_rows(strategies: str | None, vary: list[str], file: Path | None, seeds: int) -> list[AskedRow]:
-    """The rows from one of the three options, or from the usual strategies. Raises FinetuneError."""
-    from finetune.preflight import rows_of_file, rows_of_options
-
-    if file is None:
-        usual = strategies is None and not vary and seeds == 1
-        return rows_of_options(vary, STRATEGIES if usual else strategies, seeds)
-    if seeds > 1:
-        raise FinetuneError(f"--seeds: stands beside --rows {file}; name the seeds there: training.seed=1")
-    if vary or strategies is not None:
-        other = "--vary" if vary else "--strategies"
-        raise FinetuneError(f"{other}: stands beside --rows {file}, which names every row; leave one of them out")
-    return rows_of_file(file)
 
 
 def recipe_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:

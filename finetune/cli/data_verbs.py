@@ -1,4 +1,4 @@
-"""The verbs that look at a recipe's data, and those that make a recipe. Heavy imports inside them."""
+"""The verbs that look at a recipe's data, and those that make a recipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from finetune import importers, new_recipe, preflight
 from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
 from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
+from finetune.model.packaged import refuse_unreachable
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
 
@@ -30,8 +32,6 @@ def preview(
     def work() -> dict[str, Any]:
         if html is not None:
             check_output(html, "--html")
-        from finetune.model.packaged import refuse_unreachable
-
         loaded = load_recipe(recipe, overrides or [], here=True).recipe
         refuse_unreachable(loaded.model.name_or_path, loaded.model.revision)  # before torch is imported
         say_begun("reading and tokenising the rows")
@@ -94,10 +94,8 @@ def init(
 
     def work() -> dict[str, Any]:
         typer.echo(f"reading {target}", err=True)
-        from finetune.new_recipe import print_proposal, propose
-
         can_ask = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
-        proposal = propose(
+        proposal = new_recipe.propose(
             target,
             columns=columns,
             labels=labels,
@@ -110,7 +108,7 @@ def init(
         )
         write_text(proposal.file, proposal.text)
         if not as_json:
-            print_proposal(proposal, rich_console())
+            new_recipe.print_proposal(proposal, rich_console())
         return {"ok": True, **proposal.as_json()}
 
     run_verb(work, as_json=as_json)
@@ -133,15 +131,15 @@ def import_recipe(
     out."""
 
     def work() -> dict[str, Any]:
-        from finetune.importers import convert, known_tool, listed, write_recipe
-
         if output is not None:
             check_output(output, "--output")
-        imported = convert(config, tool=known_tool(tool), gpus=gpus)
+        imported = importers.convert(config, tool=importers.known_tool(tool), gpus=gpus)
         if output is not None:
-            write_recipe(output, imported.text)
+            importers.write_recipe(output, imported.text)
         if not as_json:
-            typer.echo("\n".join(listed(imported.left_out)) if output else imported.text, nl=output is not None)
+            typer.echo(
+                "\n".join(importers.listed(imported.left_out)) if output else imported.text, nl=output is not None
+            )
             if output:
                 name_next(["finetune", "check", output])
         return {"ok": True, "file": output and str(output), **imported.as_json()}
@@ -161,20 +159,16 @@ def doctor(
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
 
     def work() -> dict[str, Any]:
-        from finetune.preflight import as_text, examine_machine
-
         loaded = load_recipe(recipe, here=True) if recipe else None
         findings = []
-        for finding in examine_machine(loaded, online=online):
+        for finding in preflight.examine_machine(loaded, online=online):
             findings.append(finding)
             if not as_json:
-                typer.echo(as_text(finding))
+                typer.echo(preflight.as_text(finding))
         bad = any(finding.state == "bad" for finding in findings)
         proved: dict[str, Any] = {}
         if gpu:
-            from finetune.preflight import prove_gpus
-
-            proved = {"gpu": prove_gpus(lambda line: None if as_json else typer.echo(line))}
+            proved = {"gpu": preflight.prove_gpus(lambda line: None if as_json else typer.echo(line))}
             bad = bad or not proved["gpu"]["ok"]
         code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
         return {"ok": not bad, "findings": [vars(finding) for finding in findings], **proved, **code}

@@ -1,4 +1,4 @@
-"""The verbs of `finetune`. Heavy imports stay inside them, so that help, list and check are instant."""
+"""The verbs of `finetune`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune import __version__
+from finetune import __version__, planner, preflight
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
+from finetune.cli.recipe_list import as_table, find_recipes
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries, readable_threads
+from finetune.launch.script import plan_launch, script, write_script
 from finetune.output_stream import open_missing_streams, plain_output
+from finetune.recipe.gpus import gpus_of
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.mixed_precision import fastest_for
+from finetune.recipe.optimizers import far_rate
+from finetune.recipe.reference import write_generated
+from finetune.recipe.resolved import resolved_yaml
+from finetune.recipe.sections.engine_keys import engine_notes
+from finetune.recipe.strategy import strategy_of
+from finetune.redaction import hide_in, hide_secrets, known_secrets
 
 
 def _print_version(asked: bool) -> None:
@@ -31,7 +42,7 @@ def verbs(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.
+    """Fine-tune language models: one YAML recipe, every strategy, the same curve.
 
     To train: finetune train RECIPE, or accelerate launch finetune/train.py RECIPE [key=value ...]
     """
@@ -46,8 +57,6 @@ def list_recipes(
     """List the recipes, or those that fit your GPUs, the largest first."""
 
     def work() -> dict[str, Any]:
-        from finetune.cli.recipe_list import as_table, find_recipes
-
         recipes = find_recipes(gpus, model)
         for reason in recipes.left_out:
             typer.echo(reason, err=True)
@@ -77,20 +86,11 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Is the recipe right? Every mistake at once, by file, line and column."""
-    from finetune.recipe.loader import load_recipe
-    from finetune.recipe.optimizers import far_rate
-    from finetune.recipe.resolved import resolved_yaml
-    from finetune.recipe.sections.engine_keys import engine_notes
-    from finetune.recipe.strategy import strategy_of
-    from finetune.redaction import hide_in, hide_secrets, known_secrets
-
     if recipe is None and not schema:
         raise typer.BadParameter("name a recipe", param_hint="RECIPE")
 
     def work() -> dict[str, Any]:
         if recipe is None or schema:
-            from finetune.recipe.reference import write_generated
-
             written = [str(path) for path in write_generated()]
             if not as_json:
                 typer.echo("\n".join(written))
@@ -120,23 +120,19 @@ def check(
                 notes += router_left_out(loaded.recipe)
         if model:
             from finetune.closed_form.recomputation import choose_recomputation
+            from finetune.probe.own_template import template_note
             from finetune.probe.probe import probe
-            from finetune.recipe.gpus import gpus_of
             from finetune.tokens.check_documents import check_reference
 
             if not data:  # whose reading of rows compares it too
                 notes += check_reference(loaded.recipe)
             # Probe the layers as a run on the recipe's GPUs would recompute them.
             recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
-            from finetune.probe.own_template import template_note
-
             notes += [note for note in [template_note(loaded.recipe)] if note]
             probed = probe(recomputation.recipe, offline=True)
             notes += [line for line in (probed.line(), recomputation.line) if line]
             result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}
         if not loaded.recipe.budget.gpus:
-            from finetune.recipe.mixed_precision import fastest_for
-
             formats = loaded.formats_for(fastest_for(0))[1]
             if formats.line:
                 notes.append(f"{formats.line}; the start also times small products")
@@ -178,13 +174,11 @@ def rehearse(
 
     def work() -> dict[str, Any]:
         from finetune.closed_form.recomputation import chosen_words
-        from finetune.preflight import checklist_printer
-        from finetune.preflight import rehearse as run
 
         # Resolve `auto` for the recipe's own GPUs. For the small model on this CPU it would choose something else.
         words = chosen_words(recipe, overrides or [])
-        with checklist_printer(quiet=as_json) as log:
-            result = run(recipe, words, processes=processes, log=log)
+        with preflight.checklist_printer(quiet=as_json) as log:
+            result = preflight.rehearse(recipe, words, processes=processes, log=log)
         if result.get("ok") and not as_json:
             name_next(["finetune", "train", recipe, *(overrides or [])])
         return result
@@ -230,8 +224,6 @@ def plan(
     """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
 
     def work() -> dict[str, Any]:
-        from finetune import planner
-
         if file is not None:
             check_output(file, "--output")
         options = planner.PlanOptions(gpus, nodes, largest, explain, details, price)
@@ -257,7 +249,7 @@ def plan(
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm, torchrun or accelerate.")] = "torchrun",
+    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm or torchrun.")] = "torchrun",
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
@@ -270,8 +262,6 @@ def launch(
     """Print the file that starts the recipe on its machines: a Slurm job, or the lines to run on each."""
 
     def work() -> dict[str, Any]:
-        from finetune.launch.script import plan_launch, script, write_script
-
         if file is not None:
             check_output(file, "--output")
         plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)

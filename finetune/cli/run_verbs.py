@@ -1,4 +1,4 @@
-"""The verbs that take a finished run's folder. Heavy imports stay inside them."""
+"""The verbs that take a finished run's folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from finetune import finished_run, planner
 from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say, say_begun, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
@@ -43,13 +44,13 @@ def chat(
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading base and tuned model of {run}")
-        from finetune import finished_run
-
+        folder = finished_run.run_at(run, step)
         chosen: Any = who  # checked above
-        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        settings = finished_run.GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
-            return {"ok": True, "answers": finished_run.answer(run, step, prompt or [], chosen, **settings)}
-        finished_run.converse(run, step, prompt or [], chosen, typer.echo, **settings)
+            answers = finished_run.answers_to(finished_run.open_run(folder), prompt or [], chosen, settings)
+            return {"ok": True, "answers": answers}
+        finished_run.converse(folder, prompt or [], chosen, settings, typer.echo)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)
@@ -71,7 +72,6 @@ def report(
     """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
 
     def work() -> dict[str, Any]:
-        from finetune.planner import plan_of_run
         from finetune.report.curves import read_runs, summary
         from finetune.report.run_page import PAGE_NAME, write_pictures, write_report
 
@@ -81,7 +81,7 @@ def report(
             check_output(folder, "--output", folder=True)
 
         def plan_of(run: Path) -> Mapping[str, Any] | None:
-            plan, why = plan_of_run(run, partial(typer.echo, err=True))
+            plan, why = planner.plan_of_run(run, partial(typer.echo, err=True))
             if why is not None:
                 typer.echo(f"{run}: not planned: {why}", err=True)
             return plan
@@ -144,8 +144,19 @@ def evaluate(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
+        request = finished_run.EvalRequest(
+            metrics=finished_run.chosen_metrics(metric or [], scorer),
+            file=data,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            general=general,
+            generate=not loss_only,
+            fail_under=finished_run.thresholds(fail_under or []),
+            tasks=[] if tasks is None else tasks.split(","),
+            include=include,
+            chat_template=chat_template,
+        )
         say_begun(f"loading {run}, its base and its held-out rows")
-        from finetune import finished_run
         from finetune.measure.metrics import Terminal
 
         progress = Terminal(0, silent=as_json, stream=sys.stderr)
@@ -155,23 +166,7 @@ def evaluate(
             progress.clear()
             print_line(text)
 
-        figures = finished_run.evaluate(
-            run,
-            step,
-            [] if tasks is None else tasks.split(","),
-            say_result,
-            progress.progress,
-            metrics=metric or [],
-            scorer=scorer,
-            file=data,
-            max_new_tokens=max_new_tokens,
-            general=general,
-            generate=not loss_only,
-            fail_under=fail_under or [],
-            include=include,
-            limit=limit,
-            chat_template=chat_template,
-        )
+        figures = finished_run.evaluate_finished(finished_run.run_at(run, step), request, say_result, progress.progress)
         if not as_json and figures.get("ok", True):  # a failed gate names no next step
             say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
         return {"ok": True, **figures}
@@ -187,7 +182,7 @@ def merge(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="Under a quantised base: own or dequantized; that which agrees best.", show_default=False),
+        typer.Option(help="Under a quantised base: own or dequantized; dequantized.", show_default=False),
     ] = None,
     verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
     gguf: Annotated[
@@ -207,13 +202,14 @@ def merge(
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading {run} and its base")
-        from finetune import finished_run
-
-        printer = _line_printer(as_json)
+        folder, printer = finished_run.run_at(run, step), _line_printer(as_json)
         if gguf is None or dtype or base:
-            facts = finished_run.merge(run, step, printer, dtype=dtype, base=base, prompts=verify)
+            chosen: dict[str, Any] = {"dtype": dtype, "base": base}  # checked above
+            facts = finished_run.merge_run(folder, **chosen, prompts=verify, log=printer)
+            printer(finished_run.describe_merge(facts))
         if gguf is not None:
-            facts = finished_run.write_gguf(run, step, gguf, printer, prompts=verify)
+            facts = finished_run.write_gguf(folder, gguf, printer, prompts=verify)  # type: ignore[arg-type]
+            printer(finished_run.describe_gguf(facts))
         elif not as_json:
             name_next(["finetune", "push", run, "--merged", "--dry-run"])
         return {"ok": True, **facts}
@@ -246,9 +242,7 @@ def push(
         folder = run
         if step is not None:  # exporting a checkpoint needs torch; the rest of this verb does not
             require_run_folder(run)
-            from finetune.finished_run import run_at
-
-            folder = run_at(run, step)
+            folder = finished_run.run_at(run, step)
         to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
         log = partial(typer.echo, err=as_json)  # standard output is one JSON object
         if dry_run:
@@ -293,13 +287,12 @@ def export(
             check_output(folder, "--to", folder=True)
         require_run_folder(run)  # before torch is imported
         say_begun(f"exporting from {run}")
-        from finetune import finished_run
-
         if engine is not None:
-            return {"ok": True, **finished_run.export_for(run, step, engine, folder, _line_printer(as_json))}
+            at = finished_run.run_at(run, step)
+            return {"ok": True, **finished_run.export_for(at, engine, folder, _line_printer(as_json))}
         if step is None:
             raise FinetuneError(f"{run}: export needs a checkpoint's step: --step N; or --for and an engine")
-        facts = finished_run.export(run, step, folder, _line_printer(as_json))
+        facts = finished_run.export_with_report(run, step, folder, _line_printer(as_json))
         if not as_json:
             typer.echo(f"talk to it: {shlex.join(['finetune', 'chat', facts['folder']])}")
         return {"ok": True, **facts}

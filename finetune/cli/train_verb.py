@@ -6,6 +6,9 @@ import sys
 from typing import Any
 
 from finetune.cli.app import Overrides, RecipeFile, run_verb, say
+from finetune.launch.script import plan_launch
+from finetune.paths import TRAIN_SCRIPT
+from finetune.recipe.loader import load_recipe
 
 
 def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
@@ -15,9 +18,6 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
     def work() -> dict[str, Any]:
         from finetune.launch.launcher import take_out_left_over
         from finetune.launch.local_ranks import is_rank_already, ranks_here, run_ranks
-        from finetune.launch.script import plan_launch
-        from finetune.paths import TRAIN_SCRIPT
-        from finetune.recipe.loader import load_recipe
 
         load_recipe(recipe, words[1:], here=True)  # reports mistakes before any process starts
         if left_over := take_out_left_over():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +166,16 @@ def _save(session: ChatSession, path: Path) -> str:
     except OSError as error:
         return f"{path}: could not be written: {error.strerror}"
     return f"saved: {path} ({len(rows)} conversations)"
+
+
+def converse(
+    run_dir: Path, prompts: Sequence[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
+) -> None:
+    """Answer the prompts, or typed lines if there are none, through `log`. Raises FinetuneError."""
+    session = open_run(run_dir)
+    if not prompts:
+        log(HELP)
+    chat_loop(session, prompts or typed_lines(), who, settings, log)
 
 
 def answers_to(

@@ -1,38 +1,52 @@
-"""`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model."""
+"""`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
+
+`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, Scores, General.
+"""
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
-from finetune.errors import DataError, EnvironmentMismatch, FinetuneError, NotFinite
-from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_run_tokenizer, load_whole
+from finetune.errors import DataError, FinetuneError, NotFinite
+from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thresholds
+from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
+from finetune.finished_run.load import (
+    FinishedRun,
+    best_device,
+    finished_run,
+    fitting,
+    load_run_tokenizer,
+    models_of,
+)
 from finetune.finished_run.scores import (
-    BASE_AND_TUNED,
+    BELOW_THRESHOLD,
+    below,
     compared,
     general_in_words,
-    refuse_unknown_thresholds,
+    keeps_earlier,
     scores_in_words,
+    write_eval,
 )
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
-from finetune.model.generate import end_tokens, may_share_a_batch, without_settings
+from finetune.model.generate import may_share_a_batch
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
-from finetune.scoring.general import GeneralRow, general_rows, general_scores
-from finetune.scoring.metrics import Metric
+from finetune.scoring.general import general_rows, general_scores
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
@@ -43,154 +57,240 @@ from finetune.training.scored_answers import Answering, ScoredSet, generated_ans
 from finetune.wording import counted
 
 WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
+_Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to measure."""
+def evaluate_finished(folder: Path, request: EvalRequest, say: _Say, show: _Say = lambda _: None) -> dict[str, Any]:
+    """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
 
-    metrics: Sequence[Metric] = ()  # empty: the recipe's, or those that fit the references
-    file: str | None = None  # answered instead of the held-out rows
-    limit: int | None = None
-    max_new_tokens: int | None = None
-    general: bool = False  # the general set too
-    generate: bool = True
-    fail_under: Mapping[str, float] = field(default_factory=dict)
+    Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
+    `tasks` (lm-eval's figures), and with a missed threshold `exit_code` 5. With tasks and a recipe that holds no rows
+    out, the first two are left out. Raises FinetuneError.
+
+    Args:
+        say: Receives each result at once.
+        show: Receives the progress.
+    """
+    if not request.generate and (request.metrics or request.file):
+        raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
+    run, device = finished_run(folder), best_device()
+    result: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
+    if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
+        result, rows = measure(run, device, request, say, show)
+    if request.tasks:
+        result["tasks"] = task_figures(run, device, request, say)
+        say(tasks_in_words(result["tasks"]))
+    if kept := keeps_earlier(folder, result, request.limit):
+        say(kept)
+    elif (file := write_eval(folder, result, rows)) is not None:
+        say(f"every answer: {file}; side by side: {shlex.join(['finetune', 'report', str(folder)])}")
+    if missed := below(request.fail_under, result):
+        say("\n".join(missed))
+        result |= {"ok": False, "exit_code": BELOW_THRESHOLD}
+    return result
+
+
+class QuestionResult(NamedTuple):
+    """A question's result for both models."""
+
+    figures: dict[str, Any]  # for eval.json
+    words: str
+    rows: Sequence[dict[str, Any]] = ()  # for eval_answers.jsonl
+
+
+class Question(Protocol):
+    """Something that is asked of the base and of the tuned model."""
+
+    @property
+    def key(self) -> str:
+        """Its place in eval.json."""
+
+    def ask(self, model: nn.Module, name: str, show: _Say) -> Any:
+        """One model's loss, or its answers. `name` is base or tuned."""
+
+    def compare(self, base: Any, tuned: Any) -> QuestionResult:
+        """Both models' losses or answers side by side."""
 
 
 def measure(
-    run: FinishedRun, device: torch.device, request: Request, say: Callable[[str], None], show: Callable[[str], None]
+    run: FinishedRun, device: torch.device, request: EvalRequest, say: _Say, show: _Say
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`held_out`, `scores` and `general` of the base and the tuned model, and the scored rows with both answers.
-
-    The loss is the trainer's own evaluation: the mean over every supervised held-out token. Each model is loaded once.
-    A loss of preferences compares with the run's own start, so it would say nothing about the base: the run's own
-    figures are repeated. Raises FinetuneError if no rows are held out and no other rows are named.
-    """
+    """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once."""
     recipe, prepared = run.recipe, None
-    measures_loss = recipe.preferences is None
     if recipe.data.eval is not None:
         prepared = prepare(recipe, load_tokenizer(recipe))
     elif request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    tokenizer = load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    asked = None
-    if request.generate:
-        try:
-            asked = held_out_set(
-                recipe,
-                encoder,
-                prepared,
-                file=request.file,
-                metrics=request.metrics,
-                limit=request.limit,
-                max_new_tokens=request.max_new_tokens,
-            )
-        except FinetuneError as error:
-            # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
-            if request.metrics or request.file or request.fail_under or isinstance(error, DataError):
-                raise
-            say(f"no answers are scored: {error}")
-    general = general_rows() if request.general else []
-    measured = [metric.name for metric in asked.metrics] if asked else []
-    refuse_unknown_thresholds(request.fail_under, [*measured, *(["general"] if general else [])])
-    asked_general = _general_set(general, encoder) if general else None
-
-    how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
-    losses: dict[str, float] = {}
-    answers: dict[str, list[str]] = {}
-    general_answers: dict[str, list[str]] = {}
-    has_work = measures_loss or asked is not None or asked_general is not None
-    for name, model in models_of(run, device, with_loss=measures_loss) if has_work else ():
+    questions = _questions(run, device, prepared, request, say)
+    found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
+    models: Iterator[tuple[str, nn.Module]] = iter(())
+    if questions:
+        models = models_of(run, device, with_loss=recipe.preferences is None)
+    for name, model in models:
 
         def show_model(text: str, name: str = name) -> None:
             show(f"{name} model: {text}")
 
         with fitting(device):
-            if measures_loss and prepared is not None and prepared.eval is not None:
-                losses[name] = _held_out_loss(run, device, prepared, name, model, show_model)
-            if asked is not None:
-                answers[name] = generated_answers(model, tokenizer, asked, how, show_model)
-            if asked_general is not None:
-                general_answers[name] = generated_answers(model, tokenizer, asked_general, how, show_model)
+            for question in questions:
+                found[question.key][name] = question.ask(model, name, show_model)
     result: dict[str, Any] = {}
-    if answers or general_answers or losses:
+    if questions:
         result |= _started_from(recipe, say)
-    if not measures_loss and prepared is not None:
+    # A loss of preferences compares with the run's own start, so it would say nothing about the base.
+    if recipe.preferences is not None and prepared is not None:
         recorded = read_run(run.folder, recipe).exported_eval()
         wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
         say(f"{WHY_NO_LOSS}{wrote}")
         if recorded:
             rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
             result["held_out"] = {"recorded": recorded["loss"], **rewards}
-    if losses and prepared is not None and prepared.eval is not None:
-        exported = read_run(run.folder, recipe).exported_eval()
-        result["held_out"] = {
-            "documents": prepared.facts["eval_documents"],
-            "tokens": int(prepared.eval.supervised.sum()),
-            # exp(710) overflows a double
-            **{name: {"loss": loss, "perplexity": math.exp(min(loss, 700.0))} for name, loss in losses.items()},
+    rows: list[dict[str, Any]] = []
+    for question in questions:
+        outcome = question.compare(**found[question.key])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
+    return result, rows
+
+
+def _questions(
+    run: FinishedRun, device: torch.device, prepared: Prepared | None, request: EvalRequest, say: _Say
+) -> list[Question]:
+    """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
+    recipe, questions, measured = run.recipe, list[Question](), list[str]()
+    tokenizer = load_run_tokenizer(run)
+    encoder = Encoder(tokenizer, recipe.data, recipe.model)
+    how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
+    if recipe.preferences is None and prepared is not None and prepared.eval is not None:
+        questions.append(HeldOutLoss(run, device, prepared))
+    if request.generate:
+        try:
+            asked = held_out_set(
+                recipe,
+                encoder,
+                prepared,
+                file=None if request.file is None else str(request.file),
+                metrics=request.metrics,
+                limit=request.limit,
+                max_new_tokens=request.max_new_tokens,
+            )
+            questions.append(Scores(tokenizer, how, asked))
+            measured += [metric.name for metric in asked.metrics]
+        except FinetuneError as error:
+            # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
+            if request.metrics or request.file or request.fail_under or isinstance(error, DataError):
+                raise
+            say(f"no answers are scored: {error}")
+    if request.general:
+        measured.append("general")
+    refuse_unknown_thresholds(request.fail_under, measured)
+    if request.general:
+        questions.append(General(tokenizer, how, _general_set(encoder)))
+    return questions
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The trainer's own evaluation: the mean loss over every supervised held-out token."""
+
+    run: FinishedRun
+    device: torch.device
+    prepared: Prepared
+    key = "held_out"
+
+    def ask(self, model: nn.Module, name: str, show: _Say) -> float:
+        recipe, rows = self.run.recipe, self.prepared.eval
+        assert rows is not None
+        # The trainer's own plan and autocast, so that the figure equals the run's own one.
+        accelerator = Accelerator(cpu=self.device.type == "cpu")
+        flat = attention_name(recipe) == attention.NAME
+        plan = plan_batches(recipe, len(self.prepared.train), world_size=1, rank=0, flat=flat)
+        with _arithmetic(recipe.training.mixed_precision, self.device):
+            try:
+                return evaluate(accelerator, model, rows, plan, objective_of(recipe), show=show)["loss"]
+            except NotFinite:  # its text is about a training
+                raise NotFinite(
+                    f"{self.run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
+                ) from None
+            finally:
+                model.eval()
+
+    def compare(self, base: float, tuned: float) -> QuestionResult:
+        assert self.prepared.eval is not None
+        exported = read_run(self.run.folder, self.run.recipe).exported_eval()
+        figures = {
+            "documents": self.prepared.facts["eval_documents"],
+            "tokens": int(self.prepared.eval.supervised.sum()),
+            "base": {"loss": base, "perplexity": _perplexity(base)},
+            "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
             "recorded": exported["loss"] if exported else None,
         }
-        say(held_out_in_words(result["held_out"]))
-    rows: list[dict[str, Any]] = []
-    if asked is not None:
-        scores = {name: scores_on_all(asked, answers[name], Ranks()) for name in BASE_AND_TUNED}
-        result["scores"] = {
+        return QuestionResult(figures, held_out_in_words(figures))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scored answers to held-out rows, or to the rows of a file."""
+
+    tokenizer: PreTrainedTokenizerBase
+    how: Answering
+    asked: ScoredSet
+    key = "scores"
+
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+
+    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
+        asked = self.asked
+        of_base, of_tuned = scores_on_all(asked, base, Ranks()), scores_on_all(asked, tuned, Ranks())
+        metrics = {}
+        for metric in asked.metrics:
+            metrics[metric.name] = {**metric.options, **compared(of_base[metric.name], of_tuned[metric.name])}
+        figures = {
             "data": asked.name,
             "rows": len(asked.items),
             "max_new_tokens": asked.max_new_tokens,
             "notes": asked.notes,
-            "metrics": {
-                metric.name: {**metric.options, **compared(*(scores[name][metric.name] for name in BASE_AND_TUNED))}
-                for metric in asked.metrics
-            },
+            "metrics": metrics,
         }
-        say(scores_in_words(result["scores"]))
+        rows = []
         for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
-            rows.append(
-                {
-                    "place": item.place,
-                    "prompt": prompt.prompt,
-                    "reference": item.reference,
-                    **{name: answers[name][index] for name in BASE_AND_TUNED},
-                    "scores": {
-                        metric.name: [scores[name][metric.name][index] for name in BASE_AND_TUNED]
-                        for metric in asked.metrics
-                    },
-                }
-            )
-    if general:
-        by_model = [general_scores(general, general_answers[name]) for name in BASE_AND_TUNED]
-        kinds = list(dict.fromkeys(row.kind for row in general))
-        chosen = {kind: [index for index, row in enumerate(general) if row.kind == kind] for kind in kinds}
-        result["general"] = {
-            "rows": len(general),
-            "all": compared(*by_model),
-            "kinds": {
-                kind: compared(*([scores[index] for index in indices] for scores in by_model))
-                for kind, indices in chosen.items()
-            },
-        }
-        say(general_in_words(result["general"]))
-    return result, rows
+            scores = {name: [of_base[name][index], of_tuned[name][index]] for name in metrics}
+            row = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
+            rows.append({**row, "base": base[index], "tuned": tuned[index], "scores": scores})
+        return QuestionResult(figures, scores_in_words(figures), rows)
 
 
-def _started_from(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str]:
-    """Says that the base is not the start of a training that went on with an adapter."""
-    start = recipe.model.adapter
-    if start is None:
-        return {}
-    say(
-        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
-    )
-    return {"started_from": start}
+@dataclass(frozen=True)
+class General:
+    """Answers to general questions: what was forgotten?"""
+
+    tokenizer: PreTrainedTokenizerBase
+    how: Answering
+    asked: ScoredSet
+    key = "general"
+
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+
+    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
+        questions = general_rows()
+        of_base, of_tuned = general_scores(questions, base), general_scores(questions, tuned)
+        kinds = {}
+        for kind in dict.fromkeys(row.kind for row in questions):
+            places = [place for place, row in enumerate(questions) if row.kind == kind]
+            kinds[kind] = compared([of_base[place] for place in places], [of_tuned[place] for place in places])
+        figures = {"rows": len(questions), "all": compared(of_base, of_tuned), "kinds": kinds}
+        return QuestionResult(figures, general_in_words(figures))
 
 
-def _general_set(rows: Sequence[GeneralRow], encoder: Encoder) -> ScoredSet:
+def _general_set(encoder: Encoder) -> ScoredSet:
     """The general questions as prompts. Raises FinetuneError if the chat template refuses one."""
+    rows = general_rows()
     try:
         prompts = [encoder.sample_prompt(row.prompt) for row in rows]
     except RowError as error:
@@ -198,42 +298,15 @@ def _general_set(rows: Sequence[GeneralRow], encoder: Encoder) -> ScoredSet:
     return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
 
 
-def _held_out_loss(
-    run: FinishedRun,
-    device: torch.device,
-    prepared: Prepared,
-    name: str,
-    model: nn.Module,
-    show: Callable[[str], None],
-) -> float:
-    recipe = run.recipe
-    assert prepared.eval is not None
-    # The trainer's own plan and autocast, so that the figure equals the run's own one.
-    accelerator = Accelerator(cpu=device.type == "cpu")
-    flat = attention_name(recipe) == attention.NAME
-    plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
-    with _arithmetic(recipe.training.mixed_precision, device):
-        try:
-            return evaluate(accelerator, model, prepared.eval, plan, objective_of(recipe), show=show)["loss"]
-        except NotFinite:  # its text is about a training
-            raise NotFinite(
-                f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
-            ) from None
-        finally:
-            model.eval()
-
-
-def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
-    """("base", ...), then ("tuned", ...). Use each before you take the next: one is on the device at a time."""
-    if run.recipe.lora is None:
-        yield "base", load_whole(run, device, tuned=False, with_loss=with_loss)
-        gc.collect()  # models refer to themselves in circles, and the next one needs the memory
-        yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
-        return
-    adapted: Any = load_adapted(run, device, with_loss=with_loss)
-    with adapted.disable_adapter():  # one model serves as both
-        yield "base", adapted
-    yield "tuned", adapted
+def _started_from(recipe: Recipe, say: _Say) -> dict[str, str]:
+    """_Say that the base is not the start of a training that went on with an adapter."""
+    start = recipe.model.adapter
+    if start is None:
+        return {}
+    say(
+        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
+    )
+    return {"started_from": start}
 
 
 def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -244,121 +317,17 @@ def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextMa
     return torch.autocast(device.type, compute)
 
 
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
+
+
 def held_out_in_words(figures: dict[str, Any]) -> str:
     """A table, and the run's own figure."""
-    documents, tokens = counted(figures["documents"], "held-out document"), counted(figures["tokens"], "token")
-    lines = [f"{documents}, {tokens} that would be learned:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
+    documents = counted(figures["documents"], "held-out document")
+    tokens = counted(figures["tokens"], "supervised token")
+    lines = [f"{documents}, {tokens}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
     for name in ("base", "tuned"):
         lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
     if figures["recorded"] is not None:
         lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
-    return "\n".join(lines)
-
-
-def task_figures(
-    run: FinishedRun,
-    device: torch.device,
-    tasks: Sequence[str],
-    *,
-    include: Path | None,
-    limit: int | None,
-    chat_template: bool | None,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """base or tuned -> task -> metric -> value, with lm-eval's own metrics; and `chat_template`: task -> whether used.
-
-    Tasks that generate an answer use the chat template, because a tuned model answers as it was trained. Tasks that
-    compare likelihoods (multiple choice) do not: with a template, scores fall for reasons other than skill.
-
-    Args:
-        tasks: lm-eval's names; * matches any letters.
-        include: A folder with the user's own task files.
-        limit: Questions per task; None: all.
-        chat_template: Use it for all tasks, or for none; None: as described. Few-shot examples are then turns.
-        say: Receives a line about that choice.
-
-    Raises:
-        EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
-        FinetuneError: lm-eval does not know a task.
-    """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise EnvironmentMismatch(f"--tasks: {error}; install it with: pip install 'finetune[eval]'") from error
-    manager = TaskManager(include_path=str(include) if include else None)
-    for name in tasks:
-        if not manager.match_tasks([name]):
-            raise FinetuneError(
-                f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
-            )
-    tokenizer = load_run_tokenizer(run)
-
-    def mistake(error: Exception) -> EnvironmentMismatch:  # most often a data set that is not on this machine
-        reason = " ".join(str(error).split())[:300]
-        return EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}")
-
-    try:
-        loaded = manager.load(manager.match_tasks(list(tasks)))["tasks"]
-    except (OSError, ValueError) as error:
-        raise mistake(error) from error
-    templated = {}
-    for name, task in loaded.items():
-        generates = task.OUTPUT_TYPE == "generate_until"
-        templated[name] = bool(tokenizer.chat_template) and (generates if chat_template is None else chat_template)
-    say(_template_in_words(templated))
-    figures: dict[str, Any] = {"chat_template": templated}
-    for which, model in models_of(run, device, with_loss=False):
-        language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
-        figures[which] = {}
-        for uses_template in (True, False):
-            names = [name for name, uses in templated.items() if uses is uses_template]
-            if not names:
-                continue
-            ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
-            with fitting(device), without_settings(model, **ends):
-                try:
-                    evaluation = simple_evaluate(
-                        language_model,
-                        tasks=names,
-                        task_manager=manager,
-                        limit=limit,
-                        log_samples=False,
-                        apply_chat_template=uses_template,
-                        fewshot_as_multiturn=uses_template,
-                    )
-                except (OSError, ValueError) as error:
-                    raise mistake(error) from error
-            # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
-            figures[which] |= {
-                task: {
-                    key.removesuffix(",none"): float(value)
-                    for key, value in values.items()
-                    if isinstance(value, int | float) and "," in key
-                }
-                for task, values in evaluation["results"].items()
-            }
-    return figures
-
-
-def _template_in_words(templated: Mapping[str, bool]) -> str:
-    """Which tasks use the chat template."""
-    parts = []
-    for uses, words in ((True, "used for"), (False, "not used for")):
-        names = [name for name, each in templated.items() if each is uses]
-        if names:
-            shown = ", ".join(names[:4])
-            if len(names) > 4:
-                shown += f" and {len(names) - 4} more"
-            parts.append(f"{words} {shown}")
-    return f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)"
-
-
-def tasks_in_words(figures: dict[str, Any]) -> str:
-    """A line for each task and metric, base and tuned side by side."""
-    lines = [f"{'task':24}{'metric':24}{'base':>10}{'tuned':>10}"]
-    for task, metrics in figures["tuned"].items():
-        for metric, value in metrics.items():
-            lines.append(f"{task:24}{metric:24}{figures['base'][task][metric]:>10.4f}{value:>10.4f}")
     return "\n".join(lines)

@@ -15,7 +15,6 @@ the configuration, and whether its files tie head and embeddings.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,6 @@ from transformers import GenerationConfig
 from finetune.errors import FinetuneError
 from finetune.files import (
     TEMPORARY_PREFIX,
-    append_lines,
     cut_lines,
     disk_errors,
     publish_folder,
@@ -36,15 +34,13 @@ from finetune.files import (
     remove_folder,
     write_json,
 )
-from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole, recipe_of_run
+from finetune.finished_run.load import recipe_of_run
 from finetune.finished_run.own_folder import refuse_foreign, write_record
-from finetune.measure.metrics import Terminal
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
 from finetune.model.from_base import untrained_in_words
 from finetune.model.packaged import resolve_model_path
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import strategy_of
 from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages
 from finetune.run_folder.checkpoint import (
     MANIFEST_BYTES,
@@ -69,14 +65,10 @@ from finetune.run_folder.save_restore import export_dtype, export_weights, refus
 from finetune.run_folder.tensor_checks import checksums, not_finite
 from finetune.run_folder.trained_tensors import refuse_unchanged
 from finetune.strategies.pieces import Ranks
-from finetune.tokens.dataset import prepare
-from finetune.training.samples import Questions, samples
 from finetune.untrusted.json_files import read_object
-from finetune.wording import counted
 
 # The verbs write these into a run's folder, so also into an export of it. They belong to its weights.
 OF_A_RUN = (*EXPORTED_RECORDS, *HANDED_OVER, PAGE_NAME, *PICTURES, EVAL_RECORD, EVAL_ANSWERS, "gguf")
-MOST_PARAMETERS_ON_CPU = 2 * 10**9  # about a second a token in bfloat16, and as much memory as a laptop has
 
 
 def run_at(run_dir: Path, step: int | None) -> Path:
@@ -91,6 +83,14 @@ def run_at(run_dir: Path, step: int | None) -> Path:
         return folder
     export_step(run_dir, step, folder)
     return folder
+
+
+def export_with_report(run_dir: Path, step: int, to: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """`export_step`, then its report. Raises FinetuneError."""
+    facts = export_step(run_dir, step, to)
+    say("\n".join([f"exported step {step}: {facts['product']}", *facts["notes"]]))
+    write_pages(Path(facts["folder"]), say)
+    return facts
 
 
 def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, Any]:
@@ -226,51 +226,3 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
         loss = next((line.get("loss") for line in evals if line["step"] == step), None)
         facts["export"] = {"step": step, "best": False, "metric": "eval_loss", "loss": loss}
         write_json(receipt, facts)
-
-
-def write_answers_and_report(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Add the exported model's answers to samples.jsonl, as a training does at its end, and write the report.
-
-    Without a GPU only small models answer: a token of an 8B model takes seconds on a CPU. `say` gets the reason when
-    there are no answers.
-    """
-    try:
-        _write_answers(folder, step, say)
-    except FinetuneError as error:
-        say(f"no answers of this step: {error}")
-    write_pages(folder, say)
-
-
-def _write_answers(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    file = folder / "samples.jsonl"
-    if any(line.get("when") == "after" for line in (read_lines(file) if file.is_file() else [])):
-        return  # the training's own, at its last step
-    run, device = finished_run(folder), best_device()
-    recipe = run.recipe
-    tokenizer = load_tokenizer(recipe)
-    prepared = prepare(recipe, tokenizer)
-    data = read_object(folder / "receipt.json", MOST_RECORD_BYTES).get("data")
-    if not isinstance(data, dict) or data.get("fingerprint") != prepared.fingerprint:
-        raise FinetuneError("the data's files have changed since the training")
-    prompts = prepared.prompts
-    if not prompts:
-        return
-    parameters = sum(parameter.numel() for parameter in build_model(recipe, torch.device("meta")).parameters())
-    if device.type == "cpu" and parameters > MOST_PARAMETERS_ON_CPU:
-        raise FinetuneError(f"a model of {parameters / 1e9:.1f} billion parameters needs a GPU to answer in time")
-    say(f"{counted(len(prompts), 'answer')} of step {step}, on {device.type}; Ctrl-C leaves the export as it is")
-    model = load_whole(run, device, tuned=True) if recipe.lora is None else load_adapted(run, device)
-    strategy = strategy_of(recipe)
-    longest = max(prompt.reference_tokens for prompt in prompts)
-    length = recipe.samples.length(longest, sharded=strategy.shards_parameters or strategy.schedule is not None)
-    one_by_one = [range(index, index + 1) for index in range(len(prompts))]
-    terminal = Terminal(step, silent=False, stream=sys.stderr)
-    asked = Questions(prompts, one_by_one, length)
-    answers = list(samples(model, tokenizer, asked, device, terminal.progress, together=False))
-    terminal.clear()
-    append_lines(file, [{"when": "after", "step": step} | answer for answer in answers])
-
-
-def describe_export(facts: dict[str, Any]) -> str:
-    """The verb's output."""
-    return "\n".join([f"exported step {facts['step']}: {facts['product']}", *facts["notes"]])

@@ -31,12 +31,11 @@ from finetune.files import (
     disk_errors,
     remove_folder,
     sync,
-    write_text,
 )
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
-from finetune.finished_run.merge_command import in_words, merge_run
-from finetune.finished_run.ollama import PromptText, end_tokens_of, go_template, modelfile
+from finetune.finished_run.merge_command import whole_model
+from finetune.finished_run.ollama import PromptText, end_tokens_of, go_template, write_modelfile
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
@@ -70,7 +69,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
     python, tokenizer = converter(), load_run_tokenizer(run)
-    source = _whole_model(run, prompts, say)
+    source = whole_model(run, prompts, say)
     name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
     file, aside = folder / f"{name}-{quantization}.gguf", run_dir / f"{TEMPORARY_PREFIX}gguf"
     say(f"converting {source} to {quantization} with {python}")
@@ -88,22 +87,14 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     finally:
         remove_folder(aside)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
-    facts |= {"quantization": quantization, "modelfile": None, "notes": []}
-    notes = []
+    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
+    written, notes = write_modelfile(run, source, tokenizer, file)
+    if written is not None:
+        commands["ollama"] = shlex.join(["ollama", "create", name, "-f", str(written)])
     if nameless := facts.pop("ends_without_name", []):
         texts = ", ".join(map(str, tokenizer.convert_ids_to_tokens(nameless)))
-        notes = [f"a GGUF names three end tokens; llama.cpp may not stop on {texts}"]
-    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
-    try:
-        template, facts["notes"] = go_template(run, tokenizer)
-        facts["notes"] += notes
-    except FinetuneError as error:
-        (folder / "Modelfile").unlink(missing_ok=True)  # an earlier one names an earlier file
-        facts["notes"] = [f"no Modelfile: {error}", *notes]
-    else:
-        write_text(folder / "Modelfile", modelfile(run, source, tokenizer, template, file.name))
-        facts["modelfile"] = str(folder / "Modelfile")
-        commands["ollama"] = shlex.join(["ollama", "create", name, "-f", facts["modelfile"]])
+        notes.append(f"a GGUF names three end tokens; llama.cpp may not stop on {texts}")
+    facts |= {"quantization": quantization, "modelfile": written and str(written), "notes": notes}
     return facts | {"commands": commands}
 
 
@@ -147,20 +138,6 @@ def adds_bos(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> bool:
     if tokenizer.chat_template or run.recipe.data.chat_template:
         return PromptText(tokenizer, run.recipe.data).engine_adds_bos
     return Encoder(tokenizer, run.recipe.data).texts.start_ids == [tokenizer.bos_token_id]
-
-
-def _whole_model(run: FinishedRun, prompts: int, say: Say) -> Path:
-    """The folder to convert: model/, or merged/, which is made if it is absent or older than the adapter."""
-    if run.recipe.lora is None:
-        return run.product
-    merged = run.folder / "merged"
-    made = merged / "merge.json"  # written last
-    trained = run.product / "adapter_model.safetensors"
-    if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
-        say(f"{merged}: is newer than the adapter, so it is not merged again")
-        return merged
-    say(in_words(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=say)))
-    return merged
 
 
 def _converted(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -171,3 +173,16 @@ def fitting(device: torch.device) -> Iterator[None]:
         raise DoesNotFit(
             f"the model does not fit into the memory of {device}; CUDA_VISIBLE_DEVICES= takes the CPU"
         ) from error
+
+
+def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
+    """("base", ...), then ("tuned", ...). Use each before you take the next: one is on the device at a time."""
+    if run.recipe.lora is None:
+        yield "base", load_whole(run, device, tuned=False, with_loss=with_loss)
+        gc.collect()  # models refer to themselves in circles, and the next one needs the memory
+        yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
+        return
+    adapted: Any = load_adapted(run, device, with_loss=with_loss)
+    with adapted.disable_adapter():  # one model serves as both
+        yield "base", adapted
+    yield "tuned", adapted

@@ -27,6 +27,7 @@ from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.recipe.sections.model import BaseDtype
 from finetune.tokens.dataset import prepare
+from finetune.untrusted.model_folder import ADAPTER_WEIGHTS
 from finetune.wording import counted
 
 # A quantised base's adapter can be merged into the base's own weights, or into the dequantised ones of its training.
@@ -46,8 +47,8 @@ def merge_run(
 
     Args:
         dtype: The merged weights' format; None: the recipe's `model.dtype`.
-        base: None: own. With a quantised base, None writes both and keeps the one that agrees better with the adapter.
-        prompts: Held-out documents to compare by; 0: nothing is compared, and None means dequantized.
+        base: None: own; with a quantised base dequantized, because training saw those weights.
+        prompts: Held-out documents to compare by; 0: nothing is compared.
 
     Raises:
         FinetuneError: no finished run with an adapter, a base without safetensors, an adapter that does not fit.
@@ -62,56 +63,52 @@ def merge_run(
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
     chosen: BaseDtype = dtype or run.recipe.model.dtype  # reading a recipe replaces `auto`
-    merged: dict[Base, Path] = {}
+    kind: Base = base or "own"
+    if base is None and run.recipe.quantization is not None:
+        kind = "dequantized"
+    if kind == "dequantized" and run.recipe.quantization is None:
+        raise FinetuneError(f"{run_dir}: its base was not quantised, so there is no dequantized one to merge into")
+    folder = run_dir / f"{TEMPORARY_PREFIX}merged"
     try:
-        for kind in _candidates(run, base, compared=prompts > 0):
-            weights = "the base's own weights" if kind == "own" else "the dequantised weights"
-            log(f"merging into {weights}")
-            merged[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
-            remove_folder(merged[kind])
-            write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
-        best, agreement = next(iter(merged)), None
-        if prompts:
-            agreement = _verify(run, merge, merged, prompts, log)
-            candidates = agreement["candidates"]
-            best = min(candidates, key=lambda kind: candidates[kind]["kl"])
-        sizes = [path.stat().st_size for path in merged[best].glob("*.safetensors")]
+        weights = "the base's own weights" if kind == "own" else "the dequantised weights"
+        log(f"merging into {weights}")
+        remove_folder(folder)
+        write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         facts: dict[str, Any] = {
-            "base": best,
+            "base": kind,
             "dtype": chosen,
-            "agreement": agreement,
+            "agreement": _verify(run, merge, kind, folder, prompts, log) if prompts else None,
             "files": len(sizes),
             "bytes": sum(sizes),
         }
         if run.recipe.model.adapter:
             facts["started_from"] = run.recipe.model.adapter
-        write_json(merged[best] / "merge.json", facts)
-        publish_folder(merged[best], run_dir / "merged")
+        write_json(folder / "merge.json", facts)
+        publish_folder(folder, run_dir / "merged")
     finally:
-        for folder in merged.values():
-            remove_folder(folder)
+        remove_folder(folder)
     return {"folder": str(run_dir / "merged"), **facts}
 
 
-def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[Base]:
-    """The bases to merge into. Without a comparison there is one."""
-    if run.recipe.quantization is None:
-        if base == "dequantized":
-            raise FinetuneError(
-                f"{run.folder}: its base was not quantised, so there is no dequantized one to merge into"
-            )
-        return ["own"]
-    if base is not None:
-        return [base]
-    if compared:  # measure both: either may agree better with the adapter
-        return ["dequantized", "own"]
-    return ["dequantized"]
+def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> Path:
+    """The folder with all weights: model/, or merged/, which is made if it is absent or older than the adapter."""
+    if run.recipe.lora is None:
+        return run.product
+    merged = run.folder / "merged"
+    made = merged / "merge.json"  # written last
+    trained = run.product / ADAPTER_WEIGHTS
+    if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
+        log(f"{merged}: is newer than the adapter, so it is not merged again")
+        return merged
+    log(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=log)))
+    return merged
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, merged: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
+    run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Figures for each candidate, and for the base without the adapter, from one set of documents."""
+    """Figures for the merged model, and for the base without the adapter, from one set of documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     log(f"comparing over {counted(len(documents), 'document')}")
@@ -125,13 +122,13 @@ def _verify(
         gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
         if merge.adapter.moves_the_base:
             base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
-        candidates = {kind: _compared(run, folder, reference, merge.device) for kind, folder in merged.items()}
+        merged = _compared(run, folder, reference, merge.device)
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
         "tokens": reference.tokens,
         "adapter": reference.adapter.as_json(),
-        "candidates": {kind: agreement.as_json() for kind, agreement in candidates.items()},
+        "candidates": {kind: merged.as_json()},  # earlier releases compared two
         "base": base.as_json(),
     }
 
@@ -150,7 +147,7 @@ def _compared(run: FinishedRun, folder: Path, reference: Reference, device: torc
     return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def describe_merge(facts: Mapping[str, Any]) -> str:
     """The verb's output: the folder, a table, and advice."""
     size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
     lines = list(_table(facts))
@@ -171,8 +168,7 @@ def _table(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{counted(agreement['tokens'], 'answer token')} of {documents}, computed in float32:"
     yield f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}"
     rows = {"the adapter": agreement["adapter"]}
-    for kind, figures in agreement["candidates"].items():
-        rows["merged" if len(agreement["candidates"]) == 1 else f"merged, {kind} base"] = figures
+    rows["merged"] = agreement["candidates"][facts["base"]]
     rows["the base"] = agreement["base"]
     for name, row in rows.items():
         yield (
@@ -184,14 +180,7 @@ def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
     agreement = facts["agreement"]
     if agreement is None:
         return
-    candidates = agreement["candidates"]
-    if len(candidates) > 1:
-        text = f"base: {facts['base']}, which agrees better with the adapter"
-        lowest = min(candidates, key=lambda kind: candidates[kind]["loss"])
-        if lowest != facts["base"]:
-            text += f"; the loss is lower with {lowest}: --base {lowest}"
-        yield text
     # The base's KL to the adapter model is the adapter's whole change. 1e-12 avoids a division by zero.
-    lost_share = candidates[facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
+    lost_share = agreement["candidates"][facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
     if lost_share > NOTHING_LOST and facts["dtype"] != "float32":
         yield f"note: {lost_share:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"

@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.data.cells import BadRow
 from finetune.errors import FinetuneError
+from finetune.files import write_text
 from finetune.finished_run.load import FinishedRun
 from finetune.model.generate import ends_by_settings
 from finetune.recipe.schema import Data
@@ -192,6 +193,24 @@ def end_tokens_of(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizer
     """The tokens that end an answer: the training's, then others that the converted folder names."""
     listed = ends_by_settings(generation_settings(source), tokenizer)
     return list(dict.fromkeys([*run.conversation.stops.values(), *listed]))
+
+
+def write_modelfile(
+    run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, gguf: Path
+) -> tuple[Path | None, list[str]]:
+    """Write the Modelfile beside a GGUF. Returns the file, or None if Ollama cannot write the run's prompts, and notes.
+
+    Args:
+        source: The folder that was converted.
+    """
+    file = gguf.with_name("Modelfile")
+    try:
+        template, notes = go_template(run, tokenizer)
+    except FinetuneError as error:
+        file.unlink(missing_ok=True)  # an earlier one names an earlier GGUF
+        return None, [f"no Modelfile: {error}"]
+    write_text(file, modelfile(run, source, tokenizer, template, gguf.name))
+    return file, list(notes)
 
 
 def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, template: str, gguf: str) -> str:

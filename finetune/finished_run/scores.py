@@ -10,57 +10,13 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
-from finetune.recipe.metric_names import read_metric
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
-from finetune.scoring.function import load_function
 from finetune.scoring.intervals import interval, paired_interval
-from finetune.scoring.metrics import Metric
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
-BASE_AND_TUNED = ("base", "tuned")
 LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
-
-
-def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
-    """The metrics of the command line. Raises FinetuneError."""
-    metrics = []
-    for text in names:
-        try:
-            metrics.append(Metric.of(read_metric(text)))
-        except ValueError as error:
-            raise FinetuneError(f"--metric {text}: {error}") from None
-    if scorer is not None:
-        name, function = load_function(scorer)
-        metrics.append(Metric(name, function=function))
-    repeated = [metric.name for metric in metrics if sum(each.name == metric.name for each in metrics) > 1]
-    if repeated:
-        raise FinetuneError(f"--metric: {repeated[0]} is named twice; keep one of them")
-    return metrics
-
-
-def thresholds(texts: Sequence[str]) -> dict[str, float]:
-    """`exact=0.8` as a metric and the least mean of the tuned model. Raises FinetuneError."""
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = -1.0
-        if not equals or not 0 <= found[name] <= 1:
-            raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
-    return found
-
-
-def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[str]) -> None:
-    """Raise FinetuneError for a threshold on a metric that is not measured."""
-    for name in wanted:
-        if name not in measured:
-            raise FinetuneError(
-                f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"
-            )
 
 
 def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def _rewards_in_words(run: RunFacts) -> str:
 
 
 def _evaluated_rows(run: RunFacts) -> str:
-    """What the held-out figures are a mean over."""
+    """The rows over which the held-out figures are means."""
     data, recipe = run.receipt.get("data", {}), run.recipe
     count = f"{data['eval_documents']:,}" if data.get("eval_documents") else "the"
     if recipe.preferences is None:

@@ -7,15 +7,10 @@ import json
 import os
 import re
 import shlex
-import string
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
-
-import numpy as np
 
 from finetune.errors import FinetuneError
 from finetune.paths import leaves_folder
@@ -66,12 +61,6 @@ SHARD_HEADER = 8  # bytes at the start of a safetensors file: the length of its 
 
 _ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
 _LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # inside a text over several lines, quoted or not
-_PNG_HEAD = 8  # bytes
-_MOST_TEXT = 2**24  # bytes of a picture's compressed text
-_WINDOW = 2**24  # bytes of tensors searched at once
-_CONTEXT = 4096  # bytes read before and after a run of letters
-_PRINTABLE = bytes(code if 32 <= code < 127 else 32 for code in range(256))
-_LETTER = np.isin(np.arange(256), list(b"+-./=_" + string.ascii_letters.encode() + string.digits.encode()))
 
 
 @dataclass(frozen=True)
@@ -93,74 +82,20 @@ class Outgoing:
         return self.content.read_bytes()
 
     def text(self) -> str:
-        """The text to search: the whole file, a safetensors file's header, or a picture without its pixels."""
-        if self.path.endswith(".png"):
-            return "\n".join(_png_texts(self.read()))
+        """The text to search: the whole file, or a safetensors file's header."""
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
             read_header(self.content)
             with self.content.open("rb") as file:
                 return file.read(int.from_bytes(file.read(SHARD_HEADER), "little")).decode(errors="replace")
         return self.read().decode("utf-8", errors="replace")
 
-    def readings(self) -> Iterator[str]:
-        """Other readings of the text: UTF-16, unescaped JSON, HTML and addresses, and joined lines.
 
-        For tensors: the letters among their bytes.
-        """
-        if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
-            yield from _long_words(self.content)
-            return
-        text = self.text()
-        if "\0" in text:  # UTF-16 puts a NUL beside each ASCII letter
-            yield text.replace("\0", "")
-        plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
-        if plain != text:
-            yield plain
-        if self.path not in VOCABULARIES:  # there each line is a separate word
-            yield _LINE_END.sub("", plain)  # a secret split over two lines
-
-
-def _png_texts(content: bytes) -> Iterator[str]:
-    """Every chunk of a PNG except its pixels, and the bytes behind its end. Compressed texts are unpacked.
-
-    A chunk is: 4 bytes of size, 4 of kind, `size` of content, 4 of checksum.
-    """
-    start = _PNG_HEAD
-    while start + 8 <= len(content):
-        size, kind = int.from_bytes(content[start : start + 4], "big"), content[start + 4 : start + 8]
-        chunk = content[start + 8 : start + 8 + size]
-        if kind != b"IDAT":
-            yield chunk.decode("latin-1")
-        if kind in (b"zTXt", b"iTXt"):
-            # The compressed text follows one of the chunk's NULs. Try each: unpacking fails at the wrong ones.
-            for separator in re.finditer(rb"\0", chunk):
-                with suppress(zlib.error):
-                    packed = chunk[separator.end() + (kind == b"zTXt") :]  # zTXt names its compression method first
-                    yield zlib.decompressobj().decompress(packed, _MOST_TEXT).decode("latin-1")
-        start += size + 12
-        if kind == b"IEND":
-            break
-    yield content[start:].decode("latin-1")
-
-
-def _long_words(file: Path) -> Iterator[str]:
-    """The text around each long run of letters in a file with numbers. Numbers practically never form such a run."""
-    with file.open("rb") as stream:
-        overlap = b""  # the end of the previous window, so that no word is cut in two
-        while window := stream.read(_WINDOW):
-            content = overlap + window
-            # starts[i] is true if 16 letters begin at byte i. Each `and` with a shifted copy doubles the run's length:
-            # 1 + 1 = 2, 2 + 2 = 4, 4 + 4 = 8, 8 + 8 = 16. No secret that a pattern knows has fewer letters.
-            starts = _LETTER[np.frombuffer(content, np.uint8)]
-            for shift in (1, 2, 4, 8):
-                starts = starts[:-shift] & starts[shift:]
-            next_place = 0
-            for place in np.flatnonzero(starts).tolist():
-                if place >= next_place:
-                    yield content[max(0, place - _CONTEXT) : place + _CONTEXT].translate(_PRINTABLE).decode("ascii")
-                    # Skip half of what was just read; the other half is the context of the next word.
-                    next_place = place + _CONTEXT // 2
-            overlap = content[-_CONTEXT:]
+def plain_texts(text: str) -> Iterator[str]:
+    """The text without escapes (JSON, HTML, addresses), and the same with its lines joined."""
+    plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
+    if plain != text:
+        yield plain
+    yield _LINE_END.sub("", plain)  # a secret split over two lines
 
 
 def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
@@ -265,15 +200,16 @@ def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:
             mistakes.append(f"{name}: its name holds {secret[1]}; rename the file, and revoke it if it was ever shown")
             continue
         text = file.text()
+        # In a vocabulary each line is a separate word.
+        readings = () if file.path in VOCABULARIES else plain_texts(text)
         if (secret := find_secret(text, known)) is not None:
             line, kind = secret
             mistakes.append(f"{file.path}:{line}: holds {kind}; remove it, and revoke it if it was ever shown")
-        elif hidden := next(filter(None, (find_secret(reading, known) for reading in file.readings())), None):
+        elif hidden := next(filter(None, (find_secret(reading, known) for reading in readings)), None):
             # No line here: places in such a reading are not those in the file.
-            place = "in escapes or pieces"
-            if file.path.endswith(".safetensors"):
-                place = "among the bytes of its tensors"
-            mistakes.append(f"{file.path}: holds {hidden[1]}, {place}; remove it, and revoke it if it was ever shown")
+            mistakes.append(
+                f"{file.path}: holds {hidden[1]}, in escapes or pieces; remove it, and revoke it if it was ever shown"
+            )
         elif file.path not in (*VOCABULARIES, *QUOTING) and (home := SOMEBODYS_HOME.search(text)) is not None:
             line = text.count("\n", 0, home.start()) + 1
             mistakes.append(

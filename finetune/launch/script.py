@@ -6,7 +6,6 @@ would refuse on the machines is refused here, before a job waits in a queue.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,21 +14,19 @@ from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
+from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
-from finetune.paths import from_here
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.wording import counted
 
-Launcher = Literal["slurm", "torchrun", "accelerate"]
+Launcher = Literal["slurm", "torchrun"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "job", "helm", "kubeflow")
 
 TRAINER = ("-m", "finetune.train")  # by its name: machines may have this package in different folders
 _PORT = 29500  # torch's own default
-_CORES_PER_RANK = 8
-_SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
 _MARK = "# Made by: finetune launch "
 
 
@@ -66,7 +63,9 @@ def plan_launch(
     """
     if launcher not in LAUNCHERS:
         hint = ""
-        if launcher.lower() in CONTAINERS:
+        if launcher == "accelerate":
+            hint = "; take torchrun, which starts the same run"
+        elif launcher.lower() in CONTAINERS:
             hint = (
                 "; docs/launching.md has a Dockerfile and a Job for containers and Kubernetes, which run finetune train"
             )
@@ -133,10 +132,11 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
 def script(plan: LaunchPlan) -> str:
     """The file's text: a bash script to run on every machine, or a job script for Slurm."""
     if plan.launcher == "slurm":
-        return _slurm_script(plan)
+        starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
+        return job_script(plan, _head(plan), starter)
     lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
     if plan.nodes == 1:
-        lines += ["# Start: bash THIS_FILE", "", *_find_configs(plan), f"exec {_starter(plan)} \\", f"  {trainer}"]
+        lines += ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
         return "\n".join(lines) + "\n"
     starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
     last = plan.nodes - 1
@@ -146,7 +146,6 @@ def script(plan: LaunchPlan) -> str:
         f'machine="${{1:?the number of this machine, 0 to {last}}}"',
         'first="${2:?the address of machine 0, as the others reach it}"',
         "",
-        *_find_configs(plan),
         f"exec {starter} \\",
         f"  {trainer}",
     ]
@@ -186,101 +185,9 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
 
     `machine` (this machine's number), `first` (machine 0's address) and `port` are bash words.
     """
-    if plan.launcher == "accelerate":
-        on_cpu = not plan.gpus and not plan.alone
-        options = f"--config_file {_config_file(plan)} --num_processes {plan.world}"
-        if plan.nodes > 1:
-            options += f" --num_machines {plan.nodes} --machine_rank {machine}"
-            options += f" --main_process_ip {first} --main_process_port {port}"
-            if plan.strategy.uses_engine and not on_cpu:
-                # Without it Accelerate would start the other machines from the first one by pdsh.
-                options += " --deepspeed_multinode_launcher standard"
-        elif not plan.alone:
-            options += " --main_process_port 0"  # any free one
-        return f"accelerate launch {options}"
     if plan.alone:
         return "python"
     if plan.nodes == 1:
         return f"torchrun --standalone --nproc-per-node {plan.ranks}"
     place = f"--node-rank {machine} --master-addr {first} --master-port {port}"
     return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
-
-
-def _config_file(plan: LaunchPlan) -> str:
-    """Accelerate's config as a bash word: a path inside the current folder, or one inside $configs."""
-    config = plan.strategy.path
-    if not plan.gpus and not plan.alone:
-        config = CONFIG_FOLDER / "cpu_2proc.yaml"
-    path = from_here(config)
-    if Path(path).is_absolute() and config.parent == CONFIG_FOLDER:
-        return f'"$configs"/{shlex.quote(config.name)}'
-    return shlex.quote(path)
-
-
-def _find_configs(plan: LaunchPlan) -> list[str]:
-    """The line that finds this package's Accelerate configs on the machine that runs the file, if it names one."""
-    if plan.launcher != "accelerate" or "$configs" not in _config_file(plan):
-        return []
-    program = "from finetune.recipe.strategy import CONFIG_FOLDER; print(CONFIG_FOLDER)"
-    return [f"configs=$(python -c {shlex.quote(program)}) || exit"]
-
-
-def _slurm_script(plan: LaunchPlan) -> str:
-    """A job with one task per node, which starts a rank per GPU. It saves before its time limit and queues again."""
-    settings: dict[str, object] = {
-        "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
-        "nodes": plan.nodes,
-        "ntasks-per-node": 1,
-    }
-    if plan.gpus:
-        settings["gpus-per-node"] = plan.gpus
-    settings |= {
-        "cpus-per-task": _CORES_PER_RANK * plan.ranks,
-        "mem": 0,
-        "time": "24:00:00",
-        "signal": f"TERM@{_SAVE_SECONDS}",
-        "open-mode": "append",
-        "output": "%x-%j.log",
-    }
-    lines = [
-        "#!/bin/bash",
-        *_head(plan),
-        "# Submit with the Python environment active: sbatch THIS_FILE",
-        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --partition.",
-        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
-        "#SBATCH --requeue",
-        "",
-    ]
-    starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
-    if plan.nodes > 1:
-        # The node's number is in each task's own environment, so the task's bash expands $SLURM_NODEID.
-        starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
-        lines += [
-            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
-            "export MASTER_ADDR MASTER_PORT",
-        ]
-    if not plan.alone:
-        # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
-        limit = _SAVE_SECONDS - 30
-        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit}  # torchrun kills ranks that save for longer"]
-    trainer = shlex.join(plan.words)
-    if plan.loaded.recipe.training.resume == "never":  # a job that is queued again must resume
-        trainer += " ${SLURM_RESTART_COUNT:+training.resume=auto}"
-    lines += [
-        f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
-        'before=$(cat "$state" 2>/dev/null)',
-        "",
-        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
-        f"  {trainer}",
-        "code=$?",
-        "",
-        f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
-        "# Where the run says that it did, the job queues again and resumes from there.",
-        'after=$(cat "$state" 2>/dev/null)',
-        'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Ranks that `srun` started without a launcher: torchrun's variables from Slurm's own.
+"""Slurm: the job script of `finetune launch`, and ranks that `srun` started without a launcher.
 
 Under `srun python finetune/train.py RECIPE` no torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, ...; they follow from the
 step's variables (srun(1), "OUTPUT ENVIRONMENT VARIABLES"). `scontrol show hostnames` is not used: it may be missing
@@ -8,9 +8,14 @@ inside a container.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from finetune.errors import EnvironmentMismatch
+
+if TYPE_CHECKING:
+    from finetune.launch.script import LaunchPlan
 
 # Only srun sets these. A batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
 _STEP_VARIABLES = (
@@ -20,6 +25,8 @@ _STEP_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
     "SLURM_SRUN_COMM_PORT",
 )
+_CORES_PER_RANK = 8
+_SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
 _MOST_HOSTS = 100_000  # in one range: no cluster has more
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which begin at 32,768
 
@@ -142,3 +149,70 @@ def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes:
     if node < len(counts):
         return counts[node]
     return -(-tasks // max(1, nodes))
+
+
+def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
+    """The script of `finetune launch --on slurm`: a job with one task per node, which starts a rank per GPU.
+
+    It saves before its time limit and queues again.
+
+    Args:
+        head: Comments for its beginning.
+        starter: The command that starts one node's ranks, up to the trainer.
+    """
+    settings: dict[str, object] = {
+        "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
+        "nodes": plan.nodes,
+        "ntasks-per-node": 1,
+    }
+    if plan.gpus:
+        settings["gpus-per-node"] = plan.gpus
+    settings |= {
+        "cpus-per-task": _CORES_PER_RANK * plan.ranks,
+        "mem": 0,
+        "time": "24:00:00",
+        "signal": f"TERM@{_SAVE_SECONDS}",
+        "open-mode": "append",
+        "output": "%x-%j.log",
+    }
+    lines = [
+        "#!/bin/bash",
+        *head,
+        "# Submit with the Python environment active: sbatch THIS_FILE",
+        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --partition.",
+        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
+        "#SBATCH --requeue",
+        "",
+    ]
+    if plan.nodes > 1:
+        # The node's number is in each task's own environment, so the task's bash expands $SLURM_NODEID.
+        starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
+        lines += [
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
+            "export MASTER_ADDR MASTER_PORT",
+        ]
+    if not plan.alone:
+        # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
+        limit = _SAVE_SECONDS - 30
+        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit}  # torchrun kills ranks that save for longer"]
+    trainer = shlex.join(plan.words)
+    if plan.loaded.recipe.training.resume == "never":  # a job that is queued again must resume
+        trainer += " ${SLURM_RESTART_COUNT:+training.resume=auto}"
+    lines += [
+        f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
+        'before=$(cat "$state" 2>/dev/null)',
+        "",
+        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
+        f"  {trainer}",
+        "code=$?",
+        "",
+        f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
+        "# Where the run says that it did, the job queues again and resumes from there.",
+        'after=$(cat "$state" 2>/dev/null)',
+        'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"

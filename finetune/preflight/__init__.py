@@ -17,8 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.preflight.compare_report import PHASE_COLOURS, draw, run_and_report
-    from finetune.preflight.compare_rows import AskedRow, rows_of_file, rows_of_options
+    from finetune.preflight.compare_report import draw, run_and_report
+    from finetune.preflight.compare_rows import AskedRow, rows_of_options
     from finetune.preflight.comparison import Comparison, compare, plan_comparison
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 _NAMES = {
     # The commands.
     "rehearsal": ("checklist_printer", "rehearse"),
-    "compare_rows": ("AskedRow", "rows_of_file", "rows_of_options"),
+    "compare_rows": ("AskedRow", "rows_of_options"),
     "comparison": ("Comparison", "compare", "plan_comparison"),
-    "compare_report": ("PHASE_COLOURS", "draw", "run_and_report"),
+    "compare_report": ("draw", "run_and_report"),
     "doctor": ("Finding", "as_text", "examine_machine"),
     "gpu_proofs": (
         *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
@@ -64,7 +64,6 @@ _NAMES = {
 
 __all__ = [
     "END_TOKENS",
-    "PHASE_COLOURS",
     "AskedRow",
     "Comparison",
     "Finding",
@@ -88,7 +87,6 @@ __all__ = [
     "plan_proofs",
     "prove_gpus",
     "rehearse",
-    "rows_of_file",
     "rows_of_options",
     "run_and_report",
     "sample_texts",

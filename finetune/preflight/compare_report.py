@@ -1,9 +1,10 @@
-"""A comparison as tables for the terminal and as one picture."""
+"""A comparison as tables for the terminal and as one chart."""
 
 from __future__ import annotations
 
-import textwrap
+import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from finetune.preflight.comparison import (
     Comparison,
     Measure,
     Row,
-    best_entry,
     compare,
     points_of,
     preference_verdict,
 )
-from finetune.report.pictures import new_figure
+from finetune.report.pictures import Chart, Series, save_png
 from finetune.wording import counted
 
 MEASURE_WORDS: dict[Measure, str] = {
@@ -48,8 +48,6 @@ COLUMN_HEADS = MEASURE_WORDS | {
 COLUMN_HEADS |= dict.fromkeys(("logp_chosen_by_token", "logps_chosen"), "log-p\nchosen")
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
-TICK_CHARACTERS = 21  # below a group of bars
-PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
 
 
 def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
@@ -113,21 +111,17 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
     rows = [row for row in result["rows"] if row["ok"]]
     head = _first_heading(result)
-    left_out: set[str] = set()  # notes on tables that are not shown
+    ranking = result.get("ranking") or []
+    # A sweep of other keys than the strategy is about the ranking. `finetune report` shows its memory.
+    costs = not ranking or STRATEGY_KEY in result["varied"]
     if rows:
         device = where_it_ran(result, rows)
         tables = []
-        ranking = result.get("ranking") or []
         if ranking:
             tables.append(_ranking_table(ranking, head, device, result["ranked_by"]))
-        if not ranking or memory_differs(rows, ranking):
+        if costs:
             tables.append(_memory_table(rows, head, device, host=result["device"] != "cpu"))
-        else:
-            left_out |= {*MEMORY_NOTES}
-        if not ranking or traffic_differs(rows):
             tables.append(_traffic_table(rows, head))
-        else:
-            left_out |= {*TRAFFIC_NOTES}
         for title, table in tables:
             console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
             console.print(table)
@@ -136,9 +130,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             console.print(f"{row['name']}: did not run: {row['reason']}", markup=False, highlight=False)
     for line in _losses_in_words(result["losses"]["groups"]):
         console.print(line, markup=False, highlight=False)
-    warnings = preference_verdict(result.get("ranking") or [])
+    warnings = preference_verdict(ranking)
     for note in result["notes"]:
-        if note not in left_out:
+        if costs or note not in (*MEMORY_NOTES, *TRAFFIC_NOTES):
             console.print(note, markup=False, highlight=False, style=None if note in warnings else "dim")
 
 
@@ -155,28 +149,6 @@ def _first_heading(result: dict[str, Any]) -> str:
 
 def _first_cell(name: str, head: str) -> str:
     return escape(name.removeprefix(f"{head}="))
-
-
-def memory_differs(rows: Sequence[Row], ranking: Sequence[dict[str, Any]]) -> bool:
-    """Whether some phase's peak differs by more than a fiftieth between the ranking's entries.
-
-    An entry's peak is its seeds' largest, because each seed draws other batches.
-    """
-    phases_of = {row["name"]: row["phases"] for row in rows}
-    for phase in SHOWN_PHASES:
-        peaks = []
-        for entry in ranking:
-            of_seeds = [phases_of[name] for name in entry["rows"] if phase in phases_of.get(name, {})]
-            if of_seeds:
-                peaks.append(max(phases[phase]["peak_bytes"] for phases in of_seeds))
-        if peaks and max(peaks) > 1.02 * min(peaks):
-            return True
-    return False
-
-
-def traffic_differs(rows: Sequence[Row]) -> bool:
-    """Whether rows move different numbers of bytes in a step."""
-    return len({moved_per_step(row) for row in rows}) > 1
 
 
 def _ranking_table(ranking: Sequence[dict[str, Any]], head: str, device: str, measure: Measure) -> tuple[str, Table]:
@@ -311,140 +283,46 @@ def _multiple(row: Row) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """The picture: held-out curves where rows learn differently, else memory per phase, seconds, traffic."""
+    """The picture: a sweep's held-out curves, else memory by phase. Nothing if no row ran."""
     rows = [row for row in result["rows"] if row["ok"]]
-    if not rows:
-        return
-    if result.get("ranking"):
-        _draw_curves(result, rows, file)
-        return
-    figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
-    memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
-    where = where_it_ran(result, rows)
-    figure.suptitle(f"{Path(result['recipe']).stem}: {where}", fontweight="bold")
-    _draw_memory(memory, rows)
-    _draw_seconds(seconds, rows)
-    _draw_traffic(traffic, rows)
-    absent = [row["name"] for row in result["rows"] if not row["ok"]]
-    if absent:
-        figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
-    figure.savefig(file)
+    if rows:
+        chart = _curves(result, rows) if result.get("ranking") else _memory_bars(rows)
+        title = f"{Path(result['recipe']).stem}, {where_it_ran(result, rows)}: {chart.title}"
+        save_png(replace(chart, title=title), file)
 
 
-def _draw_curves(result: dict[str, Any], rows: Sequence[Row], file: Path) -> None:
-    """Held-out loss, or reward, of every row by step: a colour for each setting, a line for each seed, the best one
-    thick."""
-    from matplotlib import colormaps
-
-    figure = new_figure(figsize=(9.0, 5.5))
-    axes = figure.subplots()
+def _curves(result: dict[str, Any], rows: Sequence[Row]) -> Chart:
+    """Held-out loss or reward by step, the best setting first. A setting with several seeds shows their mean."""
     by_name = {row["name"]: row for row in rows}
     measure: Measure = result["ranked_by"]
     held_out = any(len(points_of(row, measure)) > 1 for row in rows)
     measure = measure if held_out else "loss"  # of training lines the loss alone is kept
-    factor = 100 if measure == "reward_accuracy" else 1
-    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
-    best = best_entry(result["ranking"])
-    for place, entry in enumerate(result["ranking"]):
-        for number, name in enumerate(entry["rows"]):
-            row = by_name[name]
-            points = points_of(row, measure) if held_out else list(enumerate(row["losses"], 1))
-            axes.plot(
-                [step for step, _ in points],
-                [factor * value for _, value in points],
-                color=colours[place % len(colours)],
-                linewidth=2.6 if entry is best else 1.4,
-                marker="o" if held_out else None,
-                markersize=3.5,
-                label=_legend(entry, result["ranked_by"]) if number == 0 else None,
-            )
-    axes.set_xlabel("optimizer step")
-    unit = ", %" if measure == "reward_accuracy" else ""
-    axes.set_ylabel(f"{'held-out' if held_out else 'training'} {MEASURE_WORDS[measure]}{unit}")
-    where = where_it_ran(result, rows)
-    axes.set_title(
-        f"{Path(result['recipe']).stem}: {where}{'' if best is None else '; thick: the best'}", loc="left", fontsize=11
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    absent = [row["name"] for row in result["rows"] if not row["ok"]]
-    if absent:
-        figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
-    figure.savefig(file)
+    series = []
+    for entry in result["ranking"]:
+        seeds = [by_name[name] for name in entry["rows"]]
+        of_seeds = [points_of(row, measure) if held_out else list(enumerate(row["losses"], 1)) for row in seeds]
+        points = [
+            (points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*of_seeds, strict=False)
+        ]
+        label = f"{entry['name']}: {_best_cell(entry, result['ranked_by'])}"
+        if entry.get("too_far"):
+            label += f", {entry['too_far'].partition(':')[0]}"
+        series.append(Series(label, points))
+    return Chart(f"{'held-out' if held_out else 'training'} {MEASURE_WORDS[measure]}", series)
 
 
-def _legend(entry: dict[str, Any], measure: Measure) -> str:
-    words = f"{entry['name']}: {_best_cell(entry, measure)}"
-    if entry.get("too_far"):
-        words += f", {entry['too_far'].partition(':')[0]}"
-    return words
-
-
-def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
-    """Grouped bars: a phase's peak, pale, and in it what stays allocated at its end."""
+def _memory_bars(rows: Sequence[Row]) -> Chart:
+    """Each row's peak in each phase."""
     unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
-    width = 0.8 / len(SHOWN_PHASES)
-    for position, phase in enumerate(SHOWN_PHASES):
-        places = [index + (position - (len(SHOWN_PHASES) - 1) / 2) * width for index in range(len(rows))]
-        entries = [row["phases"].get(phase, {"peak_bytes": 0, "allocated_bytes": 0}) for row in rows]
-        peaks = [entry["peak_bytes"] / size for entry in entries]
-        allocated = [entry["allocated_bytes"] / size for entry in entries]
-        colour = PHASE_COLOURS[phase]
-        axes.bar(places, peaks, width * 0.92, color=_pale(colour))
-        axes.bar(places, allocated, width * 0.92, color=colour, label=phase)
-        for place, peak in zip(places, peaks, strict=True):
-            axes.annotate(
-                _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
-            )
-    _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
-    axes.legend(ncols=len(SHOWN_PHASES), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
-
-
-def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
-    values = [row["seconds_per_20_steps"] for row in rows]
-    bars = axes.bar(range(len(rows)), values, 0.5, color="#72b7b2")
-    axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
-    _finish(axes, rows, "seconds", "Time of 20 steps")
-
-
-def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
-    """Stacked bars: textbook bytes of one step, by phase."""
-    unit, size = unit_of(max(moved_per_step(row) for row in rows))
-    bottom = [0.0] * len(rows)
-    for phase in MOVING:
-        heights = [row["phases"][phase]["textbook_bytes"] / size for row in rows]
-        axes.bar(range(len(rows)), heights, 0.5, bottom=bottom, color=PHASE_COLOURS[phase], label=phase)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    for index, (row, top) in enumerate(zip(rows, bottom, strict=True)):
-        calls = sum(sum(row["phases"][phase]["collectives"].values()) for phase in MOVING)
-        multiple = f" = {_multiple(row)} P" if _multiple(row) else ""
-        text = f"{_short(top)}{multiple}\n{calls} collectives"
-        axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8)
-    _finish(axes, rows, f"{unit} of one rank", "Traffic of one step, textbook bytes (P: bytes of the weights)")
-    axes.set_ylim(0, 1.3 * max(*bottom, 1e-9))  # matplotlib leaves no margin above a part of no height
-
-
-def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
-    most = max(row["world_size"] for row in rows)
-    names = [row["name"] if row["world_size"] == most else f"{row['name']}, 1 rank" for row in rows]
-    axes.set_xticks(range(len(rows)), [_in_lines(name) for name in names])
-    axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylabel(unit)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.margins(y=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-
-
-def _in_lines(name: str) -> str:
-    """A row's name below its bars."""
-    return textwrap.fill(name, TICK_CHARACTERS, break_on_hyphens=False)
-
-
-def _pale(colour: str) -> tuple[float, ...]:
-    """Between the colour and white; not transparent, so that no grid shows through."""
-    from matplotlib.colors import to_rgb
-
-    return tuple(0.4 * part + 0.6 for part in to_rgb(colour))
+    series = [
+        Series(
+            row["name"],
+            [
+                (place, row["phases"][phase]["peak_bytes"] / size)
+                for place, phase in enumerate(SHOWN_PHASES)
+                if phase in row["phases"]
+            ],
+        )
+        for row in rows
+    ]
+    return Chart(f"peak memory of a rank, {unit}", series, SHOWN_PHASES)

@@ -1,4 +1,4 @@
-"""The rows of a comparison, from `--vary`, `--strategies` or a file.
+"""The rows of a comparison, from `--vary`, `--strategies` and `--seeds`.
 
 Every row's recipe is read before the first job runs, so a wrong key or value of any row is reported then.
 """
@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import FinetuneError, RecipeError
-from finetune.paths import read_regular
 from finetune.recipe.loader import COMMAND_LINE, load_recipe
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.strategy import strategy_of
-from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten
+from finetune.recipe.yaml_text import shorten
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
 SEED_KEY = "training.seed"
@@ -38,7 +36,6 @@ OWN_KEYS = {
         "leave it out",
     ),
 }
-FORM_OF_ROWS = "write a list of `name: [key=value, ...]`, for example `- halves: [strategy=zero3, model.dtype=float16]`"
 NAME_CHARACTERS = 60  # of a row's folder
 MOST_ROWS = 200  # each is a training of its own
 _OPENS, _CLOSES = "[{", "]}"
@@ -99,7 +96,12 @@ def rows_of_options(vary: Sequence[str], strategies: str | None, seeds: int = 1)
         if key in axes:
             raise FinetuneError(f"{option}: {key}: is varied twice; name all its values once: {key}=A,B")
         axes[key] = values
-    _refuse_many(options[-1][0], math.prod(map(len, axes.values())))
+    count = math.prod(map(len, axes.values()))
+    if count > MOST_ROWS:
+        raise FinetuneError(
+            f"{options[-1][0]}: {count:,} rows: a comparison has {MOST_ROWS} at most, because each is a training of "
+            "its own; name fewer values"
+        )
     names = _short_names(axes)
     rows = []
     for chosen in product(*axes.values()):
@@ -112,7 +114,9 @@ def rows_of_options(vary: Sequence[str], strategies: str | None, seeds: int = 1)
 def _axis(option: str, word: str) -> tuple[str, list[str]]:
     """The key that varies, and its values, each once."""
     key, equals, text = word.partition("=")
-    key = _real_key(key.strip())
+    key = key.strip()
+    if key == STRATEGY:
+        key = STRATEGY_KEY
     if not equals or not key:
         raise FinetuneError(f"{option}: {word}: is not key=A,B; for example --vary training.mixed_precision=fp16,bf16")
     values = list(dict.fromkeys(value for value in split_values(text) if value))
@@ -122,23 +126,9 @@ def _axis(option: str, word: str) -> tuple[str, list[str]]:
     return key, values
 
 
-def _real_key(key: str) -> str:
-    if key == STRATEGY:
-        return STRATEGY_KEY
-    return key
-
-
 def _refuse_own(place: str, key: str) -> None:
     if key in OWN_KEYS:
         raise FinetuneError(f"{place}: {key}: is the same in every row of a comparison; {OWN_KEYS[key]}")
-
-
-def _refuse_many(place: str, count: int) -> None:
-    if count > MOST_ROWS:
-        raise FinetuneError(
-            f"{place}: {count:,} rows: a comparison has {MOST_ROWS} at most, because each is a training of its own; "
-            "name fewer values"
-        )
 
 
 def split_values(text: str) -> list[str]:
@@ -169,44 +159,6 @@ def _label(key: str, name: str, value: str) -> str:
     if key == STRATEGY_KEY:
         return value
     return f"{name}={shorten(' '.join(value.split()), 40)}"
-
-
-def rows_of_file(file: Path) -> list[AskedRow]:
-    """The rows that a YAML file names: a list of `name: [key=value, ...]`. Raises FinetuneError."""
-    try:
-        parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise FinetuneError(f"--rows: {file}: cannot be read ({reason}); name a YAML file of rows") from None
-    if parsed.flaws:
-        flaw = parsed.flaws[0]
-        raise FinetuneError(f"--rows: {file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}")
-    if not isinstance(parsed.value, list) or not parsed.value:
-        raise FinetuneError(f"--rows: {file}: is not a list of rows; {FORM_OF_ROWS}")
-    _refuse_many(f"--rows: {file}", len(parsed.value))
-    rows = []
-    for index, entry in enumerate(parsed.value):
-        place = f"--rows: {file}:{parsed.values[index,].line}"
-        rows.append(_row_of_entry(entry, place))
-        if rows[-1].name in [row.name for row in rows[:-1]]:
-            raise FinetuneError(f"{place}: {rows[-1].name}: is the name of two rows; rename one of them")
-    return rows
-
-
-def _row_of_entry(entry: Any, place: str) -> AskedRow:
-    pairs = list(entry.items()) if isinstance(entry, dict) else []
-    if len(pairs) != 1 or not isinstance(pairs[0][1], list) or not all(isinstance(word, str) for word in pairs[0][1]):
-        raise FinetuneError(f"{place}: is not a row; {FORM_OF_ROWS}")
-    name, words = str(pairs[0][0]), pairs[0][1]
-    settings = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip():
-            raise FinetuneError(f"{place}: {name}: {word}: is not key=value; {FORM_OF_ROWS}")
-        key = _real_key(key.strip())
-        _refuse_own(f"{place}: {name}", key)
-        settings.append((key, value.strip()))
-    return AskedRow(name, tuple(settings), f"{place}: {name}")
 
 
 def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[AskedRow], steps: int) -> list[ComparedRow]:

@@ -125,23 +125,24 @@ def plan_comparison(
 def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
     """Run every row's job and write compare.json; returns its content."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
+    keys = [_key(comparison, row) for row in comparison.rows]
     earlier = _finished_rows(comparison)
     rows: list[Row] = []
-    for number, row in enumerate(comparison.rows):
+    for number, (row, key) in enumerate(zip(comparison.rows, keys, strict=True)):
         # Rows of an earlier call that are still to come stay in the file: this call may be stopped too.
-        to_come = [earlier[_key(comparison, other)] for other in comparison.rows[number:]
-                   if _key(comparison, other) in earlier]  # fmt: skip
+        to_come = [earlier[each] for each in keys[number:] if each in earlier]
         _write(comparison, [*rows, *to_come])  # also marks the folder as ours
-        kept = earlier.get(_key(comparison, row))
-        if kept is not None:
+        if key in earlier:
             progress(row.name, comparison.steps)
             progress(row.name, None)
-        rows.append(kept or _run(comparison, row, progress))
+            rows.append(earlier[key])
+        else:
+            rows.append(_run(comparison, row, progress) | {"key": key})
     return _write(comparison, rows)
 
 
 def _key(comparison: Comparison, row: ComparedRow) -> str:
-    """What a row's figures follow from: its recipe, the job's command, and the data files' sizes and times."""
+    """A hash of everything that decides a row's figures: recipe, command, device and data files."""
     files = []
     for entry in row.recipe.data.sets:
         for name in [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []:
@@ -153,23 +154,23 @@ def _key(comparison: Comparison, row: ComparedRow) -> str:
 
 
 def _finished_rows(comparison: Comparison) -> dict[str, Row]:
-    """Rows that an earlier call in this folder finished, by `_key`."""
+    """Rows that an earlier call in this folder finished, by `_key`. Their job's folder is there, for `finetune report`,
+    and their base is the same.
+    """
+    jobs = {row.name: row for row in comparison.rows}
     try:
         stored = read_object(comparison.folder / "compare.json", LARGEST_RESULT)
-        rows = stored.get("rows", [])
-        return {row["key"]: row for row in rows if row["ok"] and _has_its_folder(comparison, row)}
+        finished = {row["key"]: row for row in stored.get("rows", []) if row["ok"] and row["name"] in jobs}
     except (FinetuneError, KeyError, TypeError):
         return {}
-
-
-def _has_its_folder(comparison: Comparison, row: Row) -> bool:
-    """Whether the job's folder of a finished row is still there, for `finetune report`, and its base is the same."""
-    return any(
-        each.name == row["name"]
-        and (comparison.job_folder(each) / "metrics.jsonl").is_file()
-        and is_same_base(recorded_base(comparison.job_folder(each)), base_identity(each.recipe.model)) is not False
-        for each in comparison.rows
-    )
+    kept = {}
+    for key, row in finished.items():
+        job = jobs[row["name"]]
+        folder = comparison.job_folder(job)
+        same_base = is_same_base(recorded_base(folder), base_identity(job.recipe.model))
+        if (folder / "metrics.jsonl").is_file() and same_base is not False:
+            kept[key] = row
+    return kept
 
 
 def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
@@ -225,7 +226,6 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
             while (code := _wait(process)) is None:
                 progress(compared.name, _steps_done(folder))
     row: Row = _facts(comparison, compared) | {"ok": code == 0, "reason": None, "log": str(log)}
-    row["key"] = _key(comparison, compared)
     if code == 0:
         row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
     else:
@@ -239,7 +239,7 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
 
 
 def _facts(comparison: Comparison, row: ComparedRow) -> Row:
-    """What a row is: its name, what it sets, and the number of its curve, which rows that learn the same share."""
+    """A row's name, its settings, and the number of its curve. Rows that learn the same share a curve."""
     curves = list(dict.fromkeys(each.curve for each in comparison.rows))
     facts = {"name": row.name, "strategy": row.strategy, "settings": dict(row.settings)}
     facts["overrides"] = [*comparison.overrides, *row.overrides]  # of the recipe, to run this row again

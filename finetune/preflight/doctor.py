@@ -168,16 +168,13 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
         "strategy": lambda: check_combination(recipe, strategy, on_cpu=on_cpu),
         "trackers": lambda: check_trackers(recipe),
     }
-    said: list[str] = []
     for name, check in checks.items():
         try:
             check()
         except FinetuneError as error:
             seen, _, remedy = str(error).rpartition("; ")
             seen, remedy = (seen, remedy) if seen else (remedy, "")
-            if not any(seen in earlier for earlier in said):  # a missing package is a misfit of the strategy too
-                yield Finding(name, "bad", seen, remedy)
-            said.append(str(error))
+            yield Finding(name, "bad", seen, remedy)
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):
         yield Finding("model", "ok", f"the weights of {model.name_or_path} are on this machine")

@@ -151,7 +151,7 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
     return processes
 
 
-def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
+def kill_all(process: subprocess.Popen[Any], known: Sequence[psutil.Process] = ()) -> int:
     """SIGKILL to a launcher and all processes below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
@@ -168,7 +168,7 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
     return len(children) + 1
 
 
-def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _descendants(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     """The processes that it started, and those that they started; ranks are in their own sessions."""
     try:
         return list(psutil.Process(process.pid).children(recursive=True))
@@ -200,8 +200,8 @@ def _failure(job: TrainingJob) -> StepFailed:
     return StepFailed(_reason(job), int(code[1]) if code else 1)
 
 
-def failure_reason(run_dir: Path, log: str) -> str:
-    """Why a training failed, in one line.
+def failure_reason(run_dir: Path | None, log: str) -> str:
+    """Why a training, or another job under a launcher, failed: one line.
 
     Take the error that the run recorded. Without one, take the last line that it printed before the launcher's report.
     """
@@ -209,8 +209,9 @@ def failure_reason(run_dir: Path, log: str) -> str:
     def one_line(text: str) -> str:
         return shorten(" ".join(text.split()), 300, "…")
 
-    state_file = run_dir / "run_state.json"
-    state = json.loads(state_file.read_text("utf-8")) if state_file.is_file() else {}
+    state: dict[str, Any] = {}
+    if run_dir is not None and (run_dir / "run_state.json").is_file():
+        state = json.loads((run_dir / "run_state.json").read_text("utf-8"))
     if "error" in state:
         return f"{one_line(state['error'])} ({state['phase']}, rank {state['rank']})"
     # Cut the launcher's own report off: torchrun's, or the traceback of `accelerate launch` itself.

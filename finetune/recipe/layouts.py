@@ -29,7 +29,7 @@ OF_CHATS = ("system", "tools", "chat_template_kwargs")
 # Before compared or judged answers: a text or messages, or a text that becomes a user's message.
 _PROMPTS = ("prompt", "instruction", "input", *OF_CHATS)
 # In the order of preference, if several fit.
-LAYOUTS: dict[str, LayoutColumns] = {
+LAYOUTS: dict[KnownFormat, LayoutColumns] = {
     "messages": LayoutColumns(("messages",), OF_CHATS),
     "sharegpt": LayoutColumns(("conversations",), OF_CHATS),
     "prompt_completion": LayoutColumns(("prompt", "completion"), OF_CHATS),

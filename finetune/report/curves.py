@@ -26,7 +26,7 @@ CURVES = (
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
 )
-# Of runs on preferences: title, key of training lines and evaluations, factor.
+# Curves of runs on preferences: title, key of training lines and evaluations, factor.
 PREFERENCE_CURVES = (
     ("Reward accuracy, %", "reward_accuracy", 100.0),
     ("Reward margin, chosen less rejected", "reward_margin", 1.0),
@@ -82,7 +82,9 @@ def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str
     run = ReportedRun(name, folder, facts, plan_of(folder) or {})
     # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
     with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
-        summary(run), phase_peaks(run), planned_peaks(run), run.facts.missing()
+        for figures_of in (summary, phase_peaks, planned_peaks):
+            figures_of(run)
+        run.facts.missing()
     return run
 
 
@@ -113,16 +115,16 @@ def measured_chart(
         training_name, held_out_name = run.name, f"{run.name}, held out"
         if len(runs) == 1:
             training_name, held_out_name = "training", "held out"
-        points, holes = _points(run.facts.trained(), key, factor), run.facts.holes()
+        points = _points(run.facts.trained(), key, factor)
         smooth, steps = _smoothed(run, key, factor)
         if leads or len(runs) == 1 or not smooth:
-            series.append(Series(training_name, points, colour=index, faint=bool(smooth), holes=holes))
+            series.append(Series(training_name, points, colour=index, faint=bool(smooth)))
         if smooth:
-            series.append(Series(f"{training_name}, mean of {steps} steps", smooth, colour=index, holes=holes))
+            series.append(Series(f"{training_name}, mean of {steps} steps", smooth, colour=index))
         if held_out := _held_out(run, key, factor):
             # Several runs have one colour each. A single run has a second one for its held-out rows.
             series.append(Series(held_out_name, held_out, True, 1 if len(runs) == 1 else index))
-    return Chart(title, series, holes=_shown_holes(runs), leads=leads)
+    return Chart(title, series, leads=leads)
 
 
 def _held_out(run: ReportedRun, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
@@ -166,9 +168,9 @@ def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -
         if smooth:
             shown = f"{title}, means of {steps} steps"
         points = smooth or _points(run.facts.trained(), key)
-        curves.append(Series(answer, points, colour=colour, holes=run.facts.holes()))
+        curves.append(Series(answer, points, colour=colour))
         dots.append(Series(f"{answer}, held out", _held_out(run, key), True, colour))
-    return Chart(shown, [*curves, *dots], holes=_shown_holes([run]))
+    return Chart(shown, [*curves, *dots])
 
 
 def rewards_chart(runs: Sequence[ReportedRun]) -> Chart:
@@ -194,17 +196,9 @@ def score_chart(runs: Sequence[ReportedRun]) -> Chart:
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
-        Series(run.name, _points(run.facts.trained(), key, factor), colour=index, holes=run.facts.holes())
-        for index, run in enumerate(runs)
+        Series(run.name, _points(run.facts.trained(), key, factor), colour=index) for index, run in enumerate(runs)
     ]
-    return Chart(title, series, holes=_shown_holes(runs))
-
-
-def _shown_holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
-    """A single run's steps without metrics; several runs would shade each other's."""
-    if len(runs) > 1:
-        return []
-    return runs[0].facts.holes()
+    return Chart(title, series)
 
 
 def memory_curve(runs: Sequence[ReportedRun]) -> Chart:

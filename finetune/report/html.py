@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.report.pictures import Chart, Size, inline_svg
+from finetune.report.pictures import Chart, inline_svg
 
 SHOWN_LETTERS = 1500  # of a prompt or an answer
 
@@ -14,8 +14,8 @@ def render_page(template: str, **values: object) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    def svg(chart: Chart, size: Size) -> object:
-        return Markup(inline_svg(chart, size))  # safe as markup: matplotlib escapes the texts that it draws
+    def svg(chart: Chart) -> object:
+        return Markup(inline_svg(chart))  # safe as markup: matplotlib escapes the texts that it draws
 
     def shortened(value: object) -> str:
         text = str(value)

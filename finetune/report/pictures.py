@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#eeca3b")
 FAINT = "66"  # opacity of a curve behind its smoothed one, hexadecimal
-HOLE = "#80808040"  # background of steps without metrics
 MOST_POINTS = 1200  # of one curve; a longer curve shows the means of neighbouring points
 PNG_INCHES = (8.0, 4.5)  # its 12-point letters can be read at half size
 # (width, height, letters, points of a curve); all but the points in CSS pixels. A page shows a chart at nearly this
-# size, on a phone and on a desk, so letters have one size everywhere: page.html.jinja.
-SIZES = {"column": (352, 190, 12, 500), "middle": (704, 220, 12, 800), "page": (1104, 260, 12, MOST_POINTS)}
-Size = Literal["column", "middle", "page"]
+# size, so letters have one size everywhere; a narrow screen scrolls over a wide one (page.html.jinja).
+SIZES = {"column": (352, 190, 12, 500), "page": (1104, 260, 12, MOST_POINTS)}
+Size = Literal["column", "page"]
 BARS_OF_A_COLUMN = 8  # more bars need the page's width, else their labels overlap
 DPI = 130
 BAR_GROUP = 0.8  # width of a group's bars; 1 is the distance between two groups
@@ -56,7 +55,6 @@ class Series:
     dots: bool = False  # few points that are not connected: evaluations
     colour: int | None = None  # index in COLOURS; None: the series' own index
     faint: bool = False  # behind its smoothed curve, which has the same colour
-    holes: Sequence[tuple[int, int]] = ()  # (first, last) step of each stretch without metrics; no line crosses it
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class Chart:
     title: str
     series: Sequence[Series]
     groups: Sequence[str] = ()
-    holes: Sequence[tuple[int, int]] = ()  # steps without metrics that get a background
     leads: bool = False  # the page's first chart, which takes its width
 
     @property
@@ -83,23 +80,18 @@ class Chart:
         return shown
 
     @property
-    def sizes(self) -> list[Size]:
-        """The chart's sizes in a page, widest first. The page's style shows the one that fits."""
-        if len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
-            return ["page", "middle"]
-        if self.leads:
-            return ["page", "middle", "column"]
-        return ["column"]
+    def size(self) -> Size:
+        """The chart's size in a page."""
+        if self.leads or len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
+            return "page"
+        return "column"
 
     @property
     def legend(self) -> list[tuple[str, str]]:
         """(name, colour) for each series; empty for a single series, because the title names it."""
         if len(self.series) == 1:
             return []
-        entries = [(series.name, colour) for series, colour in self.shown]
-        if self.holes:
-            entries.append(("no metrics", HOLE))
-        return entries
+        return [(series.name, colour) for series, colour in self.shown]
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -136,7 +128,7 @@ def smoothed(points: Sequence[tuple[float, float]], weights: Sequence[float], wi
     return means
 
 
-def inline_svg(chart: Chart, size: Size = "column") -> str:
+def inline_svg(chart: Chart) -> str:
     """The chart without title and legend, as an <svg> element for a page; empty if there is nothing to draw.
 
     Text and background have no colour. The page's style sets them, light or dark.
@@ -147,8 +139,8 @@ def inline_svg(chart: Chart, size: Size = "column") -> str:
         return ""
     # matplotlib hashes the salt into the ids of clip paths and markers. With this salt the charts of one page share no
     # id, and a chart that is drawn again has the same ids.
-    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": f"{chart.title}, {size}"}):  # type: ignore[arg-type]
-        width, height, letters, points = SIZES[size]
+    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
+        width, height, letters, points = SIZES[chart.size]
         figure = new_figure(figsize=(width / 72, height / 72), layout=None)  # matplotlib's SVG has 72 units an inch
         # The axes' box, as shares of the figure. Room for labels: 5 letters on the left, 2 below, 1.8 right, 1.2 above.
         left, bottom = 5 * letters / width, 2 * letters / height
@@ -209,14 +201,8 @@ def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POIN
             style, layer = {"marker": "o", "markersize": 4.5, "linestyle": "none"}, 3
         else:
             style, layer = {"linewidth": 1.4}, 2
-            # matplotlib ends a line at a value that is not a number, and begins another behind it.
-            gaps = [((first + last) / 2, math.nan) for first, last in series.holes]
-            points += gaps
-        points.sort(key=lambda point: point[0])
         handles += axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, zorder=layer, **style)
-    # A step's ground reaches half a step to both sides. One of the grounds stands for all in the legend.
-    grounds = [axes.axvspan(first - 0.5, last + 0.5, color=HOLE, linewidth=0) for first, last in chart.holes]
-    return handles + grounds[:1]
+    return handles
 
 
 def _draw_bars(axes: Any, chart: Chart, letters: int) -> list[Any]:

@@ -165,7 +165,7 @@ def _rows_in_turn(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
 
 
 def _rows_of(entry: DataSet, encoder: Encoder, data: Data) -> Iterator[ShownRow]:
-    """A data set's documents. Rows that cannot be read are passed over; `preview` reports them as errors."""
+    """A data set's documents. Rows that cannot be read are skipped; `preview` reports them as errors."""
     for row, content, _ in RowReader(resolve(entry)).rows():
         if content is None:
             continue

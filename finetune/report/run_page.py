@@ -160,7 +160,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
 
 
 def _warnings(run: ReportedRun) -> list[str]:
-    """What docs/preferences.md calls bad in a run on preferences."""
+    """Lines for the figures that docs/preferences.md calls bad."""
     if run.facts.recipe.preferences is None:
         return []
     rows = run.facts.recipe.training.global_batch_size
@@ -168,7 +168,7 @@ def _warnings(run: ReportedRun) -> list[str]:
 
 
 def _scored(run: ReportedRun) -> Mapping[str, Any]:
-    """What `finetune eval` scored, by metric."""
+    """The scores of `finetune eval`, by metric."""
     metrics: Mapping[str, Any] = run.facts.evaluated.get("scores", {}).get("metrics", {})
     return metrics
 
@@ -192,7 +192,7 @@ def _told(run: ReportedRun) -> list[str]:
         noun = "example" if recipe.preferences is None else recipe.data.row_noun
         shown = f"{counted(data['documents'], noun)} of {names}, {data.get('tokens', 0):,} tokens"
         if data.get("supervised_tokens"):
-            shown += f", of which {data['supervised_tokens']:,} are supervised (the answers)"
+            shown += f"; {data['supervised_tokens']:,} of them are supervised (the answers)"
         told.append(f"Data: {shown}.")
     if parameters.get("trained"):
         whole = parameters["trained"] + parameters.get("frozen", 0)
@@ -216,7 +216,7 @@ def _told(run: ReportedRun) -> list[str]:
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     if trained and not run.facts.evaluated.get("general"):
         told.append(
-            "Not measured: what it unlearned; finetune eval RUN --general asks both models general questions.",
+            "Not measured: forgetting. finetune eval RUN --general asks both models general questions.",
         )
     return told
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+
+from packaging.version import Version
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -20,16 +23,27 @@ class NeededPackage:
     module: str  # as it is imported
     extra: str
     title: str
+    oldest: str = "0"  # the first version that trains correctly
 
     @property
     def is_here(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        if importlib.util.find_spec(self.module) is None:
+            return False
+        return self.oldest == "0" or Version(version(self.module)) >= Version(self.oldest)
+
+
+def engine_package(strategy: Strategy) -> NeededPackage:
+    """DeepSpeed. 0.19.0 looks for infinite gradients only under fp16: a step that is not finite reaches ZeRO-3's
+    weights.
+    """
+    place = f"accelerate_config: {strategy.name}"
+    return NeededPackage(place, "deepspeed", "deepspeed", "DeepSpeed 0.19.8 or newer", "0.19.8")
 
 
 def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> Iterator[NeededPackage]:
     """The packages that training this recipe imports; `plan`: those that its plan imports."""
     if strategy.uses_engine:
-        yield NeededPackage(f"accelerate_config: {strategy.name}", "deepspeed", "deepspeed", "DeepSpeed")
+        yield engine_package(strategy)
     optim = recipe.training.optim
     if recipe.quantization is not None:
         yield NeededPackage("quantization", "bitsandbytes", "qlora", "bitsandbytes")
@@ -48,7 +62,12 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -
 
 def check_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> None:
     """Refuse a recipe that needs packages which are not installed, all in one line. Raises EnvironmentMismatch."""
-    missing = [needed for needed in needed_packages(recipe, strategy, plan=plan) if not needed.is_here]
+    refuse_missing([*needed_packages(recipe, strategy, plan=plan)])
+
+
+def refuse_missing(needed: Sequence[NeededPackage]) -> None:
+    """Raise EnvironmentMismatch, in one line, if some of these packages are not installed."""
+    missing = [each for each in needed if not each.is_here]
     if not missing:
         return
     what = " and ".join(f"{each.title} ({each.place})" for each in missing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import logging
 import os
@@ -19,13 +18,11 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from packaging.version import Version
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
-OLDEST_ENGINE = Version("0.19.8")  # 0.19.0 looks for infinite gradients only under fp16
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
 
 
@@ -57,18 +54,7 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
 
 
 def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse, before anything is loaded, a machine on which this engine does not run, or runs differently.
-
-    Raises EnvironmentMismatch with the command to install, or with the setting to change.
-    """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
-    if Version(version("deepspeed")) < OLDEST_ENGINE:
-        raise _missing(
-            strategy,
-            f"DeepSpeed {version('deepspeed')} lets a step that is not finite into the weights of ZeRO-3",
-            f"DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST_ENGINE}'",
-        )
+    """Refuse a machine on which this engine runs differently. Raises EnvironmentMismatch."""
     if on_cpu and torch.cuda.is_available():
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name}: on a machine with GPUs DeepSpeed takes them; hide them with "

@@ -8,13 +8,13 @@ from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.units import GIB
-from finetune.preflight import PHASE_COLOURS
 from finetune.report.pictures import COLOURS, new_figure
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from lectures.zero.planned import PlannedRun
 from lectures.zero.times import modelled, rates_of_the_notes
 
+PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
 _Group = tuple[str, list[float], dict[str, Any]]  # legend, a height for each row, how its bars are drawn
 
 

@@ -123,8 +123,7 @@ def test_verbs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert resolved["output_dir"] == "runs/quickstart"
     assert "did you mean quickstart?" in finetune(*run, "check", "quickstrat", code=2)
     assert "choose one of 1f1b, " in finetune(*run, "check", "quickstart", "accelerate_config=fsdp3", code=2)
-    script = finetune(*run, "launch", "llama3_fsdp", "--on", "accelerate")
-    assert '--config_file "$configs"/fsdp2.yaml' in script
+    script = finetune(*run, "launch", "llama3_fsdp")
     assert "-m finetune.train llama3_fsdp" in script
     assert str(installed) not in script, "another machine has the package elsewhere"
     assert "run it in a checkout" in finetune(*run, "check", "--schema", code=4)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
-from finetune.finished_run import evaluate
+from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
 from finetune.finished_run.chat import GenerationSettings, answers_to, open_run
 from finetune.finished_run.gguf import write_gguf
 from finetune.finished_run.hand_over import hand_over
@@ -94,7 +94,7 @@ def in_samples(run: Learned) -> list[str]:
 
 
 def in_eval(run: Learned) -> list[str]:
-    figures = evaluate(run.folder, None, (), lambda _: None, metrics=("exact",), file=run.file)
+    figures = evaluate_finished(run.folder, EvalRequest(chosen_metrics(["exact"], None), run.file), lambda _: None)
     rows = [json.loads(line) for line in (run.folder / "eval_answers.jsonl").read_text("utf-8").splitlines()]
     exact = figures["scores"]["metrics"]["exact"]
     assert exact["tuned"]["mean"] == 1.0, exact

@@ -25,7 +25,7 @@ from finetune.errors import DoesNotFit, FinetuneError
 from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
-from finetune.finished_run.merge_command import in_words, merge_run
+from finetune.finished_run.merge_command import describe_merge, merge_run
 from finetune.model.build import load_base
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from tests.support.hub import running_hub
@@ -249,30 +249,27 @@ def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}], ids=str)
 @pytest.mark.parametrize("tied", ["untied", "tied"])
-def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
+def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
     tmp_path: Path, bases: dict[str, Path], lora: dict[str, Any], tied: str
 ) -> None:
     run = finished_run(tmp_path, bases[tied], lora=lora, quantization=NF4)
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
-    dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
+    dequantized = facts["agreement"]["candidates"]["dequantized"]
     assert facts["base"] == "dequantized"
     assert dequantized["top1"] == 1.0
-    assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
-    assert "dequantized, which agrees better" in in_words(facts)
     assert not list(run.glob(".tmp-*"))
     assert "quantization_config" not in json.loads((run / "merged" / "config.json").read_text())
     chosen = merge_run(run, dtype=None, base="own", prompts=3, log=print)
     assert chosen["base"] == "own"
-    assert chosen["agreement"]["candidates"] == {"own": own}
+    own = chosen["agreement"]["candidates"]["own"]
+    assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
 
 
-def test_beside_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
+def test_over_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
-    dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
     assert facts["base"] == "dequantized"
-    assert dequantized["kl"] < own["kl"]
-    assert dequantized["kl"] < 1e-3  # LLM.int8() rounds its inputs too
+    assert facts["agreement"]["candidates"]["dequantized"]["kl"] < 1e-3  # LLM.int8() rounds its inputs too
 
 
 @pytest.fixture(scope="module")
@@ -295,8 +292,8 @@ def test_rounded_weights_agree_less_and_get_a_note(run: Path, capsys: pytest.Cap
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(run / "merged").chat_template
     worse = facts | {"agreement": facts["agreement"] | {"base": rounded}}
-    assert "100% of what the adapter changed is lost in bfloat16" in in_words(worse)
-    assert "is lost" not in in_words(facts)
+    assert "100% of what the adapter changed is lost in bfloat16" in describe_merge(worse)
+    assert "is lost" not in describe_merge(facts)
 
 
 def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.finished_run import evaluate
+from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
 from finetune.finished_run.scores import compared, keeps_earlier, score_verdict, scores_in_words, write_eval
 
 RIGHT, WRONG = 1.0, 0.0
@@ -91,7 +91,7 @@ def test_figures_and_answers_are_replaced_together(tmp_path: Path, monkeypatch: 
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} != before
 
 
-@pytest.mark.parametrize("asked", [{"metrics": ["exact"]}, {"file": Path("rows.jsonl")}])
+@pytest.mark.parametrize("asked", [{"metrics": chosen_metrics(["exact"], None)}, {"file": Path("rows.jsonl")}])
 def test_a_loss_alone_has_no_scores(tmp_path: Path, asked: dict[str, Any]) -> None:
     with pytest.raises(FinetuneError, match=r"^--loss-only: generates no answers"):
-        evaluate(tmp_path, None, [], print, generate=False, **asked)
+        evaluate_finished(tmp_path, EvalRequest(generate=False, **asked), print)

@@ -23,13 +23,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.errors import FinetuneError
-from finetune.finished_run import serving_rules
 from finetune.finished_run.hand_over import hand_over
-from finetune.finished_run.merge_command import merge_run
+from finetune.finished_run.vllm import RANKS
 from tests.support.models.chat_families import byte_level_tokenizer
 from tests.support.models.tiny import CHATML, save_tiny
 from tests.support.runs.by_heart import PAIRS, learned_by_heart, save_base
@@ -44,9 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
     "r128": {"r": 128},
-    "patterns": {"rank_pattern": {"q_proj": 2, "k_proj": 7}, "alpha_pattern": {"mlp.down_proj": 5, "v_proj": 24}},
-    "rslora by pattern": {"use_rslora": True, "rank_pattern": {"v_proj": 2}},
-    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"lora": {"r": 4, "use_dora": True}}, "does not yet support DoRA"),
@@ -157,9 +151,8 @@ def tuned(base: Path, product: Path) -> PeftModel:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(product))
 
 
-@pytest.mark.filterwarnings("ignore:Using Rank-Stabilized LoRA with rank_pattern")  # plain peft's, of its own way
 def test_adapters_answer_as_under_peft(tmp_path: Path) -> None:
-    """Side by side in one server. Adapters that the checker refuses or converts are errors there as they are."""
+    """Side by side in one server. vLLM refuses the adapters for which an export writes the merged model."""
     base = save_tiny(tmp_path / "base", head_dim=32)  # vLLM's attention on CPUs takes multiples of 32
     folders, expected = {}, {}
     for kind, settings in KINDS.items():
@@ -170,14 +163,13 @@ def test_adapters_answer_as_under_peft(tmp_path: Path) -> None:
     for kind, (sections, _) in REFUSED.items():
         run = finished_run(tmp_path / "refused" / kind, base, **sections)
         refused[f"refused {kind}"] = str(run / "adapter")
-        with pytest.raises(FinetuneError, match=r"vLLM cannot serve this adapter: .*; merge it: finetune merge"):
-            hand_over(run, "vllm", None, print)
+        assert hand_over(run, "vllm", None, print)["outcome"] == "merged"
     said = said_by_vllm(base, tmp_path, folders, refused)
     agree(said[""], greedy(AutoModelForCausalLM.from_pretrained(base)))
     for kind in KINDS:
         agree(said[kind], expected[kind])
     answers = [json.dumps(said[kind]) for kind in ("", *KINDS)]
-    assert len({*answers}) == len(answers) == 7, "each adapter changes the answers"
+    assert len({*answers}) == len(answers) == 4, "each adapter changes the answers"
     for kind, (_, words) in REFUSED.items():
         assert words in said[f"refused {kind}"]
 
@@ -185,8 +177,8 @@ def test_adapters_answer_as_under_peft(tmp_path: Path) -> None:
 def test_merged_and_whole_models_answer_as_trained(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", head_dim=32)
     dora = finished_run(tmp_path / "dora", base, lora={"r": 4, "use_dora": True})
-    merge_run(dora, dtype=None, base=None, prompts=0)
-    agree(said_by_vllm(dora / "merged", tmp_path)[""], greedy(tuned(base, dora / "adapter")))
+    folder = Path(hand_over(dora, "vllm", None, print)["folder"])
+    agree(said_by_vllm(folder, tmp_path)[""], greedy(tuned(base, dora / "adapter")))
     full = finished_run(tmp_path / "full", base, lora=None)
     folder = Path(hand_over(full, "vllm", None, print)["folder"])
     agree(said_by_vllm(folder, tmp_path)[""], greedy(AutoModelForCausalLM.from_pretrained(full / "model")))
@@ -218,7 +210,7 @@ def served(words: Sequence[str], folder: Path) -> Iterator[int]:
 def test_the_printed_commands(tmp_path: Path) -> None:
     """`vllm serve` and curl as they are printed: the training's chat template, and peft's answer."""
     base = save_tiny(tmp_path / "base", head_dim=32)
-    run = finished_run(tmp_path / "patterns", base, lora={"r": 4, "rank_pattern": {"v_proj": 2}}, move=0.3)
+    run = finished_run(tmp_path / "plain", base, lora={"r": 4}, move=0.3)
     facts = hand_over(run, "vllm", None, print)
     tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
     chat = [{"role": "user", "content": "Define: Apology"}]
@@ -255,74 +247,9 @@ def test_an_answer_ends_where_the_training_ended_it(tmp_path: Path) -> None:
     assert answers == {question: (answer, "stop") for question, answer in PAIRS.items()}
 
 
-LIST = """
-import json, sys
-from vllm.model_executor.models.interfaces import supports_lora
-from vllm.model_executor.models.registry import ModelRegistry
-from vllm.config.lora import MaxLoRARanks
-from typing import get_args
-
-found = {}
-for name in json.loads(sys.argv[1]):
-    try:
-        kind = ModelRegistry.models[name].load_model_cls()
-    except ImportError:  # of models for images, which need torchvision
-        continue
-    found[name] = [bool(supports_lora(kind)), sorted(getattr(kind, "embedding_modules", None) or ())]
-print("SAID" + json.dumps({"ranks": get_args(MaxLoRARanks), "classes": found}))
-"""
-
-
-def test_tables_are_vllms_own(tmp_path: Path) -> None:
-    """Classes without adapters, classes with adapters on embeddings and head, and the ranks."""
-    none, ends, seven = serving_rules.NO_ADAPTERS, serving_rules.ENDS_TOO, serving_rules.EXPECTED_LAYERS.keys()
-    names = json.dumps(sorted({*none, *ends, *seven}))
+def test_the_ranks_are_vllms_own() -> None:
+    program = "from typing import get_args; from vllm.config.lora import MaxLoRARanks; print(get_args(MaxLoRARanks))"
     process = subprocess.run(
-        [PYTHON, "-c", LIST, names], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+        [PYTHON, "-c", program], env=environment(), capture_output=True, text=True, timeout=600, check=True
     )
-    assert process.returncode == 0, process.stderr[-3000:]
-    said = json.loads(process.stdout.rpartition("SAID")[2])
-    assert tuple(said["ranks"]) == serving_rules.RANKS
-    assert len(said["classes"]) >= 45
-    for name, (adapters, embeddings) in said["classes"].items():
-        assert adapters == (name not in none), name
-        if adapters:
-            assert embeddings == (sorted(serving_rules.ENDS) if name in ends else []), name
-
-
-PACK = """
-import sys
-from safetensors.torch import save_file
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import PackedLoRALayerWeights
-from vllm.lora.peft_helper import PEFTHelper
-
-folder, result = sys.argv[1:]
-names = ("gate_proj", "down_proj", "up_proj")  # w1, w2, w3
-expected = {f"experts.{expert}.{name}" for expert in range(4) for name in names} | {"q_proj"}
-helper = PEFTHelper.from_local_dir(folder, 64)
-loaded = LoRAModel.from_local_checkpoint(folder, expected, helper, lora_model_id=1, device="cpu")
-mixture = "model.layers.1.mlp.experts"
-each = [loaded.loras[f"{mixture}.{expert}.{name}"] for expert in range(4) for name in names]
-packed = PackedLoRALayerWeights.pack_moe(each, mixture)
-parts = zip(names, packed.lora_a, packed.lora_b, packed.scaling)
-save_file({name: scaling * (b.float() @ a.float()) for name, a, b, scaling in parts}, result)
-"""
-
-
-def test_vllms_loader_packs_each_expert(tmp_path: Path) -> None:
-    """vLLM computes mixtures on GPUs only (Triton). Its loader reads the converted one as peft's change of weights."""
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    base = save_tiny(tmp_path / "base", "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    lora = {"r": 4, "use_rslora": True, "target_modules": ["q_proj"], "target_parameters": experts}
-    run = finished_run(tmp_path, base, lora=lora)
-    folder = hand_over(run, "vllm", None, print)["folder"]
-    command = [PYTHON, "-c", PACK, str(folder), str(tmp_path / "packed.safetensors")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    packed = load_file(tmp_path / "packed.safetensors")
-    mixture: Any = tuned(base, run / "adapter").base_model.model.model.layers[1].mlp.experts
-    deltas = {wrapper.parameter_name: wrapper.get_delta_weight("default") for wrapper in (mixture, mixture.base_layer)}
-    gate, up = deltas["gate_up_proj"].chunk(2, dim=1)
-    for name, delta in {"gate_proj": gate, "up_proj": up, "down_proj": deltas["down_proj"]}.items():
-        torch.testing.assert_close(packed[name], delta, rtol=1e-5, atol=1e-6)
+    assert process.stdout.splitlines()[-1] == str(RANKS)

@@ -25,7 +25,6 @@ from tests.support.runs.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
-BY_HAND = ("torchrun", "accelerate")
 # Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
 FITTING = {
     ("ddp", 1, 4): 4,
@@ -51,7 +50,7 @@ def text_for(on: str, strategy: str, nodes: int, gpus: int, *overrides: str) -> 
 
 def said_by(text: str, tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
     """The words that the file's last command gets, from bash itself; whoever would run says them instead."""
-    for name in ("torchrun", "accelerate", "python", "srun", "scontrol"):
+    for name in ("torchrun", "python", "srun", "scontrol"):
         tool = tmp_path / name
         tool.write_text('#!/bin/bash\nprintf "%s\\n" "${0##*/}" "$@"\n')
         tool.chmod(0o755)
@@ -100,30 +99,6 @@ def test_torchrun_and_the_trainer_read_the_words(
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
-def test_accelerate_and_the_trainer_read_the_words(
-    strategy: str, nodes: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
-    ranks = FITTING[strategy, nodes, gpus]
-    text = text_for("accelerate", strategy, nodes, gpus)
-    words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
-    assert words[:2] == ["accelerate", "launch"]
-    read = launch_command_parser().parse_args(words[2:])
-    assert (read.module, read.training_script, read.training_script_args[0]) == (True, "finetune.train", str(RECIPE))
-    assert (read.num_processes, read.num_machines or 1) == (ranks, nodes)
-    expected = "cpu_2proc" if not gpus and strategy != "single" else strategy
-    assert read.config_file == f"accelerate_configs/{expected}.yaml"
-    assert load_config_from_file(str(ROOT / read.config_file)) is not None
-    if nodes > 1:
-        assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "10.0.0.1", 29500)
-        # Without it Accelerate has one machine start the others by pdsh.
-        assert read.deepspeed_multinode_launcher == ("standard" if strategy == "zero3" and gpus else None)
-    assert read_by(words, monkeypatch, ranks, nodes).asked_processes == ranks
-
-
-@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
 def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_path: Path) -> None:
     text = text_for("slurm", strategy, nodes, gpus)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -166,7 +141,7 @@ def test_slurm_and_a_plain_srun_choose_the_same_port() -> None:
         assert shell.stdout.strip() == slurm_ranks(step | place)["MASTER_PORT"]
 
 
-@pytest.mark.parametrize("on", ["slurm", *BY_HAND])
+@pytest.mark.parametrize("on", ["slurm", "torchrun"])
 def test_words_with_blanks_quotes_and_dollars_arrive(on: str, tmp_path: Path) -> None:
     override = "output_dir=runs/a 'b' $HOME \"c\""
     text = text_for(on, "fsdp2", 2, 2, override, "training.resume=never")
@@ -214,7 +189,11 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
     ("words", "word"),
-    [(["--on", "pbs"], "one of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+    [
+        (["--on", "pbs"], "one of slurm, torchrun"),
+        (["training.sed=1"], "training.sed"),
+        (["--on", "accelerate"], "; take torchrun"),
+    ],
 )
 def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", str(RECIPE), *words]) == 2
@@ -245,26 +224,12 @@ def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) 
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("on", ["slurm", *BY_HAND])
+@pytest.mark.parametrize("on", ["slurm", "torchrun"])
 def test_no_path_of_this_checkout_is_in_the_file(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine has the package elsewhere. It is found there by its name, and so are Accelerate's configs."""
+    """Another machine has the package elsewhere. It is found there by its name."""
     monkeypatch.chdir(tmp_path)
     text = script(plan_launch(Path("llama3_fsdp"), [], launcher=on))
     assert str(ROOT) not in text
-    (tmp_path / "accelerate").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "accelerate").chmod(0o755)
-    (tmp_path / "start.sh").write_text(text)
-    if on == "accelerate":
-        path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        process = subprocess.run(
-            ["bash", "start.sh"],
-            env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        words = process.stdout.splitlines()
-        assert Path(words[words.index("--config_file") + 1]).samefile(ROOT / "accelerate_configs" / "fsdp2.yaml")
-        assert words[-3:] == ["-m", "finetune.train", "llama3_fsdp"]
 
 
 def test_it_loads_no_torch() -> None:
@@ -326,7 +291,7 @@ def state_of(run_dir: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2), ("accelerate", 2)])
+@pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2)])
 def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
     recipe, run_dir, file = write_resume_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
     words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
@@ -370,6 +335,6 @@ def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path)
 
 @pytest.mark.parametrize(("on", "named"), [("kubernetes", True), ("K8s", True), ("docker", True), ("pbs", False)])
 def test_containers_have_a_page(on: str, named: bool, tmp_path: Path) -> None:
-    with pytest.raises(FinetuneError, match=r"is not one of slurm, torchrun, accelerate") as caught:
+    with pytest.raises(FinetuneError, match=r"is not one of slurm, torchrun") as caught:
         plan_launch(tmp_path / "unread.yaml", [], launcher=on)
     assert ("docs/launching.md" in str(caught.value)) == named

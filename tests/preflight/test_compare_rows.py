@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from finetune.cli.main import main
-from finetune.errors import FinetuneError, RecipeError
-from finetune.preflight.compare_rows import ComparedRow, check_compared, rows_of_file, rows_of_options, split_values
+from finetune.errors import FinetuneError
+from finetune.preflight.compare_rows import ComparedRow, check_compared, rows_of_options, split_values
 from finetune.preflight.comparison import job_command, plan_comparison
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import tiny, write_recipe
@@ -165,54 +165,6 @@ def test_overrides_that_a_comparison_obeys_are_taken(recipe: Path, tmp_path: Pat
     assert planned.rows[0].recipe.training.learning_rate == 1e-4
 
 
-def test_rows_of_a_file(recipe: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.yaml"
-    file.write_text(
-        "- as written: []\n- halves: [strategy=fsdp2, training.mixed_precision=bf16]\n"
-        "- small batch: ['lora={r: 4, lora_alpha: 8}']\n",
-        "utf-8",
-    )
-    rows = check_compared(recipe, ["training.seed=7"], rows_of_file(file), 2)
-    assert [row.name for row in rows] == ["as written", "halves", "small batch"]
-    assert [row.folder for row in rows] == ["as_written", "halves", "small_batch"]
-    assert [row.strategy for row in rows] == ["single", "fsdp2", "single"]
-    assert {row.recipe.training.seed for row in rows} == {7}
-    assert rows[2].recipe.lora is not None
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is not a list of rows; write a list of `name: [key=value, ...]`"),
-        ("a: [strategy=ddp]", "is not a list of rows"),
-        ("- ddp\n", ":1: is not a row; write a list"),
-        ("- a: strategy=ddp\n", ":1: is not a row; write a list"),
-        ("- a: [strategy=ddp]\n- a: []\n", ":2: a: is the name of two rows"),
-        ("- a: [strategy]\n", ":1: a: strategy: is not key=value"),
-        ("- a: [save_steps=1]\n", ":1: a: save_steps: is the same in every row"),
-        ("- a: [strategy=ddp\n", "this bracket is not closed"),
-    ],
-)
-def test_a_file_that_names_no_rows(text: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.yaml"
-    file.write_text(text, "utf-8")
-    with pytest.raises(FinetuneError) as caught:
-        rows_of_file(file)
-    assert str(caught.value).startswith(f"--rows: {file}")
-    assert words in str(caught.value)
-    with pytest.raises(FinetuneError, match="cannot be read"):
-        rows_of_file(tmp_path / "none.yaml")
-
-
-def test_a_mistake_of_a_file_s_row_has_its_line(recipe: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.yaml"
-    file.write_text("- a: []\n- halves: [training.mixed_precision=half]\n", "utf-8")
-    with pytest.raises(RecipeError) as caught:
-        check_compared(recipe, [], rows_of_file(file), 2)
-    (line,) = caught.value.mistakes
-    assert line.startswith(f"--rows: {file}:2: halves: training.mixed_precision: is half; ")
-
-
 def test_two_strategies_of_one_file_name_have_a_folder_each(recipe: Path, tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):
@@ -239,7 +191,7 @@ def test_a_job_is_launched_with_its_row_s_settings(recipe: Path, tmp_path: Path)
     ("words", "message"),
     [
         (["--vary", "training.sead=1"], "--vary: training.sead: is unknown; did you mean training.seed?"),
-        (["--rows", "r.yaml", "--vary", "training.seed=1"], "--vary: stands beside --rows r.yaml"),
+        (["--rows", "r.yaml"], "--rows: files of rows are gone; write --vary KEY=A,B"),
         (["--lecture", "memory"], "--lecture: the lectures moved; in a checkout, run `python -m lectures memory`"),
     ],
 )

@@ -216,10 +216,7 @@ def test_nothing_of_the_data_becomes_markup(tmp_path: Path, model: Path) -> None
 def test_the_lengths_are_drawn_once_each(tmp_path: Path, model: Path) -> None:
     view = preview(load_recipe(write(tmp_path, model, [chat("one " * count) for count in (1, 5, 9)])).recipe, 0)
     html = as_page(view, "r")
-    assert re.findall(r'class="(\w+)"><svg', html) == [
-        "page",
-        "middle",
-    ]  # one of them is shown
+    assert html.count("<svg") == 1
     assert f"max_length {view.max_length}" in html
     for low, _, count in view.histogram:
         assert f">{low}</text>" in html

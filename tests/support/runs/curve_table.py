@@ -17,6 +17,7 @@ import pytest
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.strategy import read_strategy
+from finetune.strategies.packages import engine_package, refuse_missing
 from finetune.strategies.zero_requirements import compile_engine, require_engine
 from tests.support.runs.cells import ROOT, launch
 from tests.support.runs.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
@@ -115,6 +116,7 @@ class Cell:
 
 def require_deepspeed(strategy: str) -> None:
     """Raise EnvironmentMismatch where DeepSpeed cannot run the strategy on this machine's CPU."""
+    refuse_missing([engine_package(read_strategy(strategy))])
     require_engine(read_strategy(strategy), on_cpu=True)
     compile_engine(read_strategy(strategy), on_cpu=True)
 

@@ -1,0 +1,68 @@
+"""The request of `finetune eval`, read from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.recipe.metric_names import read_metric
+from finetune.scoring.function import load_function
+from finetune.scoring.metrics import Metric
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """The command line of `finetune eval`."""
+
+    metrics: Sequence[Metric] = ()  # empty: the recipe's, or those that fit the references
+    file: Path | None = None  # answered instead of the held-out rows
+    limit: int | None = None  # rows to answer, and questions of each task
+    max_new_tokens: int | None = None  # None: as the references need
+    general: bool = False  # the general set too
+    generate: bool = True  # False: the loss alone
+    fail_under: Mapping[str, float] = field(default_factory=dict)  # metric -> the least mean score of the tuned model
+    tasks: Sequence[str] = ()  # lm-eval's names; * matches any letters
+    include: Path | None = None  # a folder with the user's own task files
+    chat_template: bool | None = None  # for all tasks, or for none; None: for those that generate
+
+
+def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
+    """The metrics of the command line; `scorer` is PATH.py:FUNCTION. Raises FinetuneError."""
+    metrics = []
+    for text in names:
+        try:
+            metrics.append(Metric.of(read_metric(text)))
+        except ValueError as error:
+            raise FinetuneError(f"--metric {text}: {error}") from None
+    if scorer is not None:
+        name, function = load_function(scorer)
+        metrics.append(Metric(name, function=function))
+    repeated = [metric.name for metric in metrics if sum(each.name == metric.name for each in metrics) > 1]
+    if repeated:
+        raise FinetuneError(f"--metric: {repeated[0]} is named twice; keep one of them")
+    return metrics
+
+
+def thresholds(texts: Sequence[str]) -> dict[str, float]:
+    """`exact=0.8` as a metric and the least mean of the tuned model. Raises FinetuneError."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if not equals or not 0 <= found[name] <= 1:
+            raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
+    return found
+
+
+def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[str]) -> None:
+    """Raise FinetuneError for a threshold on a metric that is not measured."""
+    for name in wanted:
+        if name not in measured:
+            raise FinetuneError(
+                f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"
+            )
