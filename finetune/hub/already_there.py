@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.hub.upload_files import RUN, TOKENIZER
+from finetune.hub.upload_files import RUN, TOKENIZER, Outgoing
 from finetune.untrusted.library_words import words_of
 
 # Files in a repository's top folder that a reader takes for the model: transformers, peft, vLLM, MLX and converters to
@@ -24,54 +24,65 @@ SETTINGS = (
     "special_tokens_map.json added_tokens.json vocab.json vocab.txt vocab.bpe merges.txt spiece.model "
     "sentencepiece*.model tekken.json *.tiktoken chat_template.jinja chat_template.json additional_chat_templates/*"
 ).split()
-# Conversions of a model and settings that this kit never pushes. They stay, and a line names them.
+# Conversions of a model and settings that this kit never pushes. Those of this very run stay.
 MADE_FROM = (
     "*.gguf */*.gguf onnx/*.onnx* openvino_model* "
     "preprocessor_config.json processor_config.json video_preprocessor_config.json"
 ).split()
+RECORD_OF_RUN = "metrics.jsonl"  # equal in two pushes of one run
 
 # The owner's words about the repository win over the kit's.
 OWNERS_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 OWN_TAGS = frozenset("finetune sft dpo kto lora full-fine-tuning dora qlora transformers".split())
 OWN_RESULTS = "held-out rows of "
 
-# The hash is of the metadata, so that a later edit of them is noticed. Release 0.1.0 wrote another hash before it.
-_BEGIN = "<!-- finetune writes this part anew with each push, down to its end mark. Write above or below it. {} -->"
+_BEGIN = "<!-- finetune writes this part anew with each push, down to its end mark. Write above or below it. {} {} -->"
 _END = "<!-- finetune: end -->"
 _PART = re.compile(
-    re.escape(_BEGIN).replace(r"\{\}", "(?:[0-9a-f]{16} )?(?P<data>[0-9a-f]{16})") + f".*{re.escape(_END)}", re.DOTALL
+    re.escape(_BEGIN).replace(r"\{\}", "(?P<text>[0-9a-f]{16})", 1).replace(r"\{\}", "(?P<data>[0-9a-f]{16})", 1)
+    + f"(?P<part>.*){re.escape(_END)}",
+    re.DOTALL,
 )
 
 
-def obsolete_files(there: Iterable[str], sent: Iterable[str], card: str) -> tuple[list[str], list[str]]:
+def obsolete_files(there: Mapping[str, str], sent: Mapping[str, Outgoing], card: str) -> tuple[list[str], list[str]]:
     """The files of an earlier model to delete, and files that stay although a reader may take them for this model.
 
     Args:
-        there: The repository's files.
-        sent: This push's files.
+        there: The repository's files: path -> hash.
+        sent: This push's files by path.
         card: The README.md that is there; empty if there is none.
     """
-    others = sorted({*there} - {*sent})
 
     def matching(patterns: Sequence[str]) -> list[str]:
         # fnmatch's * also matches a slash. Readers look into the top folder, so a pattern has as many as its path.
         return [
             path
-            for path in others
+            for path in sorted(there.keys() - sent.keys())
             if any(fnmatchcase(path, one) and path.count("/") == one.count("/") for one in patterns)
         ]
 
-    gone = matching([*WEIGHTS, *SETTINGS, *TOKENIZER])
+    gone, made = matching([*WEIGHTS, *SETTINGS, *TOKENIZER]), matching(MADE_FROM)
+    same_run = RECORD_OF_RUN in sent and there.get(RECORD_OF_RUN) in _hashes(sent[RECORD_OF_RUN].read())
+    held_a_model = any(fnmatchcase(path, one) for path in there for one in WEIGHTS if "/" not in path)
     if _PART.search(card.replace("\r\n", "\n")):  # reports and pictures of an earlier run of the kit
         gone += matching(RUN)
-    return gone, matching(MADE_FROM)
+    if same_run:
+        return gone, []
+    if held_a_model:
+        return gone + made, []
+    return gone, made
+
+
+def _hashes(content: bytes) -> tuple[str, str]:
+    """As the Hub names a small file (a git blob: SHA-1 of "blob SIZE\\0" and the content) and a large one."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(), hashlib.sha256(content).hexdigest()
 
 
 def marked_card(card: str) -> str:
-    """A new card whose text lies between the kit's marks."""
+    """A new card whose text lies between the kit's marks. The marks hold hashes, so that a later edit is noticed."""
     parsed = parsed_card(card, "the new card")
-    part = f"{_BEGIN.format(_digest(parsed.data.to_dict()))}\n{parsed.text.strip()}\n{_END}"
-    return _card(parsed.data, part)
+    return _card(parsed.data, _part(parsed.text, parsed.data))
 
 
 def merged_card(there: str, new: str) -> tuple[str, list[str]]:
@@ -80,12 +91,23 @@ def merged_card(there: str, new: str) -> tuple[str, list[str]]:
     `new` comes from `marked_card`. The owner's metadata and all text outside the kit's marks stay. Raises FinetuneError
     if the metadata there cannot be read.
     """
-    old = parsed_card(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub")
-    kit = parsed_card(new, "the new card")
+    old, kit = (
+        parsed_card(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
+        parsed_card(new, "the new card"),
+    )
+    part, ours = kit.text.strip(), _PART.search(kit.text)
+    assert ours is not None
     before, after, notes = old.text, "", []
     mark = _PART.search(old.text)
     if mark is not None:
         before, after = old.text[: mark.start()], old.text[mark.end() :]
+        if _digest(mark["part"].strip()) != mark["text"]:
+            if mark["text"] == ours["text"]:  # the same run again: the edit is all that is new
+                part = f"{_BEGIN.format(mark['text'], ours['data'])}{mark['part']}{_END}"
+                notes.append("README.md: was edited between finetune's marks; it stays as edited")
+            else:
+                after = f"{mark['part']}\n{after}"
+                notes.append("README.md: was edited between finetune's marks; the edited text stands below the new")
     elif old.text.strip():
         notes.append("README.md: the text that is there stays, above this run's part")
     data = kit.data
@@ -93,7 +115,7 @@ def merged_card(there: str, new: str) -> tuple[str, list[str]]:
         data, kept = _merged_metadata(old.data, kit.data)
         if kept:
             notes.append(f"README.md: its owner's metadata stay: {', '.join(kept)}")
-    return _card(data, before, kit.text, after), notes
+    return _card(data, before, part, after), notes
 
 
 def _merged_metadata(old: Any, kit: Any) -> tuple[Any, list[str]]:
@@ -133,6 +155,11 @@ def parsed_card(card: str, place: str) -> Any:
         return ModelCard(card)
     except Exception as error:  # YAML's, or the card's own about a field
         raise FinetuneError(f"{place}: its metadata cannot be read: {words_of(error)}; correct them there") from None
+
+
+def _part(text: str, data: Any) -> str:
+    text = text.strip()
+    return f"{_BEGIN.format(_digest(text), _digest(data.to_dict()))}\n{text}\n{_END}"
 
 
 def _card(data: Any, *parts: str) -> str:

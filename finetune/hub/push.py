@@ -210,6 +210,7 @@ def _attempt(
 ) -> dict[str, Any]:
     """Send everything once: check the rights, create the repository and branch, look at what is there, and commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub.hf_api import RepoFile
 
     repo, branch = destination.repo_id, destination.revision
     check_permission(api, repo)
@@ -218,7 +219,10 @@ def _attempt(
         api.create_branch(repo, branch=branch, exist_ok=True)
     # The listed commit is the new one's parent: the Hub refuses a branch that has moved since, and `retry` looks again.
     head = api.repo_info(repo, revision=branch).sha
-    there = api.list_repo_files(repo, revision=head)
+    entries = [
+        entry for entry in api.list_repo_tree(repo, recursive=True, revision=head) if isinstance(entry, RepoFile)
+    ]
+    there = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
     files, card = list(upload.files), ""
     if "README.md" in there:
         with tempfile.TemporaryDirectory() as folder:
@@ -230,7 +234,7 @@ def _attempt(
         files = [replace(file, content=merged.encode()) if file.path == "README.md" else file for file in files]
     # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
     adds = [CommitOperationAdd(file.path, file.content) for file in files]
-    gone, staying = obsolete_files(there, [file.path for file in files], card)
+    gone, staying = obsolete_files(there, {file.path: file for file in files}, card)
     if gone:
         log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
     if staying:

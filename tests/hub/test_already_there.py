@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ from finetune.errors import FinetuneError
 from finetune.files import append_lines
 from finetune.hub.already_there import marked_card, merged_card, obsolete_files
 from finetune.hub.push import Destination, push
+from finetune.hub.upload_files import Outgoing
 from tests.support.hub import Hub
 from tests.support.hub.card_rules import card_mistakes
-from tests.support.hub.state import Blob
+from tests.support.hub.state import Blob, git_object
 from tests.support.models.tiny import tiny_model
 from tests.support.runs.finished import finished_run
 
@@ -107,16 +109,15 @@ class TestFiles:
             "pytorch_model.bin pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json adapter_model.bin "
             "model.fp16.safetensors consolidated.00.pth consolidated.safetensors tf_model.h5 config.json "
             "generation_config.json hf_quant_config.json tekken.json spiece.model added_tokens.json tokenizer.model "
-            "chat_template.json additional_chat_templates/tool_use.jinja"
+            "chat_template.json additional_chat_templates/tool_use.jinja q4_k_m.gguf gguf/q8.gguf onnx/model.onnx "
+            "onnx/model.onnx_data"
         ).split()
         own = (
             "LICENSE NOTICE.md images/devil.png loss.png.txt data.csv data/model.safetensors notes.json "
-            "eval/config.json handler.py training_args.bin config.yaml other/adapter_config.json q4_k_m.gguf "
-            "gguf/q8.gguf onnx/model.onnx onnx/model.onnx_data"
+            "eval/config.json handler.py training_args.bin config.yaml other/adapter_config.json"
         ).split()
         put(hub, dict.fromkeys([*earlier, *own], b"{}"))
-        record, lines = send(run, hub, ADAPTER)
-        assert any("stays there, and some readers take it" in line and "q4_k_m.gguf" in line for line in lines)
+        record, _ = send(run, hub, ADAPTER)
         assert sorted(record["removed"]) == sorted(earlier)
         assert set(own) <= names(hub)
         assert names(hub) == {*own, *(file["path"] for file in record["files"])}
@@ -193,14 +194,15 @@ class TestCardAgain:
         assert merged_card(NEW, NEW) == (NEW, [])
 
     @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-    def test_an_edit_inside_is_written_over(self, line_end: str) -> None:
-        edited = NEW.replace("## How", "Ask me.\n\n## How").replace("\n", line_end)
-        assert merged_card(edited, NEW) == (NEW, [])
-
-    def test_the_marks_of_release_0_1_0(self) -> None:
-        earlier = NEW.replace("below it. ", f"below it. {16 * '0'} ")
-        assert earlier != NEW
-        assert merged_card(earlier, OTHER) == (OTHER, [])
+    def test_an_edit_inside_is_noticed(self, line_end: str) -> None:
+        edited = NEW.replace("## How", "Ask me.\n\n## How")
+        text, notes = merged_card(edited.replace("\n", line_end), NEW)
+        assert (text, len(notes)) == (edited, 1)
+        assert "it stays as edited" in notes[0]
+        text, notes = merged_card(text, OTHER)
+        assert "the edited text stands below the new" in notes[0]
+        assert text.index("Merged.") < text.index("finetune: end") < text.index("An adapter.") < text.index("Ask me.")
+        assert merged_card(text, OTHER) == (text, [])
 
     def test_edited_metadata_win(self) -> None:
         text, notes = merged_card(NEW.replace("license: llama3.1", "license: gpl-3.0\nlanguage: fr"), OTHER)
@@ -222,20 +224,35 @@ class TestCardAgain:
         assert merged_card(quoting, OTHER) == (OTHER, [])
 
 
-SENT = ["model.safetensors", "metrics.jsonl", "README.md"]
+MODEL = {"model.safetensors": "1", "metrics.jsonl": "2"}
+MADE = {"q4.gguf": "3", "preprocessor_config.json": "4"}
 
 
 class TestWhatGoes:
-    """`obsolete_files` by itself."""
+    """`obsolete_files` by itself: path -> hash there, and what is sent."""
 
-    def test_conversions_stay_and_are_named(self) -> None:
-        made = ["preprocessor_config.json", "q4.gguf"]
-        assert obsolete_files([*SENT, *made, "config.json"], SENT, "") == (["config.json"], made)
+    def sent(self, metrics: bytes) -> dict[str, Outgoing]:
+        files = {"model.safetensors": b"weights", "metrics.jsonl": metrics, "README.md": b"card"}
+        return {path: Outgoing(path, content) for path, content in files.items()}
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_conversions_of_this_run_stay(self, large: bool) -> None:
+        metrics = b'{"step": 1}\n'
+        listed = hashlib.sha256(metrics).hexdigest() if large else git_object("blob", metrics)
+        there = MODEL | MADE | {"metrics.jsonl": listed}
+        assert obsolete_files(there, self.sent(metrics), "") == ([], [])
+        assert obsolete_files(there, self.sent(b"another"), "") == (sorted(MADE), [])
+
+    def test_a_conversion_beside_no_model_stays_and_is_named(self) -> None:
+        assert obsolete_files(MADE | {"config.json": "5"}, self.sent(b""), "") == (
+            ["config.json"],
+            sorted(MADE),
+        )
 
     def test_pages_of_an_earlier_run_go_only_from_the_kits_own_repository(self) -> None:
-        there = ["rewards.png", "report.html", "mine.png"]
-        assert obsolete_files(there, SENT, "# mine") == ([], [])
-        assert obsolete_files(there, SENT, NEW) == (["report.html", "rewards.png"], [])
+        there = {"rewards.png": "1", "report.html": "2", "mine.png": "3"}
+        assert obsolete_files(there, self.sent(b""), "# mine") == ([], [])
+        assert obsolete_files(there, self.sent(b""), NEW) == (["report.html", "rewards.png"], [])
 
 
 RESULT = {
