@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,6 @@ from finetune.errors import FinetuneError
 from finetune.output_stream import one_line
 
 UserFunction = Callable[[str, str, Mapping[str, Any]], Any]
-
-
-@contextmanager
-def _held() -> Iterator[None]:
-    """A function that ends the process would end `eval` with its own exit code, and so pass a gate."""
-    end = os._exit
-
-    def refuse(code: int = 0) -> None:
-        raise SystemExit(code)
-
-    os._exit = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = end
 
 
 def _in_words(error: BaseException) -> str:
@@ -49,8 +32,7 @@ def load_function(text: str) -> tuple[str, UserFunction]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        with _held():
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # any mistake in the user's file
         raise FinetuneError(f"--scorer {text}: the file fails: {_in_words(error)}") from error
     function = getattr(module, name, None)
@@ -60,17 +42,15 @@ def load_function(text: str) -> tuple[str, UserFunction]:
 
 
 def call_function(function: UserFunction, answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """The function's score. Raises ValueError, with its own error, if it raises, ends the process, or returns no number
-    from 0 to 1."""
+    """The function's score. Raises ValueError if it raises, or returns no number from 0 to 1."""
     try:
-        with _held():
-            score = function(answer, reference, row)
-            if hasattr(score, "item"):  # a number of numpy or torch
-                score = score.item()
-            right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1
-            shown = "" if right else repr(score)
+        score = function(answer, reference, row)
+        if hasattr(score, "item"):  # a number of numpy or torch
+            score = score.item()
+        is_valid = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1
+        shown = "" if is_valid else repr(score)
     except (Exception, SystemExit) as error:  # any mistake in the user's function
         raise ValueError(f"the function raised {_in_words(error)}") from error
-    if not right:
+    if not is_valid:
         raise ValueError(f"the function returned {one_line(shown[:400], 80)}; return a number from 0 to 1, or a bool")
     return float(score)

@@ -18,37 +18,27 @@ ALL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LEAST_LETTERS = "ABCDE"  # what a question offers, where the references show no later letter
 # Stems of words, lower case. \b holds where a script has spaces.
 _ANSWER = (
-    r"answer|correct|right\b|solution|choos|chose|pick|select|go with|"  # English
-    r"antwort|richtig|korrekt|lösung|wähle|"  # German
-    r"répon|reponse|bonne|juste|choisi|respuesta|correct[oa]|elijo|resposta|escolho|corret|"
-    r"certa\b|risposta|scelgo|giust|"
-    r"ответ|правильн|верн|выбира|відповідь|odpowied|poprawn|wybieram|odpověď|správn|antwoord|"
-    r"juist|svar\b|svaret|rätt|riktig|"
-    r"答案|选择|選擇|应选|故选|选|選|正确|正確|答え|正解|回答|正しい|정답|답은|답:|선택|맞|옳|cevap|cevab|doğru|"
-    r"إجابة|الجواب|صحيح|أختار|תשוב|נכונ|उत्तर|सही|คำตอบ|ตอบ|ถูก|đáp án|chọn|đúng|jawab|benar|"
-    r"vastaus|válasz|helyes|răspuns|απάντηση|σωστ"
-)  # fmt: skip
-_OPTION = (
-    r"option|choice|wahl|choix|opci[oó]n|opção|opzione|вариант|variant|seçenek|选项|選項|選択肢|보기|"
-    r"lựa chọn|pilihan|optie|alternativ"
+    r"answer|correct|right\b|solution|choos|chose|pick|select|go with|antwort|richtig|korrekt|lösung|wähle|répon|"
+    r"reponse|bonne|juste|choisi|respuesta|correct[oa]|elijo|resposta|escolho|corret|certa\b|risposta|scelgo|giust|"
+    r"ответ|правильн|верн|выбира|odpowied|poprawn|wybieram|antwoord|juist|答案|选择|選擇|应选|故选|选|選|正确|正確|答え|正解|"
+    r"回答|正しい|정답|답은|답:|선택|맞|옳|cevap|cevab|doğru|إجابة|الجواب|صحيح|أختار|उत्तर|सही|คำตอบ|ตอบ|ถูก|đáp án|"
+    r"chọn|đúng"
 )
+_OPTION = r"option|choice|wahl|choix|opci[oó]n|opção|opzione|вариант|seçenek|选项|選項|選択肢|보기|lựa chọn|optie"
 _COPULA = (
-    r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|"
-    r"は|은|는|이|가|라|である|là|adalah|είναι|say|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
+    r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|to|是|为|為|は|은|는|이|가|라|である|là|"
+    r"say|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
 )
 _NOT = (
-    r"\bnot\b|n't\b|\bcannot\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|"
-    r"\bnor\b|rule[sd]? out|eliminat|exclud|mistak|"
-    r"instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|statt\b|"
-    r"\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|"
-    r"\bfals|errón|erróne|incorrect|tampoco|en lugar de|\bnão|\berrad|incorret|\bnem\b|sbagliat|errat|scorrett|"
-    r"\bне\b|неверн|неправильн|ошибочн|\bнеправ|\bnie\b|błędn|niepopraw|\bniet\b|\bgeen\b|"
-    r"\bfout|onjuist|\binte\b|\bikke\b|\bfel\b|\bfeil\b|"
-    r"不|非|错|錯|誤|违|違|間違|ない|아니|아닙|틀|않|değil|yanlış|ليس|ليست|خطأ|خاطئ|לא |שגוי|नहीं|गलत|ไม่|ผิด|"
-    r"không|\bsai\b|bukan|salah|\bnu\b|\bnem\b|rossz|väärä|δεν|λάθος"
-)  # fmt: skip
-_AND = r"(?:,|;|&|/|\+|、|\b(?:and|und|et|y|e|i|en|och|og|ve|и|dan|và)\b|和|与|與|及|と|와|과|그리고|و)"
-_OR = r"\b(?:or|oder|ou|o|или|lub|of|eller|veya|atau|hoặc)\b|或|또는|または|أو"
+    r"\bnot\b|n't\b|\bcannot\b|\bwrong|\bincorrect|\bfalse\b|\bno\b(?! doubt)|\bnever\b|\bneither\b|\bnor\b|"
+    r"rule[sd]? out|eliminat|exclud|mistak|instead of|rather than|\bunlike|\bnicht|\bkein|\bfalsch|\binkorrekt|\bweder|"
+    r"statt\b|\bpas\b|\bnon\b|\bfau[xs]|\bplutôt que|\bjamais|\bfals|errón|erróne|incorrect|tampoco|en lugar de|\bnão|"
+    r"\berrad|incorret|\bnem\b|sbagliat|errat|scorrett|\bне\b|неверн|неправильн|ошибочн|\bnie\b|błędn|niepopraw|\bniet\b|"
+    r"\bgeen\b|\bfout|onjuist|不|非|错|錯|誤|违|違|間違|ない|아니|아닙|틀|않|değil|yanlış|ليس|ليست|خطأ|خاطئ|नहीं|गलत|ไม่|ผิด|"
+    r"không|\bsai\b"
+)
+_AND = r"(?:,|;|&|/|\+|、|\b(?:and|und|et|y|e|i|en|ve|и|và)\b|和|与|與|及|と|와|과|그리고|و)"
+_OR = r"\b(?:or|oder|ou|o|или|lub|of|veya|hoặc)\b|或|또는|または|أو"
 _VOWELS = "AEIOUY"  # words of their own in many languages, so a word in small letters may not follow
 _CLAUSE = regex.compile(
     r"[.!?。！？؟।](?=\s|$|\p{Lo})|[;,\n]|\b(?:but|sondern|mais|sino|mas|pero|aber|но|а|lecz|ale|maar|utan|ama)\b"

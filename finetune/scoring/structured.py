@@ -1,4 +1,4 @@
-"""Metrics for answers that are JSON or call tools. What cannot be read is refused in a reference, and else unequal."""
+"""Metrics for answers that are JSON or call tools. A reference that cannot be read is refused; an answer scores 0."""
 
 from __future__ import annotations
 
@@ -8,41 +8,36 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
+from itertools import islice, zip_longest
 from typing import Any
 
 MOST_NESTED = 50  # levels of lists and objects; a model may write ten thousand brackets
+MOST_LISTS = 20  # lists of calls in Python's form that are tried
 MOST_CALLS = 1000  # places where a call or a JSON value may begin; looking further would take seconds
 _FENCE = re.compile(r"(```|~~~)[\w+-]*\s*")
-_TAGGED = re.compile(
-    r"<function=(?P<function>[^>\s]+)>"
-    r"|<invoke name=\"(?P<invoke>[^\"]+)\">"
-    r"|<tool_call>\s*(?P<glm>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"
-)
-_CLOSING = {"function": "</function>", "invoke": "</invoke>", "glm": "</tool_call>"}
+# A block with a name: Llama 3.1 and Qwen 3 Coder, GLM
+_TAGGED = re.compile(r"<function=(?P<function>[^>\s]+)>|<tool_call>\s*(?P<glm>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)")
+_CLOSING = {"function": "</function>", "glm": "</tool_call>"}
 _PARAMETER = re.compile(
-    r"<parameter=([^>\s]+)>(.*?)</parameter>|<parameter name=\"([^\"]+)\">(.*?)</parameter>"
-    r"|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-    re.DOTALL,
+    r"<parameter=([^>\s]+)>(.*?)</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
 )
 _PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _MARKS = re.compile(
     r"<\|python_tag\|>|<\|tool_call_(?:start|end)\|>|</?tool_call>|<\|eom_id\|>|```(?:tool_code|python)?"
 )
-_GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
 # A name directly before an object: Mistral, DeepSeek, gpt-oss, with their special tokens or decoded without them
 _NAMED = re.compile(
     r"(?:to=functions\.)?(?P<name>[A-Za-z_][\w.-]*)"
     r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
     r"(?:\s*```json\s*|\s*)(?=\{)"
 )
-_GEMMA_TOKEN = re.compile(r"\s*(<\|\"\|>.*?<\|\"\|>|\"(?:[^\"\\]|\\.)*\"|[{}\[\],]|[^{}\[\],:]+|:)", re.DOTALL)
-
-
-class Unread:
-    """Arguments that are not understood; equal to nothing."""
-
-
-UNREAD = Unread()
+# Gemma 4: a mark, a key, a text, or anything else, whose text marks may be lost in decoding
+_GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
+_GEMMA_TOKEN = re.compile(
+    r"\s*(?:(?P<mark>[{}\[\],])|(?<=[{,])(?P<key>[^{}\[\],:<]+):|<\|\"\|>(?P<text>.*?)<\|\"\|>|(?P<plain>[^{}\[\],]+))",
+    re.DOTALL,
+)
+UNREAD = object()  # arguments that are not understood; equal to nothing
 ToolCall = tuple[str, Any]
 
 
@@ -149,7 +144,7 @@ def same_value(given: Any, expected: Any) -> bool:
         return unicodedata.normalize("NFC", given).strip() == unicodedata.normalize("NFC", expected).strip()
     if isinstance(given, bool) is not isinstance(expected, bool):
         return False
-    return given is not UNREAD and bool(given == expected)
+    return bool(given == expected)
 
 
 def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
@@ -158,9 +153,9 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     It reads what the models' own templates write, with special tokens or decoded without them:
 
         {"name": "f", "arguments": {...}}     most; also parameters, function, tool_calls and OpenAI's text of JSON
-        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax
+        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder
         <tool_call>f<arg_key>k</arg_key>...   GLM
-        [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets where nothing else stands
+        [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets if nothing else is there
         call:f{key:value}                     Gemma 4
         f{...}    f ```json {...}```          Mistral, DeepSeek, gpt-oss
 
@@ -178,7 +173,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
         return calls
     rest = _MARKS.sub("\n", text).strip()
     if bare and re.match(r"[A-Za-z_][\w.]*\(.*\)$", rest, re.DOTALL):
-        return _python_elements(f"[{','.join(line.rstrip(' ;,') for line in rest.splitlines() if line.strip())}]") or []
+        return _python_elements(f"[{','.join(line.rstrip(' ;,') for line in rest.splitlines() if line.strip())}]")
     return []
 
 
@@ -190,24 +185,21 @@ def is_tool_call(text: str) -> bool:
 
 def _tagged_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
-    at = 0
-    while (opening := _TAGGED.search(text, at)) is not None and len(calls) < MOST_CALLS:
-        kind = str(opening.lastgroup)
-        end = text.find(_CLOSING[kind], opening.end())
-        other = _TAGGED.search(text, opening.end())
-        body = text[opening.end() : len(text) if end < 0 else end]
+    openings = [*islice(_TAGGED.finditer(text), MOST_CALLS)]
+    for opening, following in zip_longest(openings, openings[1:]):
+        body, closing, _ = text[opening.end() : following and following.start()].partition(
+            _CLOSING[str(opening.lastgroup)]
+        )
         arguments: Any = UNREAD
-        if other is None or 0 <= end < other.start():  # else the block is not closed before the next one
+        if closing or not following:
             pairs = [[part for part in match if part] for match in _PARAMETER.findall(body)]
             if not _PARAMETER.sub("", body).strip():
                 arguments = {pair[0].strip(): _plain("".join(pair[1:])) for pair in pairs if pair}
                 if len(arguments) < len(pairs):
                     arguments = UNREAD
-            elif not pairs:
-                arguments = _as_arguments(body)
-                arguments = arguments if isinstance(arguments, dict) else UNREAD
-        calls.append((opening[kind], arguments))
-        at = opening.end() if end < 0 else end
+            elif not pairs and isinstance(value := _as_arguments(body), dict):
+                arguments = value
+        calls.append((opening[str(opening.lastgroup)], arguments))
     return calls
 
 
@@ -246,14 +238,11 @@ def _call_in(value: Any) -> ToolCall | None:
 
 def _as_arguments(text: str) -> Any:
     """Arguments that are JSON inside a text, as OpenAI writes them; another text is compared as it is."""
-    try:
-        return _loads(text) if text.strip() else {}
-    except ValueError:
-        return text.strip()
+    return _plain(text) if text.strip() else {}
 
 
 def _plain(text: str) -> Any:
-    """A parameter's value: JSON where it is some, else text."""
+    """A parameter's value: JSON if it is some, else text."""
     try:
         return _loads(text)
     except ValueError:
@@ -262,7 +251,7 @@ def _plain(text: str) -> Any:
 
 def _python_calls(text: str) -> list[ToolCall]:
     """The first list of calls in a text."""
-    for number, start in enumerate(_PYTHON.finditer(text)):
+    for start in islice(_PYTHON.finditer(text), MOST_LISTS):
         depth, quote, at = 0, "", start.start()
         while at < len(text):
             letter = text[at]
@@ -278,130 +267,71 @@ def _python_calls(text: str) -> list[ToolCall]:
             at += 1
         if calls := _python_elements(text[start.start() : at + 1]):
             return calls
-        if number == 20:
-            break
     return []
 
 
-def _python_elements(text: str) -> list[ToolCall] | None:
-    """The calls of a list in Python's syntax; None if it is none."""
+def _python_elements(text: str) -> list[ToolCall]:
+    """The calls of a list in Python's syntax; none if it is another text."""
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    if not isinstance(tree, ast.List) or not tree.elts:
-        return None
+        return []
+    if not isinstance(tree, ast.List):
+        return []
     calls: list[ToolCall] = []
     for call in tree.elts:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
-            return None
-        arguments: Any = {str(index): each for index, each in enumerate(map(_literal, call.args))}
-        pairs: list[tuple[Any, Any]] = []
-        for word in call.keywords:
-            value = _literal(word.value)
-            if word.arg is not None:
-                pairs.append((word.arg, value))
-            elif isinstance(value, dict):  # **{"key": value}
-                pairs += value.items()
-            else:
-                pairs.append(("**", UNREAD))
-        arguments |= dict(pairs)
-        if len(arguments) < len(call.args) + len(pairs) or not _understood(arguments):
+            return []
+        arguments: Any
+        try:
+            pairs = [(str(index), _literal(value)) for index, value in enumerate(call.args)]
+            for word in call.keywords:
+                value = _literal(word.value)
+                pairs += [(word.arg, value)] if word.arg is not None else value.items()  # **{"key": value}
+            arguments = _unique(pairs)
+        except (ValueError, TypeError, AttributeError, RecursionError):
             arguments = UNREAD
         calls.append((ast.unparse(call.func), arguments))
     return calls
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's names by Python's constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
+
+
 def _literal(node: ast.expr) -> Any:
-    """A value as JSON has it; UNREAD for every other one."""
-    match node:
-        case ast.Constant(value=bool() | None | int() | str() as value):
-            return value
-        case ast.Constant(value=float() as value) if value - value == 0:
-            return Decimal(repr(value))
-        case ast.Name(id="true" | "false" | "null" as name):
-            return {"true": True, "false": False, "null": None}[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
-            type(value) is not bool
-        ):
-            return -_literal(node.operand) if value - value == 0 else UNREAD
-        case ast.List(elts=inner) | ast.Tuple(elts=inner):
-            return [_literal(each) for each in inner]
-        case ast.Dict(keys=keys, values=values):
-            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-            if len(set(names)) == len(keys):
-                return dict(zip(names, map(_literal, values), strict=True))
-    return UNREAD
-
-
-def _understood(value: Any) -> bool:
-    try:
-        return all(leaf is not UNREAD for leaf in _leaves(value).values())
-    except ValueError:
-        return False
+    """A value as JSON has it. Raises ValueError or TypeError for any other one."""
+    return _loads(json.dumps(ast.literal_eval(_JsonNames().visit(node)), allow_nan=False))
 
 
 def _gemma_calls(text: str) -> list[ToolCall]:
-    """Gemma 4's call:f{key:<|"|>text<|"|>,other:1}, whose marks of texts may be lost in decoding."""
+    """call:f{key:<|"|>text<|"|>,other:1}, by the JSON that means the same."""
     calls: list[ToolCall] = []
     end = 0
     while (opening := _GEMMA.search(text, end)) is not None:
-        tokens: list[str] = []
-        depth = 0
+        written, depth = "", 0
         for token in _GEMMA_TOKEN.finditer(text, opening.end()):
-            tokens.append(token[1])
-            depth += (token[1] in "{[") - (token[1] in "}]")
+            if token["mark"]:
+                written += token["mark"]
+                depth += (token["mark"] in "{[") - (token["mark"] in "}]")
+            elif token["key"]:
+                written += f"{json.dumps(token['key'].strip())}:"
+            elif token["text"] is not None or isinstance(_plain(token["plain"]), str):
+                written += json.dumps(token["text"] if token["text"] is not None else _plain(token["plain"]))
+            else:
+                written += token["plain"]
             end = token.end()
             if not depth:
                 break
         try:
-            value, _ = _gemma_value(tokens, 0, 0)
-        except (ValueError, IndexError):
-            value = UNREAD
-        calls.append((opening[1], value))
+            calls.append((opening[1], _loads(written)))
+        except ValueError:
+            calls.append((opening[1], UNREAD))
     return calls
-
-
-def _gemma_value(tokens: list[str], at: int, depth: int) -> tuple[Any, int]:
-    """The value at a token, and the place after it. Raises ValueError or IndexError."""
-    token = tokens[at]
-    if depth > MOST_NESTED or token in ":,}]":
-        raise ValueError(token)
-    if token == "{":
-        pairs: list[tuple[str, Any]] = []
-        at += 1
-        while tokens[at] != "}":
-            if pairs:
-                if tokens[at] != ",":
-                    raise ValueError(tokens[at])
-                at += 1
-            key, colon = str(_gemma_plain(tokens[at])), tokens[at + 1]
-            if colon != ":" or tokens[at] in "{}[],:":
-                raise ValueError(key)
-            value, at = _gemma_value(tokens, at + 2, depth + 1)
-            pairs.append((key, value))
-        return _unique(pairs), at + 1
-    if token == "[":
-        values: list[Any] = []
-        at += 1
-        while tokens[at] != "]":
-            if values:
-                if tokens[at] != ",":
-                    raise ValueError(tokens[at])
-                at += 1
-            value, at = _gemma_value(tokens, at, depth + 1)
-            values.append(value)
-        return values, at + 1
-    at += 1
-    while tokens[at] == ":":  # a colon in a text without marks: 12:30
-        token, at = token + ":" + tokens[at + 1], at + 2
-    return _gemma_plain(token), at
-
-
-def _gemma_plain(token: str) -> Any:
-    if token.startswith('<|"|>'):
-        return token.removeprefix('<|"|>').removesuffix('<|"|>')
-    return _plain(token)
 
 
 def tool_name(answer: str, reference: str) -> float:
@@ -413,17 +343,28 @@ def tool_name(answer: str, reference: str) -> float:
 def tool_call(answer: str, reference: str) -> float:
     """1 if names and all arguments are equal, call by call."""
     given, expected = tool_calls(answer), _expected_calls(reference)
-    if any(not _understood(arguments) for _, arguments in expected):
+    wanted = [_argument_leaves(arguments) for _, arguments in expected]
+    if None in wanted:
         raise ValueError(f"the reference {reference[:40]!r} has an argument that cannot be read; write it as JSON")
-    if len(given) != len(expected):
+    if [name for name, _ in given] != [name for name, _ in expected]:
         return 0.0
-    for (name, arguments), (expected_name, expected_arguments) in zip(given, expected, strict=True):
-        if name != expected_name or not _understood(arguments):
+    for (_, arguments), theirs in zip(given, wanted, strict=True):
+        ours = _argument_leaves(arguments)
+        if ours is None or theirs is None or ours.keys() != theirs.keys():
             return 0.0
-        ours, theirs = _leaves(arguments), _leaves(expected_arguments)
-        if ours.keys() != theirs.keys() or not all(same_value(ours[path], theirs[path]) for path in theirs):
+        if not all(same_value(ours[path], theirs[path]) for path in theirs):
             return 0.0
     return 1.0
+
+
+def _argument_leaves(arguments: Any) -> dict[str, Any] | None:
+    """A call's arguments by path; None if they are not understood."""
+    if arguments is UNREAD:
+        return None
+    try:
+        return _leaves(arguments)
+    except ValueError:
+        return None
 
 
 def _expected_calls(reference: str) -> list[ToolCall]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 
 import regex  # its searches can be given a time limit
@@ -19,20 +18,16 @@ LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # of chrF2
 _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b(?=\s+[^\W_]|\s+[^\w\s]+\w)")
 # A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
 _MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
-_UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
 _TAGS = [
     (re.compile(rf"\s*{opening}", re.IGNORECASE), re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE))
     for opening, closing in (
         ("<think>", "</think>"),
         ("<thinking>", "</thinking>"),
-        ("<thoughts?>", "</thoughts?>"),
-        ("<reasoning>", "</reasoning>"),
         (r"\[THINK\]", r"\[/THINK\]"),
         ("<seed:think>", "</seed:think>"),
         (r"<\|channel>thought", r"<channel\|>"),
         (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
-        (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
-        ("◁think▷", "◁/think▷"),
     )
 ]
 _HARMONY = re.compile(r"^\s*(?:<\|start\|>assistant)?(?:<\|channel\|>)?(?:analysis|commentary)(?=<\||[A-Z])", re.DOTALL)
@@ -87,38 +82,29 @@ def normalized_match(answer: str, reference: str) -> float:
 
 def contains(answer: str, reference: str) -> float:
     """1 if the reference's words follow one another in the answer. Scripts without spaces have no ends of words."""
-    wanted, text = normalized(reference), normalized(answer)
+    wanted = normalized(reference)
     if not wanted:
         raise ValueError("the reference is empty; write an answer")
-    return float(any(_whole_words(text, wanted, at) for at in _places(text, wanted)))
+    before, after = rf"(?<!{_going_on(wanted[0])})", rf"(?!{_going_on(wanted[-1])})"
+    if wanted[0].isdigit():
+        before += r"(?<!-|\d[.,/])"
+    if wanted[-1].isdigit():
+        after += r"(?![.,/]\d)"
+    if regex.match(r"\p{Hangul}", wanted[-1]):  # a particle follows a Korean word without a space
+        after = ""
+    return float(regex.search(before + regex.escape(wanted) + after, normalized(answer), regex.V1) is not None)
 
 
-def _places(text: str, wanted: str) -> Iterator[int]:
-    at = text.find(wanted)
-    while at >= 0:
-        yield at
-        at = text.find(wanted, at + 1)
-
-
-def _whole_words(text: str, wanted: str, at: int) -> bool:
-    """Whether no word and no number goes on beyond the place."""
-    end = at + len(wanted)
-    before, after = text[:at][-2:], text[end : end + 2]
-    if before and _goes_on(before[-1], wanted[0]):
-        return False
-    if wanted[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
-        return False
-    if wanted[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
-        return False
-    # A particle follows a Korean word without a space.
-    return not (after and _goes_on(wanted[-1], after[0]) and not regex.match(r"\p{Hangul}", wanted[-1]))
-
-
-def _goes_on(first: str, second: str) -> bool:
-    both = first + second
-    if not (first.isalnum() and second.isalnum()) or _UNSPACED.search(both):
-        return False
-    return (first.isascii() == second.isascii()) or not regex.search(r"\p{Hangul}", both)
+def _going_on(letter: str) -> str:
+    """A pattern for the letters that go on with a word beyond this letter at its edge."""
+    if not letter.isalnum() or regex.match(_UNSPACED, letter):
+        return "(?!)"
+    other = ""
+    if letter.isascii():
+        other = r"--\p{Hangul}"
+    elif regex.match(r"\p{Hangul}", letter):
+        other = r"--[\x00-\x7f]"
+    return rf"[[\p{{L}}\p{{N}}]--{_UNSPACED}{other}]"
 
 
 def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | None) -> float:
