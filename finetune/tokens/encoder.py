@@ -35,9 +35,10 @@ __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"
 TEXT_PROMPT_TOKENS = 32  # a plain text's first tokens, which stand for a prompt
 MOST_FINDERS = 16  # kept at once, because each row may have its own variables
 RowError = BadRow
-# A script's remarks. OTHERWISE: an earlier answer would have another text or prompt as the last turn. UNREASONED: no
-# answer has reasoning, although the template asks for it.
-REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
+# A script's remarks: an earlier answer would have another text or prompt as the last turn; no answer has reasoning,
+# although the template asks for it.
+OTHERWISE, UNREASONED = "otherwise", "unreasoned"
+REMARKS = (OTHERWISE, UNREASONED)
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
 # A message with one of these turns thinking off, even if a template variable turns it on.
 _SWITCHES = ("/no_think", "/nothink")
@@ -130,8 +131,8 @@ class Encoder:
                 documents = [self.texts.tokenise_cut(script) for script in scripts]
                 if len({*map(_prompt_tokens, documents)}) > 1:
                     mistake = RowError(
-                        "the chat template renders the prompt otherwise before each answer, so that they cannot be "
-                        "compared; give both answers the same form, or remove the row"
+                        "the two answers have different prompt tokens, so they cannot be compared; give both answers "
+                        "the same form, or remove the row"
                     )
             result.append(mistake or documents)
         return result
@@ -196,7 +197,7 @@ class Encoder:
         return [ids]
 
     def conversation(self, stops: Iterable[int] | None = None) -> Conversation:
-        """How chats are written, and `stops`, the ids that end the rows' answers; None: what ends a probe's answer."""
+        """How chats are written. `stops` are the ids that end the rows' answers; None: those of a probe's answer."""
         templates: Mapping[str, str] = {}
         if self._data.chat_template:
             templates = {"default": read_source(self._data.chat_template)}
@@ -321,7 +322,7 @@ class Encoder:
 
     def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
         remarks = []
-        if any(index in rendered.otherwise for index in chosen):
+        if any(index in rendered.differing for index in chosen):
             remarks.append(OTHERWISE)
         is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
         has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)

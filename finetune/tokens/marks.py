@@ -209,9 +209,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def texts_of(value: Any) -> list[str]:
     """Every text inside a JSON value."""
-    texts: list[str] = []
-    map_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-    return texts
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [text for item in value for text in texts_of(item)]
 
 
 def free_block(value: Any, size: int) -> int:

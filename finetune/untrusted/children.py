@@ -1,7 +1,6 @@
 """Runs a stranger's computation in a child process first, with limits on time and memory.
 
-A computation that ended within them is trusted from then on, by its hash: an empty file in the cache folder's
-`trusted/`.
+An input that passed is trusted by its hash from then on: an empty file in the cache folder's `trusted/`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from finetune.files import cache_folder
 from finetune.output_stream import one_line
 from finetune.wording import counted
 
-WALL_SECONDS = 120  # of a child that neither computes nor ends, on a machine where many wait for the processor
+WALL_SECONDS = 120  # for a child that waits, on a busy machine
 TRUST = 1  # part of each hash: raise it when a limit or a program changes
-# Limits are set when the child's own imports are done, in addition to what they took. Cores of it are not dumped.
+# Limits are set after the child's imports, in addition to their use. No core is dumped.
 _PRELUDE = """
 import json, math, os, resource, sys
 asked = json.loads(sys.stdin.read())
@@ -38,7 +37,7 @@ def answer(word):
     sys.stdout.flush()
     os._exit(0)
 """
-_found_here: dict[str, str | None] = {}  # in this process, also what was refused
+_found_here: dict[str, str | None] = {}  # this process's results, refusals too
 
 
 def refused(
@@ -83,8 +82,8 @@ def _tried(key: str, program: str, asked: dict[str, Any], seconds: int, mebibyte
 
 
 def _ended(process: subprocess.CompletedProcess[str], seconds: int, mebibytes: int) -> str | None:
-    """Why a child ended without an answer; None where its own program could not run."""
-    if process.returncode in (-9, -24):  # SIGKILL and SIGXCPU, which the limit on time sends
+    """Why a child ended without an answer; None if its own program could not run."""
+    if process.returncode in (-9, -24):  # SIGKILL and SIGXCPU, from the limit on CPU time
         return f"does not end within {counted(seconds, 'second')}"
     if process.returncode < 0 or "MemoryError" in process.stderr or "memory allocation" in process.stderr:
         return f"needs more than {mebibytes:,} MiB, or breaks the library that reads it"
