@@ -47,11 +47,10 @@ _SWITCHES = ("/no_think", "/nothink")
 class ReasoningLeftOut(RowError):
     """A supervised turn that lacks the reasoning in its row."""
 
-    def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
-        self.index = index
+    def __init__(self, index: int) -> None:
         super().__init__(
-            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; {remedy}, or give "
-            "data.chat_template one that writes it"
+            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; write it into the "
+            "content as <think>...</think>, remove it from the row, or give data.chat_template one that writes it"
         )
 
 
@@ -138,19 +137,8 @@ class Encoder:
         return result
 
     def script(self, read: Chat | Passage) -> Script:
-        """A document's text and its supervised spans.
-
-        Raises RowError. For reasoning that is left out, its remedy has been tried on this chat.
-        """
-        if isinstance(read, Passage):
-            script = self._passage_script(read)
-        else:
-            try:
-                script = self._script_without_remedy(read)
-            except ReasoningAfterClosedBlock as error:
-                raise ReasoningAfterClosedBlock(error.index, self._remedy(read, error.index)) from None
-            except ReasoningLeftOut as error:
-                raise ReasoningLeftOut(error.index, self._remedy(read, error.index)) from None
+        """A document's text and its supervised spans. Raises RowError."""
+        script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
         if not script.supervised:
             raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
@@ -242,7 +230,7 @@ class Encoder:
             stops=(end,),
         )
 
-    def _script_without_remedy(self, chat: Chat) -> Script:
+    def _chat_script(self, chat: Chat) -> Script:
         train_on = self._data.train_on
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         chosen = [index for index in answers if chat.supervised[index]]
@@ -290,32 +278,11 @@ class Encoder:
                 raise OmittedFromHistory("leaves out the reasoning of", index)
         raise ReasoningLeftOut(index)
 
-    def _remedy(self, chat: Chat, index: int) -> str:
-        """The remedy if a turn's reasoning cannot be supervised: the first change that makes it possible."""
-        message = chat.messages[index]
-        others = {key: value for key, value in message.items() if key not in REASONING}
-        reasoning, answer = reasoning_of(message), message["content"]
-        if not any(message.get(key) for key in REASONING):
-            answer = answer.partition("</think>")[2].lstrip()
-        thinking = {**chat.template_kwargs, "enable_thinking": True}
-        if self._works(replace(chat, template_kwargs=thinking), index):
-            return "set chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
-        for change, remedy in (
-            (others | {"content": f"<think>\n{reasoning}\n</think>\n\n{answer}"},
-             "write it into the content as <think>...</think>"),
-            (others | {"content": answer, REASONING[0]: reasoning}, f"write it as {REASONING[0]}"),
-            (others | {"content": answer}, "remove it from the row"),
-        ):  # fmt: skip
-            messages = [*chat.messages[:index], change, *chat.messages[index + 1 :]]
-            if change != message and self._works(replace(chat, messages=messages), index):
-                return remedy
-        return "remove the row"
-
     def _works(self, chat: Chat, index: int) -> bool:
         """Whether a turn in this chat can be supervised completely."""
         try:
             only_this = [position == index for position in range(len(chat.messages))]
-            self._script_without_remedy(replace(chat, supervised=only_this))
+            self._chat_script(replace(chat, supervised=only_this))
         except RowError:
             return False
         return True

@@ -44,11 +44,10 @@ class OmittedFromHistory(BadRow):
 class ReasoningAfterClosedBlock(BadRow):
     """A turn with reasoning after a prompt that forbids it."""
 
-    def __init__(self, index: int, remedy: str = "remove the reasoning") -> None:
-        self.index = index
+    def __init__(self, index: int) -> None:
         super().__init__(
-            f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; "
-            f"{remedy}"
+            f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; set "
+            "chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
         )
 
 

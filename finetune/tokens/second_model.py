@@ -1,4 +1,4 @@
-"""Compares a second model's vocabulary with the run's: a reference with other tokens gives noise, unseen in the curve."""
+"""Compares a second model's vocabulary with the run's: a reference with other tokens gives noise, unseen in curves."""
 
 from __future__ import annotations
 
