@@ -1,5 +1,6 @@
-"""The general set: short questions that a fine-tuned model should not have unlearned. benchmarks/general_set.py makes
-it; each row names its source and licence.
+"""The general set: short questions that a fine-tuned model should still answer.
+
+benchmarks/general_set.py writes it. Each row names its source and licence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_NEW_TOKENS = 32
 
 @dataclass(frozen=True)
 class GeneralRow:
-    """A question with its reference, the metric that scores its answer, and the skill that it needs."""
+    """A question with its reference, its metric and its skill."""
 
     prompt: str
     item: Scored

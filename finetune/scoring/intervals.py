@@ -1,9 +1,7 @@
 """95 % intervals for a mean score.
 
-- A share of right answers has Wilson's interval (Wilson 1927): 96 to 100 % for 100 right ones
-  of 100, which a bootstrap takes for certain.
-- Other scores, and differences between two models, have the bootstrap over rows (Efron 1979): percentiles of the means
-  of resampled rows.
+- A share of right answers has Wilson's interval (Wilson 1927): 100 of 100 is 96 to 100 %, where a bootstrap says 100 %.
+- Other scores, and differences between two models, have a bootstrap over rows (Efron 1979).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 10_000
-DRAWN_AT_ONCE = 2**22  # drawn row numbers in memory at a time
+DRAWN_AT_ONCE = 2**22  # row numbers in memory
 LEVEL = 0.95
 
 
@@ -42,8 +40,8 @@ def interval(scores: Sequence[float]) -> MeanInterval:
 def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInterval:
     """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing.
 
-    Equal differences resample to an interval of no width, which says nothing. Of shares of right answers the interval
-    is then Newcombe's (1998, method 10): 0 and 30 right ones of 30 differ by 0.84 to 1.
+    If all differences are equal, a bootstrap has no width. Shares of right answers then have Newcombe's interval (1998,
+    method 10): 0 and 30 of 30 differ by 0.84 to 1.
     """
     if {*before, *after} <= {0.0, 1.0} and len({*np.subtract(after, before).tolist()}) == 1:
         first, second = interval(before), interval(after)

@@ -1,8 +1,13 @@
 """The letters that an answer to a multiple-choice question chooses, in many languages.
 
-In order: \\boxed{B}; a statement ("The answer is B", "B is right", "정답은 B입니다", any word before a colon), the last
-one that is not negated; the first line ("B", "B - Paris", "B) Paris"); a marked letter ("(B)"). A first line with
-nothing but the letter gives way only to a later statement that names the answer.
+Tried in this order:
+
+- \\boxed{B};
+- the last statement without a negation: "The answer is B", "B is right", "정답은 B입니다", a word and a colon;
+- the first line: "B", "B - Paris", "B) Paris";
+- a letter in brackets: "(B)".
+
+A first line with only the letter wins, unless a later statement names the answer.
 """
 
 from __future__ import annotations
@@ -13,9 +18,9 @@ import regex
 
 from finetune.scoring.numerals import boxed, unified
 
-MOST_SEARCHED = 20_000  # of a text that is searched
+MOST_SEARCHED = 20_000  # characters, from the start and the end
 ALL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-LEAST_LETTERS = "ABCDE"  # what a question offers, where the references show no later letter
+LEAST_LETTERS = "ABCDE"  # a question's letters, if no reference names a later one
 # Stems of words, lower case. \b holds where a script has spaces.
 _ANSWER = (
     r"answer|correct|right\b|solution|choos|chose|pick|select|go with|antwort|richtig|korrekt|lösung|wähle|répon|"
@@ -39,7 +44,7 @@ _NOT = (
 )
 _AND = r"(?:,|;|&|/|\+|、|\b(?:and|und|et|y|e|i|en|ve|и|và)\b|和|与|與|及|と|와|과|그리고|و)"
 _OR = r"\b(?:or|oder|ou|o|или|lub|of|veya|hoặc)\b|或|또는|または|أو"
-_VOWELS = "AEIOUY"  # words of their own in many languages, so a word in small letters may not follow
+_VOWELS = "AEIOUY"  # these are words in many languages, so no lower-case word may follow
 _CLAUSE = regex.compile(
     r"[.!?。！？؟।](?=\s|$|\p{Lo})|[;,\n]|\b(?:but|sondern|mais|sino|mas|pero|aber|но|а|lecz|ale|maar|utan|ama)\b"
     r"|而是|而|(?<=아니라)\s|(?<=ではなく)|\bبل\b|\b(?:because|weil|since|parce|car|porque|perché|потому|omdat)\b|因为|因為"
@@ -54,7 +59,7 @@ def allowed_letters(references: Iterable[str]) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Without marks of Markdown, LaTeX, HTML and quoting."""
+    """The text without Markdown, LaTeX, HTML and quotation marks."""
     text = regex.sub(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}", r" \1 ", unified(text))
     text = regex.sub(
         r"\\boxed\s*|\\[a-zA-Z]+|</?[a-z][\w-]*>|[*_$\"{}“”«»„「」『』【】<>|\\]|(?<!\w)'|'(?!\w)", " ", text
@@ -63,12 +68,12 @@ def _tidy(text: str) -> str:
 
 
 def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
-    """The letters that an answer chooses, most often one; None if it chooses none, or "A or B".
+    """The letters that an answer chooses, usually one; None without a choice, or for "A or B".
 
     Args:
-        letters: Those that can be chosen, as `allowed_letters` finds them.
+        letters: The question's letters, from `allowed_letters`.
     """
-    # A letter alone: no word, no C++, no A', no B12. Two that increase are a set only where they stand alone.
+    # A single letter: no word, no C++, no A', no B12.
     one = rf"(?<![\p{{Latin}}\p{{N}}'&+-])[(\[]?([{letters}])(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
     box = boxed(text)
     if box is not None:
@@ -155,7 +160,7 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
 
 
 def _only(text: str, letters: str) -> frozenset[str] | None:
-    """The letters of a text that holds nothing else: B, (b), "A, C", ABD."""
+    """The letters of a text without anything else: B, (b), "A, C", ABD."""
     text = regex.sub(r"^[\s(\[.:]+|[\s)\].:,!]+$", "", text)
     if regex.fullmatch(f"(?i)[{letters}]", text):
         return frozenset(text.upper())

@@ -17,8 +17,8 @@ from finetune.scoring.numerals import Unclear, decimal_mark, last_number
 from finetune.scoring.sql import execution_scores
 from finetune.wording import first_lines
 
-SHORT_LETTERS = 40  # longest reference that is compared as a whole by default
-MOST_SHOWN = 3  # rows with a bad reference
+SHORT_LETTERS = 40  # the longest reference that `exact` compares by default
+MOST_SHOWN = 3  # messages about bad references
 READS_THE_ROW = ("sql",)
 
 
@@ -62,7 +62,7 @@ def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -
         databases = [metric.options.get("db", item.row.get("db")) for item in items]
         results = execution_scores(answered, expected, databases)
     else:
-        shown = None  # what all references show together
+        shown = None  # the references' decimal mark, or their letters
         if metric.function is None and metric.name == "number":
             shown = decimal_mark(expected)
         elif metric.function is None and metric.name == "choice":

@@ -1,7 +1,7 @@
 """The last number of a text, in any script and with any country's separators: a whole numeral, or nothing.
 
 A numeral is read with everything that ties it to other digits. `12,50`, `1/4`, `5 x 10^3` and `3-5` are one piece each.
-A piece that is no number (a date, a range, a sum) makes the text unreadable; its last digits are not taken instead.
+If a piece is no number (a date, a range, a sum), the text cannot be read: its last digits alone are never used.
 
 `1,234` and `1.234` can be read in two ways. The other numerals of a data set decide (`decimal_mark`): 12,50 shows a
 decimal comma. Without such a numeral the mark is a point.
@@ -16,9 +16,9 @@ from fractions import Fraction
 
 import regex
 
-LONGEST_NUMERAL = 400  # of one numeral
-MOST_DIGITS = 4000  # of a power
-EXACT, ROUNDED = Fraction(1, 10**9), Fraction(1, 10**6)  # relative differences that count as none; 1/3 is 0.333333
+LONGEST_NUMERAL = 400  # characters
+MOST_DIGITS = 4000  # in a power's result
+EXACT, ROUNDED = Fraction(1, 10**9), Fraction(1, 10**6)  # allowed relative differences; 0.333333 equals 1/3
 
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SAME = str.maketrans(
@@ -27,7 +27,7 @@ _SAME = str.maketrans(
     | {"—": ";", "✕": "×", "✖": "×", "،": ","}
     | dict.fromkeys("\ufeff\u200b\u200c\u200d\u200e\u200f\u2060\u061c\xad\u202a\u202b\u202c\u2066\u2067\u2068\u2069")
 )  # fmt: skip
-# Each pattern with what it becomes, in this order; & ties a whole number to its fraction, ' ties groups of digits.
+# Replacements, in this order; & joins a whole number and its fraction, ' joins groups of digits.
 _WRITTEN = [
     (re.compile(pattern), becomes)
     for pattern, becomes in (
@@ -83,7 +83,7 @@ _MARKED = re.compile(r"####[^\S\n]*((?:\W{0,3}|[A-Z]{3})\d[^\n]*)")
 
 
 class Unclear(ValueError):
-    """A numeral that is no number, or that can be read in two ways."""
+    """A numeral that is no number, or has two readings."""
 
 
 def unified(text: str) -> str:
@@ -108,7 +108,7 @@ def boxed(text: str) -> str | None:
 
 
 def _pieces(text: str) -> tuple[str, list[regex.Match[str]]]:
-    """The text in one form, and its pieces with digits that are not a part of a word (x2, F-16)."""
+    """The text in one form, and its pieces with digits, except parts of words (x2, F-16)."""
     text = unified(text)
     for pattern, becomes in _WRITTEN:
         text = pattern.sub(becomes, text)
@@ -121,7 +121,7 @@ def _pieces(text: str) -> tuple[str, list[regex.Match[str]]]:
 
 
 def decimal_mark(texts: Iterable[str]) -> str | None:
-    """The mark between units and tenths in these texts: a point or a comma; "" if no numeral shows it, None if both."""
+    """The texts' decimal mark: a point or a comma; "" if no numeral shows it, None if both occur."""
     marks = set()
     for text in texts:
         for piece in _pieces(text)[1]:
@@ -139,7 +139,7 @@ def _two_ways(plain: str) -> bool:
 
 
 def _decimal(plain: str, mark: str | None) -> Fraction:
-    """A numeral without signs and operators. Raises Unclear."""
+    """The value of a numeral without signs and operators. Raises Unclear."""
     head, tail = plain, ""
     marks = re.findall(r"[.,٫]", plain)
     if _two_ways(plain):
@@ -155,7 +155,7 @@ def _decimal(plain: str, mark: str | None) -> Fraction:
 
 
 def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
-    """The number that a piece is. Raises Unclear."""
+    """A piece's value. Raises Unclear."""
     before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
     whole = _NUMERAL.fullmatch(piece[0]) if len(piece[0]) <= LONGEST_NUMERAL else None
     if whole is None or _UNCLEAR_AFTER.match(after):
@@ -189,7 +189,7 @@ def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
 
 
 def last_number(text: str, mark: str | None = "") -> Fraction | None:
-    """The number after ####, in \\boxed{}, or else the last of the text; None if it has none. Raises Unclear."""
+    """The number after ####, in \\boxed{}, or the text's last one; None without any. Raises Unclear."""
     parts = [boxed(text), *(match[1] for match in [*_MARKED.finditer(text)][-1:]), text]
     for part in parts:
         if part is not None:

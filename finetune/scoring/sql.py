@@ -18,8 +18,8 @@ from finetune.errors import FinetuneError
 from finetune.output_stream import one_line
 from finetune.paths import open_regular, read_regular
 
-QUERY_SECONDS = 2.0  # of one query
-START_SECONDS = 20.0  # of the child, besides its queries
+QUERY_SECONDS = 2.0  # for one query
+START_SECONDS = 20.0  # for the child, in addition to its queries
 SQLITE_MAGIC = b"SQLite format 3\0"
 MOST_SCRIPT_BYTES = 64 * 2**20
 MOST_QUERY_STARTS = 20  # places where a query may begin
@@ -33,10 +33,10 @@ _SQL_WORDS = re.compile(
 
 
 def queries_in(text: str) -> list[str]:
-    """What may be the query of an answer; the first one that SQLite can read is it.
+    """An answer's possible queries. The first one that SQLite can read counts.
 
-    The first ``` block that begins with SELECT, WITH or VALUES; or a query from the first of these words, or from one
-    that begins a line or follows a colon. It ends at a semicolon, or before a paragraph that is no SQL.
+    They begin with SELECT, WITH or VALUES: in the first ``` block that does, else at the first of these words, and at
+    those that begin a line or follow a colon. They end at a semicolon, or before a paragraph that is no SQL.
     """
     blocks = [block for block in _FENCED.findall(text) if _START.match(_uncommented(block))]
     code = _uncommented(blocks[0] if blocks else text)
@@ -60,12 +60,12 @@ def queries_in(text: str) -> list[str]:
 
 
 def _uncommented(code: str) -> str:
-    """Without the comments before the first statement."""
+    """The code without comments before the first statement."""
     return re.sub(r"\A(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)+", "", code, flags=re.DOTALL)
 
 
 def _without_outer_parentheses(query: str) -> str:
-    """SQLite knows no (select 1)."""
+    """SQLite does not read (select 1)."""
     while query.startswith("(") and query.endswith(")"):
         depth = 0
         for token in _TOKEN.finditer(query):
@@ -79,7 +79,7 @@ def _without_outer_parentheses(query: str) -> str:
 
 
 def outer_clauses(query: str) -> tuple[int | None, int | None]:
-    """Where the outermost statement's ORDER BY begins, and where its LIMIT does; None: it has none."""
+    """Where the outermost statement's ORDER BY and LIMIT begin; None without one."""
     depth, order, limit, word = 0, None, None, ("", 0)
     for token in _TOKEN.finditer(query):
         if token[0].startswith(("--", "/*")):
@@ -98,7 +98,7 @@ def execution_scores(
 ) -> list[float | ValueError]:
     """1 if both queries give the same rows, else 0. A ValueError says why a row cannot be scored.
 
-    Rows have an order only if the reference's outermost statement has one. Rows that are equal by it may change places.
+    Order counts only if the reference's outermost statement has an ORDER BY. Ties may come in any order.
 
     Args:
         databases: For each row: a path to an SQLite file or a script, a script, or a list of statements.

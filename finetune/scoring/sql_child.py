@@ -65,7 +65,7 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     for statement in job["setup"] or ():
         memory.executescript(statement)
     memory.commit()
-    memory.execute("select count(*) from sqlite_schema").fetchall()  # a damaged file fails here
+    memory.execute("select count(*) from sqlite_schema").fetchall()  # raises for a damaged file
     return memory
 
 
@@ -80,7 +80,7 @@ def database_bytes(path: str) -> bytes:
         content = bytearray(file.read(MOST_DATABASE_BYTES))
     if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
         raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
-    content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
+    content[18:20] = b"\1\1"  # a rollback journal, because a database in memory cannot have a -wal file
     return bytes(content)
 
 
@@ -103,14 +103,14 @@ def rows_of(database: sqlite3.Connection, query: str, seconds: float) -> list[tu
 
 
 def comparable(value: Any) -> Any:
-    """A float in 12 digits, because sums depend on their order; 3.0 stays, and equals the integer 3."""
+    """A float in 12 digits, because sums depend on their order; 3.0 equals the integer 3."""
     if isinstance(value, float) and not (value.is_integer() and abs(value) < 2**53):
         return float(f"{value:.12g}")
     return value
 
 
 def readable(database: sqlite3.Connection, query: str) -> str | None:
-    """Why SQLite cannot read the query's syntax; None if it can, though a table or column may be missing."""
+    """SQLite's syntax error; None without one, even if a table or column is missing."""
     try:
         database.execute("explain " + query)
     except (sqlite3.Error, ValueError) as error:
@@ -126,10 +126,10 @@ def readable(database: sqlite3.Connection, query: str) -> str | None:
 def groups_of(
     database: sqlite3.Connection, query: str, order: int, limit: int | None, seconds: float
 ) -> list[Any] | None:
-    """The rows of an ordered query without its limit, in groups that its order does not tell apart.
+    """The rows of an ordered query without its limit, in groups of ties.
 
-    Sorted by the query's order and then by all columns, once up and once down, both results have the same rows up to a
-    place only where a group ends. None if the query cannot be run so.
+    The query is sorted by its own order and then by all columns, once ascending and once descending. A group ends where
+    both results have had the same rows. None if the query cannot be extended in this way.
     """
     head = query[:limit] if limit is not None else query
     try:

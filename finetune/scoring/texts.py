@@ -13,10 +13,10 @@ from finetune.errors import FinetuneError
 from finetune.scoring.letters import chosen_letters
 from finetune.scoring.numerals import Unclear, last_number, same_number, unified
 
-PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
-LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # of chrF2
+PATTERN_SECONDS = 1.0  # for a regular expression's search through one answer
+LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # chrF2's
 _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b(?=\s+[^\W_]|\s+[^\w\s]+\w)")
-# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
+# A mark with a meaning: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
 _MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
 _UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
 _TAGS = [
@@ -37,7 +37,7 @@ _FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|me
 def without_thoughts(text: str) -> str:
     """The answer after its thinking blocks. A block that never ends leaves no answer.
 
-    A block stands at the answer's start. Its opening tag may be in the prompt. Elsewhere a tag is only mentioned.
+    A block begins the answer, or its opening tag is in the prompt. Tags elsewhere are text.
     """
     if _HARMONY.match(text):  # gpt-oss, with its special tokens or decoded without them
         return _FINAL.split(text)[-1].strip() if _FINAL.search(text) else ""
@@ -162,7 +162,7 @@ def chrf(answer: str, reference: str) -> float:
     precision, recall, lengths = 0.0, 0.0, 0
     for length in range(1, LONGEST_GRAM + 1):
         given, expected = (Counter(text[at : at + length] for at in range(len(text) - length + 1)) for text in texts)
-        if given and expected:  # lengths that one of the texts does not reach count for nothing
+        if given and expected:  # skips lengths that one of the texts does not reach
             equal = (given & expected).total()
             precision, recall, lengths = (
                 precision + equal / given.total(),
