@@ -18,7 +18,7 @@ from finetune.output_stream import wrapped
 
 app = typer.Typer(
     name="finetune",
-    help="Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.",
+    help="Fine-tune language models: one YAML recipe, every strategy, the same curve.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

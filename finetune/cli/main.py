@@ -32,7 +32,7 @@ def verbs(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.
+    """Fine-tune language models: one YAML recipe, every strategy, the same curve.
 
     To train: finetune train RECIPE, or accelerate launch finetune/train.py RECIPE [key=value ...]
     """
