@@ -85,17 +85,25 @@ class _Chat:
 
     messages: Messages
     text: str
-    marked: Marked
+    marked: Marked | None  # None: marks change what the template writes
+    literals: list[Span]
 
     def texts_end(self, index: int) -> int:
-        """Where message `index`'s texts end; 0 if it has none."""
-        return self.marked.last.get(index, 0)
+        """Where message `index`'s texts end; 0 if they are not marked."""
+        if self.marked:
+            return self.marked.last.get(index, 0)
+        return 0
 
     def turn_begin(self, index: int) -> int:
-        """Where the texts before message `index` end. The turn's header follows.
+        """Where the texts before message `index` end. The turn's header follows. Raises BadRow.
 
         <user>Hi<end><bot>Hello<end>: for message 1 the place after Hi.
         """
+        if self.marked is None:
+            raise BadRow(
+                f"cannot find turn {index + 1} in the chat template's text; change the row, or give "
+                "data.chat_template another"
+            )
         return self.texts_end(index - 1)
 
 
@@ -109,6 +117,7 @@ class _Answer:
     stop: int  # where the stop token ends: after the last <end>
     token: str  # the stop token: <end>
     literals: list[Span]
+    is_plain: bool  # whether the template itself writes this text
     added: int  # characters at its end that the template writes only if another turn follows: the next header's token
 
 
@@ -140,7 +149,8 @@ class SpanFinder:
         Raises BadRow if the template cannot be followed.
         """
         whole = self._render_chat(messages, tools)
-        if tools and not whole.marked.has_tools and self._render(messages, None) == whole.text:
+        tools_are_marked = whole.marked is not None and whole.marked.has_tools
+        if tools and not tools_are_marked and self._render(messages, None) == whole.text:
             raise BadRow(
                 "the chat template does not write the row's tools; remove them, or give data.chat_template one"
             )
@@ -154,7 +164,7 @@ class SpanFinder:
             if not is_same:
                 differing.add(index)
         if last not in wanted:
-            return Rendered(whole.text, turns, whole.marked.literals, differing, stops)
+            return Rendered(whole.text, turns, whole.literals, differing, stops)
         answer = self._find_answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
         text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
         if turns and not text.startswith(whole.text[: turns[max(turns)][1]]):
@@ -167,7 +177,7 @@ class SpanFinder:
             begin = whole.turn_begin(last)
             shift = begin - answer.begin
             text = whole.text[:begin] + text[answer.begin :]
-            literals = [literal for literal in whole.marked.literals if literal[1] <= begin]
+            literals = [literal for literal in whole.literals if literal[1] <= begin]
             literals += [(first + shift, end + shift) for first, end in answer.literals if first >= answer.begin]
             span = (span[0] + shift, span[1] + shift)
         turns[last] = span
@@ -192,16 +202,13 @@ class SpanFinder:
     def _render_chat(
         self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = ""
     ) -> _Chat:
-        """Render the chat plain and with marks. Pass `text` if the plain text is already known. Raises BadRow."""
+        """Render the chat plain and with marks. Pass `text` if the plain text is already known."""
         text = text or self._render(messages, tools, generation_prompt=generation_prompt)
         marked = self._mark_and_render(messages, tools, generation_prompt=generation_prompt)
         if marked is None or marked.text != text:
             self._refuse_literals(messages, tools)
-            raise BadRow(
-                "the chat template changes the row's texts, so their places cannot be found; change the row, or "
-                "give data.chat_template another"
-            )
-        return _Chat(messages, text, marked)
+            return _Chat(messages, text, None, [])
+        return _Chat(messages, text, marked, marked.literals)
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> Marked | None:
         """Render the chat with marks, and take them out; None if the template refuses them.
@@ -239,9 +246,9 @@ class SpanFinder:
         answer. If the chat does not begin with its prompt, the answer is put after the prompt.
         """
         index = len(chat.messages) - 1
-        text, literals, texts_end = chat.text, chat.marked.literals, chat.texts_end(index)
-        begin = chat.texts_end(index - 1)
-        if not text.startswith(prompt):
+        text, literals, texts_end = chat.text, chat.literals, chat.texts_end(index)
+        begin, is_plain = chat.texts_end(index - 1), text.startswith(prompt)
+        if not is_plain:
             before = self._render_chat(chat.messages[:-1], tools, generation_prompt=True, text=prompt)
             begin = before.turn_begin(index)
             text, literals, texts_end = self._put_after_prompt(before, chat)
@@ -249,7 +256,7 @@ class SpanFinder:
         added = max(0, token.end() - len(text))
         if added:
             text = token.string
-        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, added)
+        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain, added)
 
     def _find_stop(
         self, messages: Messages, text: str, literals: Collection[Span], start: int, texts_end: int, tools: Tools
@@ -304,6 +311,7 @@ class SpanFinder:
         index, message = len(chat.messages) - 1, chat.messages[-1]
         prompt, begin = before.text, chat.turn_begin(index)
         tail = prompt[before.turn_begin(index) :]  # the prompt after the last message's texts: <end><bot><think>\n
+        assert chat.marked is not None
         texts_start = chat.marked.first.get(index)
         if texts_start is None:
             raise self._no_header(chat, begin, index)
@@ -331,12 +339,12 @@ class SpanFinder:
             start = texts_start
         else:
             raise self._no_header(chat, begin + matched, index)
-        literals = [*before.marked.literals]
+        literals = [*before.literals]
         literals += [
             (len(prompt) + token.start(), len(prompt) + token.end()) for token in self.special.finditer(thought)
         ]
         shift = len(prompt) + len(thought) - start
-        literals += [(first + shift, last + shift) for first, last in chat.marked.literals if first >= start]
+        literals += [(first + shift, last + shift) for first, last in chat.literals if first >= start]
         return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
 
     def _no_header(self, chat: _Chat, place: int, index: int) -> BadRow:
@@ -362,12 +370,12 @@ class SpanFinder:
         text = self._render(beginning, tools)
         texts_end = whole.texts_end(index)
         if text.startswith(prompt) and texts_end <= len(text) and whole.text.startswith(text[:texts_end]):
-            token = self._find_stop(beginning, text, whole.marked.literals, len(prompt), texts_end, tools)
+            token = self._find_stop(beginning, text, whole.literals, len(prompt), texts_end, tools)
             if whole.text.startswith(token.string[: token.end()]):
                 return (len(prompt), token.end()), True, token.group()
         alone = self._render_chat(beginning, tools, text=text)
         answer = self._find_answer(alone, tools, prompt)
-        if text.startswith(prompt) and whole.text.startswith(text[: answer.stop]):  # a later message may repeat it
+        if answer.is_plain and whole.text.startswith(text[: answer.stop]):
             return (answer.prompt, answer.stop), True, answer.token
         return self._find_in_history(whole, alone, answer, index), False, answer.token
 
@@ -380,6 +388,9 @@ class SpanFinder:
             whole    ...Hi<end><bot>Hello<end><user>...                         the span is Hello<end>
         """
         begin = whole.turn_begin(index)
+        alone.turn_begin(index)  # raises if the turn alone has no marks
+        assert whole.marked is not None
+        assert alone.marked is not None
         texts_start = whole.marked.first.get(index)
         if texts_start is None or index not in alone.marked.last:
             raise self._no_header(whole, begin, index)
@@ -434,7 +445,7 @@ class SpanFinder:
     def _check_alone(self, whole: _Chat, index: int, span: Span) -> None:
         """Raises OmittedFromHistory if a span holds another message's text, or lacks a part of its own."""
         start, stop = span
-        for position, message in whole.marked.places:
+        for position, message in whole.marked.places if whole.marked else ():
             if message == index and not start <= position <= stop:
                 raise OmittedFromHistory("writes in several places", index)
             if message != index and start < position < stop:
@@ -442,6 +453,16 @@ class SpanFinder:
 
     def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
         """Raises BadRow if the template leaves out a message's text or call."""
+        if whole.marked is None:
+            # Without marks only the wanted messages are checked, by their letters without space.
+            written = "".join(whole.text.split()).casefold()
+            for index in wanted:
+                message = whole.messages[index]
+                if "".join(message["content"].split()).casefold() not in written:
+                    raise self._left_out(whole.messages, index, "the text")
+                if any(call["function"]["name"] not in whole.text for call in message.get("tool_calls", ())):
+                    raise self._left_out(whole.messages, index, "a tool call")
+            return
         absent = absent_part(whole.messages, whole.marked, wanted)
         if absent is None:
             return
