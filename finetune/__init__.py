@@ -1,3 +1,3 @@
-"""Fine-tune Llama-3-style models: one YAML recipe, one trainer entrypoint, every strategy, the same curve."""
+"""Fine-tune language models: one YAML recipe, one trainer entrypoint, every strategy, the same curve."""
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"

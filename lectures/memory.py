@@ -174,8 +174,8 @@ def _beside_the_notes(count: int, variants: Sequence[MemoryVariant]) -> list[Cha
     lines = [
         *columns(head, rows),
         "notes: the training memory on their slide. states, peak: the plan's bytes a parameter from above.",
-        "Its course adds up, for float32: weights 4, gradients 4, AdamW 8, the rest (activations) 8: 24 bytes,",
-        "20 of them besides the weights. 20 bytes are 5 times a float32 weight; 20 times would be 80 bytes.",
+        "The course counts weights 4, gradients 4, AdamW 8 and activations 8: 24 bytes in float32. 20 of them",
+        "are not weights. 20 bytes are 5 times a float32 weight; 20 times would be 80 bytes.",
     ]
     return [Chapter("Beside the notes: training takes about 20 times the weights' memory", lines)]
 

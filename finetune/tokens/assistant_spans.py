@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from finetune.data.cells import BadRow
-from finetune.data.chat import REASONING, reasoning_of
+from finetune.data.chat import reasoning_of
 from finetune.tokens.marks import (
     Marked,
     Marks,
@@ -75,7 +75,7 @@ class Rendered:
     text: str
     turns: dict[int, Span]  # index of the assistant's message -> characters that the model writes
     literals: list[Span]
-    otherwise: Collection[int] = ()  # turns with another text or prompt when they are the last turn
+    differing: Collection[int] = ()  # turns with another text or prompt when they are the last turn
     stops: Collection[str] = ()  # the turns' stop tokens
 
 
@@ -155,16 +155,16 @@ class SpanFinder:
                 "the chat template does not write the row's tools; remove them, or give data.chat_template one"
             )
         self._check_kept(whole, tools, wanted)
-        last, turns, otherwise, stops = len(messages) - 1, {}, set(), set()
+        last, turns, differing, stops = len(messages) - 1, {}, set(), set()
         for index in sorted(wanted):
             if index == last:
                 continue
             turns[index], is_same, stop = self._find_earlier(whole, tools, index)
             stops.add(stop)
             if not is_same:
-                otherwise.add(index)
+                differing.add(index)
         if last not in wanted:
-            return Rendered(whole.text, turns, whole.literals, otherwise, stops)
+            return Rendered(whole.text, turns, whole.literals, differing, stops)
         answer = self._find_answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
         text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
         if turns and not text.startswith(whole.text[: turns[max(turns)][1]]):
@@ -181,7 +181,7 @@ class SpanFinder:
             literals += [(first + shift, end + shift) for first, end in answer.literals if first >= answer.begin]
             span = (span[0] + shift, span[1] + shift)
         turns[last] = span
-        return Rendered(text, turns, literals, otherwise, stops | {answer.token})
+        return Rendered(text, turns, literals, differing, stops | {answer.token})
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow.
@@ -251,7 +251,7 @@ class SpanFinder:
         if not is_plain:
             before = self._render_chat(chat.messages[:-1], tools, generation_prompt=True, text=prompt)
             begin = before.turn_begin(index)
-            text, literals, texts_end = self._put_after_prompt(before, chat, tools)
+            text, literals, texts_end = self._put_after_prompt(before, chat)
         token = self._find_stop(chat.messages, text, literals, len(prompt), texts_end, tools)
         added = max(0, token.end() - len(text))
         if added:
@@ -297,7 +297,7 @@ class SpanFinder:
             f"learn to stop (turn {number}); give data.chat_template one that does, for example {{{{ eos_token }}}}"
         )
 
-    def _put_after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
+    def _put_after_prompt(self, before: _Chat, chat: _Chat) -> tuple[str, list[Span], int]:
         """Put the last turn after its prompt, if the chat does not begin with the prompt. Raises BadRow.
 
         Returns the text, its literals, and where the turn's own texts end.
@@ -335,12 +335,10 @@ class SpanFinder:
                 start = own_block.end()
             else:
                 start = _skip(chat.text, place + len("<think>"))
-        elif (opened := self._find_as_reasoning(before, chat, tools)) is not None:
-            return opened
         elif not chat.text[start:texts_start].strip() and index in chat.marked.opened:
             start = texts_start
         else:
-            start = self._find_header_end(chat, tools, begin, matched, index)
+            raise self._no_header(chat, begin + matched, index)
         literals = [*before.literals]
         literals += [
             (len(prompt) + token.start(), len(prompt) + token.end()) for token in self.special.finditer(thought)
@@ -348,49 +346,6 @@ class SpanFinder:
         shift = len(prompt) + len(thought) - start
         literals += [(first + shift, last + shift) for first, last in chat.literals if first >= start]
         return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
-
-    def _find_as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
-        """The turn with an empty thought, if the template begins a thought as the prompt ends.
-
-        prompt              <bot><thought>\\n
-        chat                <bot>Hello<end>                            does not begin with the prompt
-        with a probe        <bot><thought>\\nPROBE\\n</thought>Hello<end>
-        without the probe   <bot><thought>\\n\\n</thought>Hello<end>     begins with the prompt, and is returned
-        """
-        index, message = len(chat.messages) - 1, chat.messages[-1]
-        if reasoning_of(message).strip():
-            return None
-        for key in REASONING:
-            try:
-                probed = self._render_chat([*chat.messages[:-1], message | {key: _PROBE}], tools)
-            except BadRow:
-                continue
-            place = probed.text.find(_PROBE)
-            if probed.marked is None or not probed.text.startswith(before.text) or place < len(before.text):
-                continue
-            literals = [(first - (first > place), last - (first > place)) for first, last in probed.literals]
-            return probed.text.replace(_PROBE, "", 1), literals, probed.marked.last[index] - 1
-        return None
-
-    def _find_header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
-        """Where a turn's header ends: as before an answer in words, if the prompt holds the whole header.
-
-        Raises BadRow.
-
-        chat               ...Hi<end><bot><call>look<end>
-        in words           ...Hi<end><bot>a<end>            so the header is <end><bot>
-        result             the place after <bot>: the model writes <call>
-        """
-        messages = [*chat.messages[:index], {"role": "assistant", "content": "a"}]
-        if index + 1 < len(chat.messages):  # a turn in history may have another header than the last turn
-            messages.append({"role": "user", "content": "a"})
-        in_words = self._render_chat(messages, tools)
-        if in_words.marked is None or index not in in_words.marked.first:
-            raise self._no_header(chat, begin + matched, index)
-        header = in_words.text[in_words.turn_begin(index) : in_words.marked.first[index]]
-        if not chat.text.startswith(header, begin) or header[matched:].strip():
-            raise self._no_header(chat, begin + matched, index)
-        return begin + len(header)
 
     def _no_header(self, chat: _Chat, place: int, index: int) -> BadRow:
         return BadRow(
@@ -412,10 +367,7 @@ class SpanFinder:
         """
         beginning = whole.messages[: index + 1]
         prompt = self._render(beginning[:-1], tools, generation_prompt=True)
-        try:
-            text = self._render(beginning, tools)
-        except BadRow:  # the template needs another message after this turn
-            return self._find_unended(whole, tools, index, prompt)
+        text = self._render(beginning, tools)
         texts_end = whole.texts_end(index)
         if text.startswith(prompt) and texts_end <= len(text) and whole.text.startswith(text[:texts_end]):
             token = self._find_stop(beginning, text, whole.literals, len(prompt), texts_end, tools)
@@ -425,10 +377,10 @@ class SpanFinder:
         answer = self._find_answer(alone, tools, prompt)
         if answer.is_plain and whole.text.startswith(text[: answer.stop]):
             return (answer.prompt, answer.stop), True, answer.token
-        return self._find_in_history(whole, alone, answer, tools, index), False, answer.token
+        return self._find_in_history(whole, alone, answer, index), False, answer.token
 
-    def _find_in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
-        """A turn's span in the whole chat, if the template writes the turn otherwise when it is the last one.
+    def _find_in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, index: int) -> Span:
+        """A turn's span in the whole chat, if the template writes the last turn in another way.
 
         The span begins after the part of the prompt that history has too. It ends as the answer alone ends:
 
@@ -450,10 +402,8 @@ class SpanFinder:
         elif block and matched >= block.start():  # history has no block, or closes it in another way than the prompt
             if not whole.text.startswith("<think>", begin + block.start()):
                 start = begin + block.start()
-        elif index in whole.marked.opened and not whole.text[start:texts_start].strip():
-            start = texts_start
         else:
-            start = self._find_header_end(whole, tools, begin, matched, index)
+            raise self._no_header(whole, begin + matched, index)
         start = min(start, texts_start)
         # The closing text, from the answer's own texts to its stop <end>, must follow the texts in history too.
         shift = len(answer.text) - answer.added - len(alone.text)
@@ -464,22 +414,6 @@ class SpanFinder:
             stop = texts_end + self._common_pieces(closing, whole.text[texts_end:])
         self._check_alone(whole, index, (start, stop))
         return start, stop
-
-    def _find_unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
-        """A turn's span, if the template refuses a chat that ends with it: up to an answer's stop token.
-
-        Some templates refuse calls in the last turn. Then the turn ends at the first <end> after its texts.
-        """
-        stop = self._habits(tools).stop
-        if whole.marked is None or not whole.text.startswith(prompt) or stop is None:
-            raise self._no_header(whole, len(prompt), index)
-        texts_end = max(len(prompt), whole.texts_end(index))
-        token = self.special.search(whole.text, texts_end)
-        if token is None or token.group() != stop:
-            raise self._no_header(whole, len(prompt), index)
-        span = (len(prompt), token.end())
-        self._check_alone(whole, index, span)
-        return span, True, stop
 
     def _common_pieces(self, closing: str, text: str) -> int:
         """The common prefix's length in whole pieces: control tokens, and the texts between them.

@@ -46,7 +46,7 @@ VERSION = 8
 VERSION_BEFORE = 7  # of the release before 1.0: its runs can be resumed
 # The refusal of judged answers with nothing to measure the KL baseline on.
 ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
-CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
+CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; and memory holds only these
 # Name of a file -> its dtype. The file "learned" keeps its old name: it is StoredDocuments.is_supervised.
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
@@ -248,7 +248,7 @@ def fitted_units(
         if are_alike(documents):
             counts["identical"] += 1
             continue
-        found: Counter[str] = Counter()  # of a pair that is left out, nothing counts as cut
+        found: Counter[str] = Counter()  # a pair that is left out does not count as cut
         fitted = [
             fit(document, unit.row, data, mistakes, found, is_text=script.is_text and len(documents) == 1)
             for document, script in zip(documents, unit.scripts, strict=True)
@@ -262,7 +262,7 @@ def fitted_units(
 
 
 def are_alike(documents: Sequence[Document]) -> bool:
-    """Whether a pair's two answers are equal up to their last supervised tokens, so that its loss compares nothing."""
+    """Whether a pair's two answers are equal up to their last supervised tokens."""
     if len(documents) != 2:
         return False
     compared = []
@@ -273,13 +273,13 @@ def are_alike(documents: Sequence[Document]) -> bool:
 
 
 def nothing_left(key: str, counts: Sequence[Mapping[str, Any]], max_length: int) -> str:
-    """The refusal if no document is left of these data sets, by the reasons in their counts."""
+    """The refusal if these data sets have no document left, with the reasons in their counts."""
     names = ("identical", "identical_cut", "dropped")
     equal, cut, dropped = (sum(int(each.get(name, 0)) for each in counts) for name in names)
     reasons, remedy = [], "check data.max_length and data.truncation"
     if equal:
         remedy = "name pairs whose answers differ as the chat template writes them"
-        reasons.append(f"{counted(equal, 'pair')} of two equal answers")
+        reasons.append(f"{counted(equal, 'pair')} with two equal answers")
     if cut:
         remedy = "raise data.max_length"
         reasons.append(f"{counted(cut, 'pair')} whose answers differ only beyond data.max_length ({max_length:,})")

@@ -1,7 +1,7 @@
 """How a run's chats are written and where its answers end: conversation.json in the run's folder.
 
-It is made where rows are tokenised. Samples, scores, chat, eval and every export follow it. After the training nobody
-reads the recipe's template file again, and nobody has to know the end of a turn from the base's settings.
+It is written when rows are tokenised. Samples, scores, chat, eval and every export follow it, not the recipe's template
+file or the base's settings.
 
     {"templates": {"default": "{% for ..."}, "date_string": "26 Jul 2024", "chat_template_kwargs": {},
      "stops": {"<|im_end|>": 2}}
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 class Conversation:
     """A run's chat templates with their arguments, and the tokens that end its answers."""
 
-    templates: Mapping[str, str]  # name -> Jinja text, unchanged; "default", and others that a tokenizer has; or none
+    templates: Mapping[str, str]  # name -> unchanged Jinja text: "default", and a tokenizer's others; empty without any
     date_string: str
     chat_template_kwargs: Mapping[str, Any]
     stops: Mapping[str, int]  # token -> its id

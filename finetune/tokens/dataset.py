@@ -106,13 +106,13 @@ def _template_notes(store: StoredDocuments) -> Iterator[str]:
         yield f"{name}: {counted(facts['rows_read'], 'row')} are {documents}: {why}"
     if count := facts[OTHERWISE]:
         yield (
-            f"{name}: rows with an answer that the chat template writes or asks for otherwise when it is the last: "
-            f"{count:,}; data.train_on: each_turn supervises every answer as the model is asked for it"
+            f"{name}: rows whose earlier answers the chat template writes differently from the last one: "
+            f"{count:,}; data.train_on: each_turn supervises every answer after its own prompt"
         )
     if count := facts[UNREASONED]:
         yield (
-            f"{name}: documents without reasoning, for which the chat template asks: {count:,}; so that the model does "
-            "not unlearn it, add chat_template_kwargs: {enable_thinking: false}"
+            f"{name}: documents without reasoning although the chat template asks for it: {count:,}; to keep the "
+            "model's reasoning, add chat_template_kwargs: {enable_thinking: false}"
         )
 
 

@@ -34,9 +34,10 @@ __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"
 TEXT_PROMPT_TOKENS = 32  # a plain text's first tokens, which stand for a prompt
 MOST_FINDERS = 16  # kept at once, because each row may have its own variables
 RowError = BadRow
-# A script's remarks. OTHERWISE: an earlier answer would have another text or prompt as the last turn. UNREASONED: no
-# answer has reasoning, although the template asks for it.
-REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
+# A script's remarks: an earlier answer would have another text or prompt as the last turn; no answer has reasoning,
+# although the template asks for it.
+OTHERWISE, UNREASONED = "otherwise", "unreasoned"
+REMARKS = (OTHERWISE, UNREASONED)
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
 # A message with one of these turns thinking off, even if a template variable turns it on.
 _SWITCHES = ("/no_think", "/nothink")
@@ -45,11 +46,10 @@ _SWITCHES = ("/no_think", "/nothink")
 class ReasoningLeftOut(RowError):
     """A supervised turn that lacks the reasoning in its row."""
 
-    def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
-        self.index = index
+    def __init__(self, index: int) -> None:
         super().__init__(
-            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; {remedy}, or give "
-            "data.chat_template one that writes it"
+            f"the chat template leaves out the reasoning of turn {index + 1}, which is supervised; write it into the "
+            "content as <think>...</think>, remove it from the row, or give data.chat_template one that writes it"
         )
 
 
@@ -129,26 +129,15 @@ class Encoder:
                 documents = [self.texts.tokenise_cut(script) for script in scripts]
                 if len({*map(_prompt_tokens, documents)}) > 1:
                     mistake = RowError(
-                        "the chat template renders the prompt otherwise before each answer, so that they cannot be "
-                        "compared; give both answers the same form, or remove the row"
+                        "the two answers have different prompt tokens, so they cannot be compared; give both answers "
+                        "the same form, or remove the row"
                     )
             result.append(mistake or documents)
         return result
 
     def script(self, read: Chat | Passage) -> Script:
-        """A document's text and its supervised spans.
-
-        Raises RowError. For reasoning that is left out, its remedy has been tried on this chat.
-        """
-        if isinstance(read, Passage):
-            script = self._passage_script(read)
-        else:
-            try:
-                script = self._script_without_remedy(read)
-            except ReasoningAfterClosedBlock as error:
-                raise ReasoningAfterClosedBlock(error.index, self._remedy(read, error.index)) from None
-            except ReasoningLeftOut as error:
-                raise ReasoningLeftOut(error.index, self._remedy(read, error.index)) from None
+        """A document's text and its supervised spans. Raises RowError."""
+        script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
         if not script.supervised:
             raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
@@ -195,7 +184,7 @@ class Encoder:
         return [ids]
 
     def conversation(self, stops: Iterable[int] | None = None) -> Conversation:
-        """How chats are written, and `stops`, the ids that end the rows' answers; None: what ends a probe's answer."""
+        """How chats are written. `stops` are the ids that end the rows' answers; None: those of a probe's answer."""
         templates: Mapping[str, str] = {}
         if self._data.chat_template:
             templates = {"default": read_source(self._data.chat_template)}
@@ -240,7 +229,7 @@ class Encoder:
             stops=(end,),
         )
 
-    def _script_without_remedy(self, chat: Chat) -> Script:
+    def _chat_script(self, chat: Chat) -> Script:
         train_on = self._data.train_on
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         chosen = [index for index in answers if chat.supervised[index]]
@@ -288,39 +277,18 @@ class Encoder:
                 raise OmittedFromHistory("leaves out the reasoning of", index)
         raise ReasoningLeftOut(index)
 
-    def _remedy(self, chat: Chat, index: int) -> str:
-        """The remedy if a turn's reasoning cannot be supervised: the first change that makes it possible."""
-        message = chat.messages[index]
-        others = {key: value for key, value in message.items() if key not in REASONING}
-        reasoning, answer = reasoning_of(message), message["content"]
-        if not any(message.get(key) for key in REASONING):
-            answer = answer.partition("</think>")[2].lstrip()
-        thinking = {**chat.template_kwargs, "enable_thinking": True}
-        if self._works(replace(chat, template_kwargs=thinking), index):
-            return "set chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
-        for change, remedy in (
-            (others | {"content": f"<think>\n{reasoning}\n</think>\n\n{answer}"},
-             "write it into the content as <think>...</think>"),
-            (others | {"content": answer, REASONING[0]: reasoning}, f"write it as {REASONING[0]}"),
-            (others | {"content": answer}, "remove it from the row"),
-        ):  # fmt: skip
-            messages = [*chat.messages[:index], change, *chat.messages[index + 1 :]]
-            if change != message and self._works(replace(chat, messages=messages), index):
-                return remedy
-        return "remove the row"
-
     def _works(self, chat: Chat, index: int) -> bool:
         """Whether a turn in this chat can be supervised completely."""
         try:
             only_this = [position == index for position in range(len(chat.messages))]
-            self._script_without_remedy(replace(chat, supervised=only_this))
+            self._chat_script(replace(chat, supervised=only_this))
         except RowError:
             return False
         return True
 
     def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
         remarks = []
-        if any(index in rendered.otherwise for index in chosen):
+        if any(index in rendered.differing for index in chosen):
             remarks.append(OTHERWISE)
         is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
         has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)

@@ -57,7 +57,7 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     except (DataError, OSError):
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
-    around, estimated_by = AROUND, f"{BYTES_A_TOKEN:g} bytes a token, for its tokenizer is not here"
+    around, estimated_by = AROUND, f"{BYTES_A_TOKEN:g} bytes a token, because its tokenizer is not here"
     if file:
         around, estimated_by = _tokens_around(file), "the model's tokenizer"
     # Shape [rows, documents in a row]. max_length holds for each answer in a pair, together with its prompt.

@@ -44,11 +44,10 @@ class OmittedFromHistory(BadRow):
 class ReasoningAfterClosedBlock(BadRow):
     """A turn with reasoning after a prompt that forbids it."""
 
-    def __init__(self, index: int, remedy: str = "remove the reasoning") -> None:
-        self.index = index
+    def __init__(self, index: int) -> None:
         super().__init__(
-            f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; "
-            f"{remedy}"
+            f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; set "
+            "chat_template_kwargs: {enable_thinking: true}, or remove the reasoning"
         )
 
 
@@ -209,9 +208,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def texts_of(value: Any) -> list[str]:
     """Every text inside a JSON value."""
-    texts: list[str] = []
-    map_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-    return texts
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [text for item in value for text in texts_of(item)]
 
 
 def free_block(value: Any, size: int) -> int:

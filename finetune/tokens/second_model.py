@@ -1,7 +1,4 @@
-"""Looks at a reference that is a model of its own before training: it must read tokens as the run's model does.
-
-A model with other tokens computes log-probabilities of noise, and nothing in the curve shows it.
-"""
+"""Compares a second model's vocabulary with the run's: a reference with other tokens gives noise, unseen in curves."""
 
 from __future__ import annotations
 

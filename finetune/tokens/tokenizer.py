@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE = -100
-REMEMBERED_HEADER = 100  # letters, up to which a header is remembered
+REMEMBERED_HEADER = 100  # letters; longer headers are not remembered
 
 
 @dataclass(frozen=True, slots=True)

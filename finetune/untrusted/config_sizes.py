@@ -1,5 +1,7 @@
-"""The sizes in a config.json, before a model of them is built: whole numbers, no smaller than 1, no larger than any
-model's. A billion layers would be built one by one, for days, before the first one is looked at."""
+"""Checks the sizes in a config.json before a model is built: whole numbers, from 1 to the largest that any model has.
+
+Without it a billion layers would be built one by one, for days.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from finetune.output_stream import one_line
 from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
 
-# The largest by key; of all models known in 2026 the largest has 126 layers, 2^18 tokens, 53,248 inner features.
+# The largest allowed. The largest models known in 2026 have 126 layers, 2^18 tokens, 53,248 inner features.
 LAYERS, HEADS, WIDTH, VOCABULARY, EXPERTS, POSITIONS = 1_000, 2**14, 2**20, 2**24, 2**14, 2**40
 MODEL_SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
@@ -24,24 +26,24 @@ MODEL_SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sliding_window"), POSITIONS),
 }
-# A model may have none of these, or none of its own.
+# A model may have none of these.
 MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "sliding_window")
-MOST_PARAMETERS = 10**14  # a hundred times the largest model that is known
+MOST_PARAMETERS = 10**14  # a hundred times the largest known model
 PARTS = ("text_config", "vision_config", "audio_config")
 SECTION_KEYS = (*PARTS, "quantization_config", "rope_scaling", "rope_parameters")
 TEXT_KEYS = ("model_type", "hidden_act", "torch_dtype", "dtype", "attn_implementation")
-MOST_ENTRIES = 50_000  # of a config.json, in all its lists and sections
+MOST_ENTRIES = 50_000  # in all lists and sections of a config.json
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json, its sizes within bounds. Raises FinetuneError, in one line that begins with the path."""
+    """Read config.json and check its sizes. Raises FinetuneError, in one line that begins with the path."""
     config = read_object(path)
     refuse_sizes(path, config)
     return config
 
 
 def refuse_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise FinetuneError for the first value of a configuration that no model can have."""
+    """Raise FinetuneError for the first value that no model can have."""
     if _entries(config) > MOST_ENTRIES:
         raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
     for place, section in _sections(config):
@@ -97,7 +99,7 @@ def _wrong_heads(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(value: Any) -> list[Any]:
-    """A size of all layers, or a list with one for each (OpenELM, Gemma 3n)."""
+    """One size for all layers, or a list with one for each (OpenELM, Gemma 3n)."""
     if value is None:
         return []
     if isinstance(value, list):
@@ -112,7 +114,7 @@ def _number(value: int) -> str:
 
 
 def _parameters(section: Mapping[str, Any]) -> float:
-    """About how many weights a decoder of these sizes has."""
+    """The approximate number of weights in a decoder with these sizes."""
 
     def largest(*names: str) -> float:
         return max((float(value) for name in names for value in _values(section.get(name))), default=0.0)

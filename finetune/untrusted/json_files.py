@@ -57,16 +57,16 @@ def not_rows(head: bytes) -> str | None:
 
 MOST_JSON_BYTES = 16 * 2**20  # a config.json has some kB, an index of 1,000 files 100 kB
 MOST_DEPTH = 64
-MOST_VALUES = 4_000_000  # Python takes some 100 bytes for each: 15 MiB of empty lists are 0.6 GiB, and 256 MiB nine
+MOST_VALUES = 4_000_000  # Python takes about 100 bytes for each: 256 MiB of empty lists become 9 GiB
 
 
 def unreadable(path: Path, what: str, remedy: str = "fetch the file again") -> FinetuneError:
-    """The one line about a file that cannot be taken."""
+    """The one-line error about a file that is refused."""
     return FinetuneError(f"{printable(str(path))}: {what}; {remedy}")
 
 
 def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
-    """A file's bytes. Raises FinetuneError where it is no regular file, or larger than `most`."""
+    """A file's bytes. Raises FinetuneError if it is not a regular file, or larger than `most`."""
     try:
         with open_regular(path) as file:
             content = file.read(most + 1)
@@ -78,7 +78,7 @@ def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
 
 
 def parse_document(path: Path, content: bytes, *, unique: bool = False) -> Any:
-    """The value of a file's JSON, at most MOST_DEPTH levels deep; `unique`: no key twice in one object."""
+    """A file's JSON value, at most MOST_DEPTH levels deep; `unique`: no key twice in one object."""
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise unreadable(path, f"holds more than {MOST_VALUES:,} values", "no such file does; fetch it again")
     try:
@@ -87,7 +87,7 @@ def parse_document(path: Path, content: bytes, *, unique: bool = False) -> Any:
         raise unreadable(path, f"is nested deeper than {MOST_DEPTH} levels") from None
     except _TwiceError as error:
         raise unreadable(path, f"has the key {one_line(error, 60)} twice") from None
-    except ValueError as error:  # of the decoder, of bytes that are not UTF-8, of an integer of thousands of digits
+    except ValueError as error:  # no JSON, no UTF-8, or an integer with thousands of digits
         what = kind_by_head(content[:64])
         raise unreadable(path, f"is {what}, not JSON" if what else f"is not JSON: {one_line(error, 120)}") from None
     if depth_of(value) > MOST_DEPTH:

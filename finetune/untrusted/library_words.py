@@ -10,7 +10,7 @@ from pathlib import Path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
 
-# Not of the file: the machine's memory, which others turn into a line with the device.
+# Errors of the machine, not of the file. Others turn them into one line.
 _PASSED_ON = ("OutOfMemoryError", "DistBackendError", "DistNetworkError")
 
 

@@ -1,7 +1,7 @@
-"""Python code that comes with a model: only the user's own recipe may ask for it, never a run folder alone.
+"""Python code that comes with a model: only the user's own recipe may allow it, never a run folder alone.
 
-`model.trust_remote_code: true` in a recipe trained here is the user's word. It is kept as an empty file in the cache
-folder's `trusted/`. A run folder's recipe was written by whoever trained the run.
+A training here with `model.trust_remote_code: true` records the consent as an empty file in the cache folder's
+`trusted/`. A run folder's recipe may be a stranger's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CONSENT = "FINETUNE_TRUST_REMOTE_CODE"
 
 
 def trust_code(name: str, revision: str) -> None:
-    """Keep that the user let this model's code run: by its name and revision, that in a folder by its content."""
+    """Record the user's consent to this model's code: by name and revision, and in a local folder by content."""
     trust(_key(name, revision))
 
 
 def refuse_unknown_code(run_dir: Path, name: str, revision: str) -> None:
-    """Raise FinetuneError where no training here has run this model's code, and the environment does not allow it."""
+    """Raise FinetuneError if no training here has run this model's code, and the environment does not allow it."""
     if os.environ.get(CONSENT) != "1" and not is_trusted(_key(name, revision)):
         raise FinetuneError(
             f"{run_dir / 'recipe.yaml'}: model.trust_remote_code: true would run the Python code that comes with "
@@ -35,7 +35,7 @@ def refuse_unknown_code(run_dir: Path, name: str, revision: str) -> None:
 
 
 def refuse_other_code(product: Path, base: Path | None, name: str) -> None:
-    """Raise FinetuneError where an export has code that is not its base's, and the environment does not allow it.
+    """Raise FinetuneError if an export's code is not its base's, and the environment does not allow it.
 
     Args:
         base: The folder with the base's files; None: they are not on this machine.
@@ -46,8 +46,8 @@ def refuse_other_code(product: Path, base: Path | None, name: str) -> None:
         own = base / file.relative_to(product)
         if not own.is_file() or _hash(own) != _hash(file):
             raise FinetuneError(
-                f"{one_line(file, 200)}: is not the code that comes with {one_line(name, 100)}, which alone was "
-                f"accepted; read that file, then repeat with {CONSENT}=1"
+                f"{one_line(file, 200)}: differs from the code that comes with {one_line(name, 100)}, the only "
+                f"accepted code; read the file, then repeat with {CONSENT}=1"
             )
 
 

@@ -24,8 +24,7 @@ LONGEST_NAME = 255  # bytes of a file's name, on every file system in use
 def look_at_model(folder: Path, *, whole: bool = False) -> None:
     """Check a folder's config, index and weight headers, as far as they are there. `whole`: weights must be there.
 
-    Raises FinetuneError, in one line that begins with the file, if the contents would not be loaded as they seem, or
-    would make a library read for ever.
+    Raises FinetuneError, in one line that begins with the file, if a library would load other contents or never end.
     """
     config = look_at_config(folder)
     if whole and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
@@ -40,11 +39,11 @@ def look_at_model(folder: Path, *, whole: bool = False) -> None:
         for file, header in headers.items():
             _refuse_integers(file, header)
     if (folder / INDEX).exists():
-        _refuse_index_at_odds(folder / INDEX, headers)
+        _refuse_missing_tensors(folder / INDEX, headers)
 
 
 def look_at_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder where it is there, else {}. Raises FinetuneError as `look_at_model` does."""
+    """A folder's config.json; {} without one. Raises FinetuneError as `look_at_model` does."""
     if (folder / ADAPTER_CONFIG).exists() and (folder / CONFIG).exists():
         raise unreadable(
             folder / ADAPTER_CONFIG,
@@ -108,7 +107,7 @@ def _is_a_buffer(name: str, facts: TensorFacts) -> bool:
     )
 
 
-def _refuse_index_at_odds(path: Path, headers: Mapping[Path, Mapping[str, TensorFacts]]) -> None:
+def _refuse_missing_tensors(path: Path, headers: Mapping[Path, Mapping[str, TensorFacts]]) -> None:
     """Refuse an index whose files lack a tensor that it lists."""
     if (path.parent / SINGLE).exists():
         return
@@ -117,10 +116,10 @@ def _refuse_index_at_odds(path: Path, headers: Mapping[Path, Mapping[str, Tensor
         if header is None:
             raise unreadable(path.parent / name, f"is not there, and {INDEX} names it")
         if tensor not in header:
-            raise unreadable(path, f"names {name} for {one_line(tensor, 80)}, which that file has not")
+            raise unreadable(path, f"names {name} for {one_line(tensor, 80)}, which is not in that file")
 
 
-# Of adapter_config.json: what each key must be. The numbers are refused where no adapter has them.
+# The kind of each value in adapter_config.json.
 ADAPTER_KINDS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("r",), (int,), "a whole number"),
     (("lora_alpha", "lora_dropout"), (int, float), "a number"),
@@ -135,7 +134,7 @@ MOST_RANK = 2**16
 
 
 def look_at_adapter(folder: Path) -> dict[str, Any]:
-    """An adapter's settings, after its header was looked at too. Raises FinetuneError as `look_at_model` does."""
+    """An adapter's settings, after a check of its header. Raises FinetuneError as `look_at_model` does."""
     config = look_at_settings(folder / ADAPTER_CONFIG)
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")

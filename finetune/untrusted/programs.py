@@ -115,7 +115,7 @@ def _file(key: str) -> Path:
 
 
 TEMPLATE_SECONDS, TEMPLATE_MEBIBYTES = 1, 256
-# As transformers 5.24 sets the environment up (utils/chat_template_utils.py); what a template raises is its own matter.
+# The environment of transformers 5.24 (utils/chat_template_utils.py). Errors that a template raises are ignored here.
 _TEMPLATE = """
 from contextlib import suppress
 import jinja2, jinja2.ext
@@ -156,14 +156,14 @@ answer("ok")
 
 
 def template_problem(source: str) -> str | None:
-    """Why a chat template is not rendered here; None for one that ends within its limits on small chats."""
+    """Why a chat template is refused; None if it ends within its limits on small chats."""
     if "{" not in source:
         return None
     asked, seconds = {"template": source}, TEMPLATE_SECONDS
     return refused("template", _TEMPLATE, asked, seconds=seconds, mebibytes=TEMPLATE_MEBIBYTES)
 
 
-# Gemma 3's, of 33 MB, takes 4 s and 0.6 GiB.
+# Gemma 3's file of 33 MB takes 4 s and 0.6 GiB.
 TOKENIZER_SECONDS, TOKENIZER_MEBIBYTES = 20, 6_144
 MOST_TOKENIZER = 512 * 2**20
 _TOKENIZER = """
@@ -178,10 +178,10 @@ try:
             tokenizer.decode(tokenizer.encode(text).ids)
         except MemoryError:
             raise
-        except Exception:  # of letters that it does not know: of a row, its own line
+        except Exception:  # letters that it does not know are a row's mistake
             continue
     for token in json.load(open(asked["path"], encoding="utf-8")).get("added_tokens") or []:
-        if not all(key.isprintable() for key in token):  # a library prints what it does not know as it is
+        if not all(key.isprintable() for key in token):  # a library prints unknown keys unchanged
             answer("has an added token with a key that no program writes")
 except MemoryError:
     answer(f"needs more than {asked['mebibytes']} MiB")
@@ -193,10 +193,7 @@ answer("ok")
 
 
 def look_at_tokenizer(folder: Path) -> None:
-    """tokenizer.json of a folder, where it is there: read and used in a child, the first time that it is met.
-
-    Raises FinetuneError, in one line that begins with the file.
-    """
+    """Read and use a folder's tokenizer.json, if any, in a child, once. Raises FinetuneError in one line."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return
@@ -219,7 +216,7 @@ def _tokenizer_problem(path: Path, digest: str) -> str | None:
 
 
 PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256
-SIMPLE_QUANTIFIERS = 3  # so many without a quantified group take at most n^3 steps of n letters
+SIMPLE_QUANTIFIERS = 3  # without a quantified group they take at most n^3 steps for n letters
 _PATTERNS = """
 import re
 limit()
@@ -227,7 +224,7 @@ for pattern in asked["patterns"]:
     try:
         found = re.compile(pattern)
         several = re.compile(rf"(.*\\.)?({pattern})$")
-    except (re.error, RecursionError, OverflowError):  # told elsewhere, in the words of its key
+    except (re.error, RecursionError, OverflowError):  # reported elsewhere, with its key
         continue
     for name in asked["names"]:
         found.fullmatch(name), several.match(name)
@@ -236,14 +233,14 @@ answer("ok")
 
 
 def refuse_slow_patterns(place: str, patterns: Collection[str], names: Iterable[str]) -> None:
-    """Raise FinetuneError where matching the model's names against these patterns would not end.
+    """Raise FinetuneError if matching the model's names against these patterns would not end.
 
-    `place` begins the line: the recipe's key, or an adapter's file. Patterns that cannot be slow are not tried.
+    `place` begins the line: the recipe's key, or an adapter's file. Simple patterns are not tried.
     """
     doubtful = sorted({pattern for pattern in patterns if not is_simple(pattern)})
     if not doubtful:
         return
-    # What differs by a layer's number alone is as slow for one as for the next.
+    # One layer's names are enough: the others differ by a number only.
     kinds = {re.sub(r"\d+", "0", name): name for name in names}
     asked = {"patterns": doubtful, "names": sorted(kinds.values())}
     problem = refused("patterns", _PATTERNS, asked, seconds=PATTERN_SECONDS, mebibytes=PATTERN_MEBIBYTES)
@@ -253,6 +250,6 @@ def refuse_slow_patterns(place: str, patterns: Collection[str], names: Iterable[
 
 
 def is_simple(pattern: str) -> bool:
-    """Whether a pattern cannot take long: few repetitions, none of a group, and no reference back."""
+    """Whether a pattern cannot take long: few repetitions, no repeated group, no back reference."""
     groups = re.search(r"\)[*+{?]|\\[1-9]|\(\?", pattern)
     return len(pattern) < 10_000 and groups is None and len(re.findall(r"[*+{]", pattern)) <= SIMPLE_QUANTIFIERS

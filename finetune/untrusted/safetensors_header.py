@@ -21,11 +21,11 @@ from finetune.paths import open_regular
 from finetune.untrusted.json_files import kind_by_head, parse_document, unreadable
 
 LENGTH_BYTES = 8
-# A tensor takes some 120 bytes. Of known models Kimi K2 has most: in one file the 138,240 matrices and scales of its
-# experts would need between 16 and 32 MiB (a test counts them). safetensors itself takes 100 MB.
+# A tensor takes about 120 bytes. Kimi K2 has most: its experts' 138,240 matrices and scales would need 16 to 32 MiB in
+# one file (a test counts them). safetensors itself allows 100 MB.
 MOST_HEADER = 32 * 2**20
 MOST_DIMENSIONS = 16
-MOST_LETTERS = 500  # of a name
+MOST_LETTERS = 500  # in a name
 # Bits of one element, by the format's name in files.
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -34,7 +34,7 @@ BITS = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     "F4": 4,
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # what weights that are not quantised are stored in
+FLOATS = ("F64", "F32", "F16", "BF16")  # formats of weights that are not quantised
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TensorFacts:
 
 
 def read_header(path: Path) -> dict[str, TensorFacts]:
-    """Each tensor of a file by name. Raises FinetuneError, in one line, where the file is not whole and consistent."""
+    """A file's tensors by name. Raises FinetuneError, in one line, if the file is not whole and consistent."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2)
@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts in a file's header that are no tensors; empty without any. The file has passed `read_header`."""
+    """The texts in a file's header; empty without any. The file has passed `read_header`."""
     with safe_open(path, framework="numpy") as file:
         return dict(file.metadata() or {})
 
@@ -96,7 +96,7 @@ def add_metadata(path: Path, texts: Mapping[str, str]) -> None:
 
 
 def _refuse_what_safetensors_does(path: Path) -> None:
-    """Its JSON is not quite Python's: half a letter (`\\ud800`) in a text is an error there."""
+    """safetensors refuses some JSON that Python reads: half a letter (`\\ud800`) in a text."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -122,7 +122,7 @@ def _cut_off(size: int, length: int) -> str:
 def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """(begin, end) of a tensor's bytes in the data, which must match its format and shape."""
     shown = one_line(name, 80)
-    if has_controls(name) or len(name) > MOST_LETTERS:  # it would come back in messages and in what is written
+    if has_controls(name) or len(name) > MOST_LETTERS:  # messages and written files would repeat it
         raise _no_safetensors(path, f"has a tensor whose name is no module's, {shown}")
     if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _no_safetensors(path, f"has a header in which {shown} has no dtype, shape and data_offsets")

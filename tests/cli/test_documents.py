@@ -24,6 +24,8 @@ from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.finished_run.scores import BELOW_THRESHOLD
 from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.metric_names import METRICS
+from finetune.scoring.general import general_rows
 from finetune.train import main as train
 from lectures.command import LECTURES
 from tests.support.runs.soak_resume import write_resume_recipe
@@ -286,3 +288,47 @@ def test_the_files_it_names_are_there(page: Path) -> None:
     roots = [ROOT, ROOT / "finetune", ROOT / "finetune" / "planner"]
     missing = {name for name in named if not any([*root.glob(name)] for root in roots)}
     assert missing <= {"benchmarks/results/NAME.json"}
+
+
+def counted_here() -> dict[str, int]:
+    """What pages count -> how many there are."""
+    configs = ROOT / "finetune" / "model" / "configs"
+    families = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))["architectures"]
+    kills = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text("utf-8"))["totals"]["kills"]
+    trained = json.loads((ROOT / "benchmarks" / "results" / "train_recipes.json").read_text("utf-8"))["recipes"]
+    recipes = {file.stem for file in (ROOT / "recipes").glob("*.yaml")}
+    assert trained.keys() == recipes
+    return {
+        "recipes": len(recipes),
+        "architectures": len(families),
+        "configurations": len([*configs.glob("*.json")]),
+        "kills": kills,
+        "questions": len(general_rows()),
+        "lectures": len(LECTURES),
+        "metrics": len(METRICS),
+    }
+
+
+WORDS = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13}
+# Page -> a pattern with the number, and what it counts.
+COUNTS = [
+    ("README.md", r"All (\d+) recipes", "recipes"),
+    ("README.md", r"(\d+) random kills", "kills"),
+    ("CHANGELOG.md", r"(\d+) recipes go", "recipes"),
+    ("CHANGELOG.md", r"(\d+) are tried", "architectures"),
+    ("CHANGELOG.md", r"by (\w+) metrics", "metrics"),
+    ("CHANGELOG.md", r"(\w+) lectures", "lectures"),
+    ("docs/measured.md", r"all (\d+): the held-out loss", "recipes"),
+    ("docs/measured.md", r"(\d+) architectures", "architectures"),
+    ("docs/measured.md", r"(\d+) kills", "kills"),
+    ("docs/data.md", r"(\d+) architectures", "architectures"),
+    ("docs/planner.md", r"(\d+) models' configurations", "configurations"),
+    ("docs/evaluation.md", r"(\d+) short questions", "questions"),
+]
+
+
+@pytest.mark.parametrize(("page", "pattern", "what"), COUNTS)
+def test_counts_are_counted(page: str, pattern: str, what: str) -> None:
+    found = re.search(pattern, (ROOT / page).read_text("utf-8"))
+    assert found is not None, "the page says it in other words"
+    assert (WORDS[found[1]] if found[1] in WORDS else int(found[1])) == counted_here()[what]

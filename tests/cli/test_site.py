@@ -41,6 +41,15 @@ def test_the_navigation_has_every_page_once() -> None:
     assert {f"learn/ko/{name}.md" for name in LECTURES} <= set(listed)
 
 
+def test_a_group_has_at_most_seven_pages() -> None:
+    groups = [len(entries) for each in navigation() for entries in each.values() if isinstance(entries, list)]
+    front = (ROOT / "docs" / "index.md").read_text("utf-8").split("\n## ")
+    tables = [part.count("\n| ") - 1 for part in front if "|---|" in part]
+    assert len(groups) >= 9
+    assert len(tables) == 5
+    assert max(*groups, *tables) <= 7
+
+
 def test_the_front_page_names_every_page_of_its_folder() -> None:
     text = (ROOT / "docs" / "index.md").read_text("utf-8")
     for page in (ROOT / "docs").glob("*.md"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,8 +158,9 @@ def test_under_another_launcher_the_command_that_continues_is_repeated_below_its
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    assert capsys.readouterr().out == f"finetune {project['version']}\n"
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert capsys.readouterr().out == f"finetune {newest[1]}\n"
 
 
 @pytest.mark.sample(1)

@@ -160,9 +160,7 @@ def test_reasoning_that_is_left_out_is_told_once_with_a_count(tmp_path: Path) ->
     assert prepared(recipe_of(file)).facts["documents"] == 8
 
 
-OTHERWISE = (
-    "rows with an answer that the chat template writes or asks for otherwise when it is the last: {}; data.train_on"
-)
+OTHERWISE = "rows whose earlier answers the chat template writes differently from the last one: {}; data.train_on"
 
 
 @pytest.mark.parametrize(
@@ -175,12 +173,12 @@ def test_answers_that_are_written_otherwise_are_counted(
     file = write(tmp_path / "rows.jsonl", [dialogue(0, 1, None), dialogue(1, 2, None), dialogue(2, 3, None)])
     entries = [{"chat_template_kwargs": kwargs}]
     told = [note for note in prepared(recipe_of(file, entries=entries, train_on="assistant"), family).notes if
-            "otherwise" in note]  # fmt: skip
+            "differently" in note]  # fmt: skip
     expected = f"{file}: {OTHERWISE.format(count)}"
     assert [note[: len(expected)] for note in told] == [expected] * bool(count)
     for train_on in ("each_turn", "completion"):
         data = prepared(recipe_of(file, entries=entries, train_on=train_on), family)
-        assert not any("otherwise" in note for note in data.notes)
+        assert not any("differently" in note for note in data.notes)
 
 
 def test_rows_without_reasoning_are_counted_where_the_template_asks_for_it(tmp_path: Path) -> None:
@@ -194,7 +192,7 @@ def test_rows_without_reasoning_are_counted_where_the_template_asks_for_it(tmp_p
         return [note.removeprefix(f"{file}: ") for note in notes]
 
     asks = (
-        "documents without reasoning, for which the chat template asks: 2; so that the model does not unlearn it, add "
+        "documents without reasoning although the chat template asks for it: 2; to keep the model's reasoning, add "
         "chat_template_kwargs: {enable_thinking: false}"
     )
     assert told("qwen3") == told("qwen35") == told("qwen3", enable_thinking=True) == [asks]

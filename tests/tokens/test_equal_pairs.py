@@ -85,7 +85,7 @@ def test_nothing_but_equal_pairs_is_refused_with_the_reason(name: str, base: Pat
     if fact == "identical_cut":
         said = "4 pairs whose answers differ only beyond data.max_length (32); raise data.max_length"
     else:
-        said = "4 pairs of two equal answers; name pairs whose answers differ as the chat template writes them"
+        said = "4 pairs with two equal answers; name pairs whose answers differ as the chat template writes them"
     for refuse in (prepared, check_documents):
         with pytest.raises(DataError) as raised:
             refuse(recipe)

@@ -1,4 +1,4 @@
-"""What a refused row is told to do works when it is done; and the form in which each template takes calls."""
+"""Remedies for refused rows work; and the form in which each template takes calls."""
 
 from __future__ import annotations
 
@@ -31,35 +31,24 @@ def template(answer: str, prompt: str = "<|bot|>") -> str:
     )
 
 
-# how a template treats reasoning -> what the refusal tells to do
-REASONING: dict[str, tuple[str, str | None]] = {
-    "none is written": (template("{{ m.content.split('</think>')[-1] }}"), "remove it from the row"),
-    "only a block in the content": (template("{{ m.content }}"), "write it into the content as <think>...</think>"),
-    "a key that is looked at and not written": (
-        template("{% if m.reasoning_content %}{% endif %}{{ m.content.split('</think>')[-1] }}"),
-        "remove it from the row",
+# how a template treats reasoning -> its text
+REASONING = {
+    "none is written": template("{{ m.content.split('</think>')[-1] }}"),
+    "only a block in the content": template("{{ m.content }}"),
+    "a key that is looked at and not written": template(
+        "{% if m.reasoning_content %}{% endif %}{{ m.content.split('</think>')[-1] }}"
     ),
-    "a key beside calls alone": (
-        template("{% if m.tool_calls and m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}"),
-        "write it into the content as <think>...</think>",
+    "a key beside calls alone": template(
+        "{% if m.tool_calls and m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}"
     ),
-    "another key of two": (
-        template(
-            "{% if m.thinking and m.tool_calls %}{{ m.thinking }}{% endif %}{% if m.reasoning_content %}"
-            + _BLOCK
-            + "{% endif %}{{ m.content }}"
-        ),
-        "write it into the content as <think>...</think>",  # transformers 5.24 fills in the other key itself
+    "another key of two": template(
+        "{% if m.thinking and m.tool_calls %}{{ m.thinking }}{% endif %}{% if m.reasoning_content %}"
+        + _BLOCK
+        + "{% endif %}{{ m.content }}"
     ),
-    "after a closed block": (
-        template("{% if m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}", "<|bot|><think></think>"),
-        "remove it from the row",
+    "after a closed block": template(
+        "{% if m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}", "<|bot|><think></think>"
     ),
-}
-DONE: dict[str, dict[str, Any]] = {
-    "remove it from the row": says("Hi"),
-    "write it into the content as <think>...</think>": says("<think>\nHm\n</think>\n\nHi"),
-    "write it as reasoning_content": says("Hi", "Hm"),
 }
 
 
@@ -71,55 +60,18 @@ def mask(family: Family, messages: list[dict[str, Any]], **settings: Any) -> str
 
 @pytest.mark.parametrize("name", REASONING)
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "in the content"])
-def test_what_is_told_of_reasoning_works(name: str, key: str) -> None:
-    source, remedy = REASONING[name]
-    family = Family(source, _CONTROL, "<|eos|>", ("<|end|>",) * 2)
-    answer = DONE["write it into the content as <think>...</think>"] if key == "in the content" else says("Hi")
-    answer = answer if key == "in the content" else answer | {key: "Hm"}
+def test_reasoning_is_supervised_or_refused_with_a_remedy_that_works(name: str, key: str) -> None:
+    family = Family(REASONING[name], _CONTROL, "<|eos|>", ("<|end|>",) * 2)
+    answer = says("<think>\nHm\n</think>\n\nHi") if key == "in the content" else says("Hi") | {key: "Hm"}
     try:
         text = mask(family, [user("Hello"), answer])
     except RowError as error:
         told = str(error)
-        assert remedy is not None
         assert "turn 2" in told
-        done = next(message for words, message in DONE.items() if f"; {words}" in told)
-        assert done != answer
-        assert "Hi<|end|>⟧" in mask(family, [user("Hello"), done])
-        assert ("Hm" in mask(family, [user("Hello"), done])) == (done != DONE["remove it from the row"])
+        assert "remove" in told
+        assert "Hi<|end|>⟧" in mask(family, [user("Hello"), says("Hi")])
     else:
         assert "Hm" in text.partition("⟦")[2]
-
-
-def test_the_expected_remedies_are_told() -> None:
-    told = {}
-    for name, (source, remedy) in REASONING.items():
-        family = Family(source, _CONTROL, "<|eos|>", ("<|end|>",) * 2)
-        try:
-            told[name] = "Hm" in mask(family, [user("Hello"), says("Hi") | {"thinking": "Hm"}]).partition("⟦")[2]
-        except RowError as error:
-            told[name] = f"; {remedy}" in str(error)
-    assert told == dict.fromkeys(REASONING, True)
-
-
-@pytest.mark.parametrize("name", [name for name in shipped() if "gemma4" in name or name in ("gptoss", "qwen3")])
-@pytest.mark.parametrize("form", ["key", "block"])
-def test_reasoning_that_a_shipped_template_leaves_out(name: str, form: str) -> None:
-    """Each refusal of reasoning, followed until the row is taken: no circle."""
-    family = shipped()[name]
-    row = [
-        user("Hello"),
-        says("Hi", "Hm") if form == "key" else DONE["write it into the content as <think>...</think>"],
-    ]
-    for _ in range(2):
-        try:
-            text = mask(family, row)
-        except RowError as error:
-            told = str(error)
-            row = [row[0], next(message for words, message in DONE.items() if f"; {words}" in told)]
-        else:
-            assert "Hi" in text.partition("⟦")[2]
-            return
-    pytest.fail(f"{name}: two remedies, and the row is still refused")
 
 
 @pytest.mark.parametrize("train_on", ["each_turn", "completion"])

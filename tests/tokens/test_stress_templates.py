@@ -215,8 +215,6 @@ HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
         ("the prompt ends with an empty thought", "<|bot|><|think|><|/think|>⟦Hi<|end|>⟧"),
         ("the prompt ends with words", "<|bot|>[fast] ⟦Hi<|end|>⟧"),
         ("the prompt ends with a line break", "<|bot|>\n⟦Hi<|end|>⟧"),
-        ("the prompt opens a thought", "<|bot|><|think|>⟦<|/think|>Hi<|end|>⟧"),
-        ("the prompt opens a block of another spelling", "<|bot|><thought>\n⟦\n</thought>\nHi<|end|>⟧"),
         ("no generation prompt", "⟦<|bot|>Hi<|end|>⟧"),
         ("every document ends with another token", "<|bot|>⟦Hi<|end|>⟧\n<|eos|>"),
         ("the last answer ends in another way", "<|bot|>⟦Hi<|stop|>⟧"),

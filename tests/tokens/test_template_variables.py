@@ -143,7 +143,7 @@ def test_a_thinking_block_that_the_template_strips_is_refused() -> None:
     assert "⟦<think>\nHm\n</think>\n\nHi<|eot_id|>⟧" in mask(block, "llama3")
     assert "<think>\n⟦Hm\n</think>\n\nHi<｜end▁of▁sentence｜>⟧" in mask(block, "deepseek")  # its prompt opens the block
     strips = LLAMA_LIKE.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.raises(RowError, match="reasoning of turn 2, which is supervised; remove it from the row"):
+    with pytest.raises(RowError, match=r"reasoning of turn 2, which is supervised; .*remove it from the row"):
         mask(block, "llama3", chat_template=strips)
     # Text that only speaks of the tag has nothing before it that is lost.
     assert "about </think>" in mask([HELLO[0], {"role": "assistant", "content": "about </think>"}], "llama3")

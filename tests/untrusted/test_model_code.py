@@ -139,7 +139,9 @@ def test_code_in_a_run_that_is_not_its_bases_is_refused(tmp_path: Path, monkeypa
     (product / "deeper").mkdir()
     for file in (product / "more.py", product / "deeper" / "modeling_own.py", product / "modeling_own.py"):
         file.write_text("answer = 43\n")
-        with pytest.raises(FinetuneError, match=r"is not the code that comes with someone/own, which alone") as refused:
+        with pytest.raises(
+            FinetuneError, match=r"differs from the code that comes with someone/own, the only accepted"
+        ) as refused:
             refuse_other_code(product, base, "someone/own")
         assert str(refused.value).startswith(str(file))
         monkeypatch.setenv(CONSENT, "1")

@@ -1,4 +1,4 @@
-"""docs/families.md, made of the record that `benchmarks/families.py` writes; tests hold the record to what is found."""
+"""Writes docs/families.md from the record of `benchmarks/families.py`. Tests compare the record with new results."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ PAGE = ROOT / "docs" / "families.md"
 RECORD = ROOT / "benchmarks" / "results" / "families.json"
 HEAD = """# Architectures
 
-Written by `benchmarks/families.py` with transformers {version}, every line measured by it;
-`tests/architecture/test_families.py` and `tests/planner/test_families_planned.py` hold it to what is found.
-{right} of {count} architectures are trained rightly in rows of several documents, {unpacked} more in rows of one;
-{refused} are refused.
+`benchmarks/families.py` measured every line with transformers {version}. `tests/architecture/test_families.py` and
+`tests/planner/test_families_planned.py` repeat it. {right} of {count} architectures train correctly in rows with several
+documents, {unpacked} more in rows with one; {refused} are refused.
 
-An architecture is trained rightly or refused in a line, before its weights are read. Right: tiny models with random
-weights have the loss and the gradients of the library's own eager forward, one document at a time, to 1e-5 in float32.
-What is refused is found by a trial of the architecture itself (`finetune/architecture/trial.py`), so it holds for
-architectures that are not listed here and for other settings of those that are.
+An architecture is trained correctly or refused in one line, before its weights are read. *Right* means: a tiny model with
+random weights has the loss and gradients of the library's own eager forward on one document at a time, to 1e-5 in float32.
+A trial of the architecture itself decides (`finetune/architecture/trial.py`), so it works for unlisted architectures too.
 
 | column | what was measured |
 |---|---|
-| packed, unpacked | *right* with each `model.attention`, or with those in brackets. *auto* is document-isolated attention, with sinks, soft caps, windows, chunks and dropout; layers with a state (convolutions, gated delta rules, state spaces) run on one document after another |
-| adapters | the share of the matrices' weights that `lora.target_modules: all-linear` reaches, experts included, by the receipt's own account. Of the tiny model, in which a router's part is larger than in a real one |
-| 4-bit | the share of these weights that is in 4 bits under `quantization.load_in_4bit`; a step's loss and adapter gradients are those of a base of the dequantised numbers, to 1e-5, on a CPU. bitsandbytes quantises linear layers alone: experts that are one parameter stay in 16 bits, also in the plan |
-| plan | LoRA on one GPU is planned (`finetune plan`), on rows of 64 tokens of the tiny model, and the weights that it holds are the model's own to the byte |
-| rehearsal | the small model that `finetune rehearse` makes of the architecture's default configuration is trained for a step |
-| mask | what is learned of a chat follows from the tokenizer's template and not from the architecture, so any of these can be trained on chats. Named are families whose templates' behaviour is tested against masks written out by hand (`tests/tokens`); - : none of this architecture's own |
+| packed, unpacked | *right* with each `model.attention`, or with those in brackets. *auto* is document-isolated attention, with sinks, soft caps, windows, chunks and dropout; layers with a state run on one document after another |
+| adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, with experts, from the tiny model's receipt |
+| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU. bitsandbytes quantises linear layers only: experts that are one parameter stay in 16 bits |
+| plan | `finetune plan` plans LoRA on one GPU for the tiny model, with its weights to the byte |
+| rehearsal | `finetune rehearse`'s small model of the default configuration trains for a step |
+| mask | families whose chat templates have hand-written masks in `tests/tokens`. The mask follows from the template, so every architecture can be trained on chats |
 
-`-` elsewhere: there is no way in which the architecture is trained rightly, so nothing else was tried.
+`-` in other columns: the architecture is refused, so nothing else was tried.
 
 | architecture | packed | unpacked | adapters | 4-bit | plan | rehearsal | mask | remarks |
 |---|---|---|---|---|---|---|---|---|
@@ -79,7 +77,7 @@ def words_of(entry: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
     return {title: (way["word"], way["refusal"]) for title, way in entry["ways"].items()}
 
 
-OF_UNTRIED = "A training tries its architecture whatever its name, so these are trained rightly or refused too."
+OF_UNTRIED = "A training tries every architecture, so these are trained correctly or refused too."
 
 
 def page_of(record: Mapping[str, Any]) -> str:
