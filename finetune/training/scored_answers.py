@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Judged
 from finetune.data.row_reader import RowReader
-from finetune.data.sources import resolve
+from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
-from finetune.recipe.cross_checks import FORMAT_OF_OBJECTIVE, ROW_COLUMNS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
@@ -140,17 +139,11 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
 
 
 def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
-    """The rows of a data file, read as `entry` is; under preferences also plain questions and answers. Raises DataError
-    with every mistake.
+    """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
     """
-    changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
-    changed["drop"] = [each for each in entry.drop if each != "duplicate"]
-    asked = entry.model_copy(update=changed)
-    if asked.format in FORMAT_OF_OBJECTIVE.values() and not _has_preferences(asked):
-        asked = asked.model_copy(update={"format": "auto"})
-    reader = RowReader(resolve(asked))
+    reader = RowReader(resolve(asked_entry(entry, file)))
     rows: list[ScoredRow] = []
     mistakes: list[str] = []
     for found in reader.rows():
@@ -177,14 +170,6 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
         raise DataError(first_lines(mistakes, 5))
     empty = reader.facts()["dropped"].get("empty", 0)
     return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
-
-
-def _has_preferences(entry: DataSet) -> bool:
-    """Whether a file's first row has the columns of a pair, or of a judged answer."""
-    first = next(iter(resolve(entry).rows()), None)
-    columns = {} if first is None else first.values or {}
-    layouts = (ROW_COLUMNS[layout] for layout in FORMAT_OF_OBJECTIVE.values())
-    return any(all(entry.columns.get(name, name) in columns for name in layout) for layout in layouts)
 
 
 def has_prompt(labels: np.ndarray) -> bool:
