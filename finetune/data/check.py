@@ -16,7 +16,7 @@ from finetune.data.formats import Content, Judged, Pair, Passage
 from finetune.data.row_reader import RowReader, notes_of
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError
-from finetune.recipe.schema import Data, DataSet
+from finetune.recipe.schema import Data
 from finetune.recipe.sections.results import Generate
 from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.wording import counted

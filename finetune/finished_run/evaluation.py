@@ -27,7 +27,7 @@ from finetune.finished_run.scores import (
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
-from finetune.model.generate import end_tokens, without_settings
+from finetune.model.generate import Answer, end_tokens, without_settings
 from finetune.probe.padding import may_share_a_batch
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
@@ -101,8 +101,8 @@ def measure(
 
     how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
     losses: dict[str, float] = {}
-    answers: dict[str, list[str]] = {}
-    general_answers: dict[str, list[str]] = {}
+    answers: dict[str, list[Answer]] = {}
+    general_answers: dict[str, list[Answer]] = {}
     has_work = measures_loss or asked is not None or asked_general is not None
     for name, model in models_of(run, device, with_loss=measures_loss) if has_work else ():
 
@@ -143,6 +143,7 @@ def measure(
             "data": asked.name,
             "rows": len(asked.items),
             "max_new_tokens": asked.max_new_tokens,
+            "cut": {name: sum(not each.ended for each in answers[name]) for name in BASE_AND_TUNED},
             "notes": asked.notes,
             "metrics": {
                 metric.name: {**metric.options, **compared(*(scores[name][metric.name] for name in BASE_AND_TUNED))}
@@ -151,12 +152,14 @@ def measure(
         }
         say(scores_in_words(result["scores"]))
         for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
+            cut = {name: asked.max_new_tokens for name in BASE_AND_TUNED if not answers[name][index].ended}
             rows.append(
                 {
                     "place": item.place,
                     "prompt": prompt.prompt,
                     "reference": item.reference,
-                    **{name: answers[name][index] for name in BASE_AND_TUNED},
+                    **{name: answers[name][index].text for name in BASE_AND_TUNED},
+                    **({"cut": cut} if cut else {}),
                     "scores": {
                         metric.name: [scores[name][metric.name][index] for name in BASE_AND_TUNED]
                         for metric in asked.metrics
@@ -164,7 +167,7 @@ def measure(
                 }
             )
     if general:
-        by_model = [general_scores(general, general_answers[name]) for name in BASE_AND_TUNED]
+        by_model = [general_scores(general, [each.text for each in general_answers[name]]) for name in BASE_AND_TUNED]
         kinds = list(dict.fromkeys(row.kind for row in general))
         chosen = {kind: [index for index, row in enumerate(general) if row.kind == kind] for kind in kinds}
         result["general"] = {

@@ -20,7 +20,7 @@ from finetune.data.formats import Judged
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
+from finetune.model.generate import BATCH_TOKENS, Answer, answering, greedy_answers, prompt_batches
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
@@ -195,7 +195,7 @@ def generated_answers(
     asked: ScoredSet,
     how: Answering,
     show: Callable[[str], None] = lambda _: None,
-) -> list[str]:
+) -> list[Answer]:
     """The model's greedy answers, in the order of the prompts, on every rank. `model` is unwrapped."""
     prompts, new_tokens = asked.prompts, asked.max_new_tokens
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt_ids))
@@ -207,7 +207,7 @@ def generated_answers(
     if how.sharded:  # a rank without a batch of its own repeats one, so that nobody waits for its forwards
         rounds = -(-len(batches) // how.ranks.world)
         mine += batches[:1] * (rounds - len(mine))
-    answers: dict[int, str] = {}
+    answers: dict[int, Answer] = {}
     with answering(model):
         for number, batch in enumerate(mine, 1):
             show(f"answers to {asked.name}: batch {number} of {len(mine)}")
@@ -221,18 +221,19 @@ def generated_answers(
                 together=how.sharded and how.ranks.world > 1,
                 cached=not how.staged,
             )
-            answers |= zip(indices, (each.text for each in found), strict=True)
+            answers |= zip(indices, found, strict=True)
     for others in how.ranks.gather(answers):
         answers |= others
     return [answers[index] for index in range(len(prompts))]
 
 
-def scores_on_all(asked: ScoredSet, answers: Sequence[str], ranks: Ranks) -> dict[str, list[float]]:
+def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
     outcome: dict[str, list[float]] | DataError | None = None
     if ranks.rank == 0:
         try:
-            outcome = {metric.name: scores_of(metric, answers, asked.items) for metric in asked.metrics}
+            texts = [each.text for each in answers]
+            outcome = {metric.name: scores_of(metric, texts, asked.items) for metric in asked.metrics}
         except DataError as error:
             outcome = error
     outcome = ranks.gather(outcome)[0]

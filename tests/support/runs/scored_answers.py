@@ -22,9 +22,9 @@ def record(words: list[str]) -> int:
         runs.append(start.run_dir)
         return scoring_of(start, *arguments)
 
-    def recorded(*arguments: Any) -> list[str]:
+    def recorded(*arguments: Any) -> list[Any]:
         answers = genuine(*arguments)
-        append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": answers}])
+        append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": [each.text for each in answers]}])
         return answers
 
     with mock.patch.object(session, "scoring_of", of_run), mock.patch.object(session, "generated_answers", recorded):
