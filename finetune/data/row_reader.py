@@ -42,6 +42,13 @@ _WRITTEN_TOKEN = re.compile(
     r"<[|｜][^\s<>]{1,40}[|｜]>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<(?:start|end)_of_(?:turn|utterance)>"
     r"|\[/?INST\]|\[/?TOOL_\w+\]|<</?SYS>>"
 )
+# UTF-8 that a program read as cp1252 and saved as UTF-8 again: "MÃ¼nchen", "itâ€™s", "ÐŸÑ€Ð¸Ð²ÐµÑ‚". After a letter
+# that stands for a first byte come the characters that stand for the bytes 80 to BF. Other letters than Â, Ã, â€
+# count from the second on, because French writes "été…»".
+_FOLLOWS = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"
+_TWICE = re.compile(
+    f"[ÂÃ]{_FOLLOWS}|â[€‚„]{_FOLLOWS}|(?:[ÄÅÎÏÐÑ×ØÙ]{_FOLLOWS}){{2,}}|(?:[à-ï]{_FOLLOWS}{{2}}){{2,}}|ðŸ{_FOLLOWS}{{2}}"
+)
 _BEGIN_OF_TEXT = re.compile(r"\s*(<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>)")
 
 
@@ -70,6 +77,7 @@ class RowReader:
         self._unanswered = 0
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
+        self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
         self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
         # For preferences: pairs with equal answers, answers by label, unread prompts, and rows of texts.
         self._answers = {"pairs": 0, "equal": 0, "wanted": 0, "unwanted": 0, "prompt_unread": 0, "texts": 0}
@@ -170,6 +178,8 @@ class RowReader:
             self._begun = [self._begun[0] + 1, self._begun[1] or begun]
         elif written := next((token for text in texts if (token := _written_token(text))), None):
             self._written = [self._written[0] + 1, self._written[1] or written]
+        if twice := next((found for text in texts if (found := _encoded_twice(text))), None):
+            self._twice = [self._twice[0] + 1, *(self._twice[1:] if self._twice[0] else twice)]
         match read:
             case Pair():
                 self._answers["pairs"] += 1
@@ -208,6 +218,7 @@ class RowReader:
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
+            "encoded_twice": self._twice,
             "dropped": dict(self._dropped),
             "dialect": dialect,
             "told": dict(self._source.told),
@@ -239,6 +250,18 @@ def _written_token(text: str) -> str | None:
     match = _WRITTEN_TOKEN.search(text)
     if match and text[match.end() :].strip():
         return match.group()
+    return None
+
+
+def _encoded_twice(text: str) -> tuple[str, str] | None:
+    """The first letters of a text that are UTF-8 read as cp1252, and what they stand for."""
+    if text.isascii():
+        return None
+    for match in _TWICE.finditer(text):
+        with suppress(UnicodeError):
+            # cp1252 has no letter for five bytes; programs keep them as control characters.
+            nbytes = b"".join(each.encode("latin-1" if each < "\u0100" else "cp1252") for each in match[0])
+            return match[0][:20], nbytes.decode("utf-8")[:20]
     return None
 
 
@@ -275,6 +298,12 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
+    count, letters, meant = facts.get("encoded_twice") or (0, "", "")  # an older cache has none
+    if count:
+        yield (
+            f"{name}: rows with {letters!r}, which may stand for {meant!r}: {count:,}; if so, a program read UTF-8 as "
+            "cp1252 and saved it again; export the file anew, or mend its texts: text.encode('cp1252').decode('utf-8')"
+        )
     count, token = facts["begins_of_text"]
     if count:
         yield (
