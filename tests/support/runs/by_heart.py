@@ -110,7 +110,7 @@ def _memorise(model: Any, documents: list[Any], steps: int) -> None:
         # The head alone over these positions: its logits of the whole row would take most of the time.
         logits = inner.lm_head(inner.model(**inputs, use_cache=False).last_hidden_state[0, places])
         loss = torch.nn.functional.cross_entropy(logits, targets)
-        if (logits.argmax(-1) == targets).all() and loss < 0.04:
+        if (logits.argmax(-1) == targets).all() and loss < 0.06:
             return
         optimizer.zero_grad()
         loss.backward()
