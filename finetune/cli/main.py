@@ -107,7 +107,7 @@ def check(
             from finetune.tokens.check_documents import check_documents
             from finetune.training.batch_notes import notes_before_launch
 
-            check_rows(loaded.recipe.data, notes.append)
+            check_rows(loaded.recipe.data, notes.append, loaded.recipe.eval.generate)
             encoded = check_documents(loaded.recipe)
             notes += encoded or ()
             result["batches"] = notes_before_launch(loaded.recipe, lengths_known=encoded is not None)

@@ -36,14 +36,17 @@ from finetune.data.dialect import csv_dialect
 from finetune.data.layout import RowLayout, layout_of
 from finetune.data.readers import SourceRow
 from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
-from finetune.data.sources import Source, resolve
+from finetune.data.sources import Source, asked_entry, resolve
 from finetune.errors import DataError
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import Data
+from finetune.recipe.sections.results import Generate
+from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.wording import counted
 
 SHOWN_MISTAKES = 20  # different ones
 SHOWN_PLACES = 3  # of one mistake
+MOST_TRIED = 2_000  # training rows whose answers are read by the metrics; SQL takes 5 ms each
 FIRST_NOTE_SECONDS, SECONDS_BETWEEN_NOTES = 2.0, 10.0  # a file of 91 kB may hold 30 million equal rows
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # message keys for templates or our checks
 MOST_NAMES = 1000  # columns and message keys that are noted by name; each row may have its identifier as a key
@@ -53,6 +56,13 @@ HEAD = 50  # rows from which the layout is found; a mapped column must be in one
 _WRITTEN_TOKEN = re.compile(
     r"<[|｜][^\s<>]{1,40}[|｜]>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<(?:start|end)_of_(?:turn|utterance)>"
     r"|\[/?INST\]|\[/?TOOL_\w+\]|<</?SYS>>"
+)
+# UTF-8 that a program read as cp1252 and saved as UTF-8 again: "MÃ¼nchen", "itâ€™s", "ÐŸÑ€Ð¸Ð²ÐµÑ‚". After a letter
+# that stands for a first byte come the characters that stand for the bytes 80 to BF. Other letters than Â, Ã, â€
+# count from the second on, because French writes "été…»".
+_FOLLOWS = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"
+_TWICE = re.compile(
+    f"[ÂÃ]{_FOLLOWS}|â[€‚„]{_FOLLOWS}|(?:[ÄÅÎÏÐÑ×ØÙ]{_FOLLOWS}){{2,}}|(?:[à-ï]{_FOLLOWS}{{2}}){{2,}}|ðŸ{_FOLLOWS}{{2}}"
 )
 _BEGIN_OF_TEXT = re.compile(r"\s*(<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>)")
 
@@ -82,6 +92,7 @@ class RowReader:
         self._unanswered = 0
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
+        self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
         self._begun: list[Any] = [0, ""]  # rows that begin with a begin-of-text token; the first token
         # For preferences: pairs with equal answers, answers by label, unread prompts, and rows of texts.
         self._answers = {"pairs": 0, "equal": 0, "wanted": 0, "unwanted": 0, "prompt_unread": 0, "texts": 0}
@@ -182,6 +193,8 @@ class RowReader:
             self._begun = [self._begun[0] + 1, self._begun[1] or begun]
         elif written := next((token for text in texts if (token := _written_token(text))), None):
             self._written = [self._written[0] + 1, self._written[1] or written]
+        if twice := next((found for text in texts if (found := _encoded_twice(text))), None):
+            self._twice = [self._twice[0] + 1, *(self._twice[1:] if self._twice[0] else twice)]
         match read:
             case Pair():
                 self._answers["pairs"] += 1
@@ -220,6 +233,7 @@ class RowReader:
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
+            "encoded_twice": self._twice,
             "dropped": dict(self._dropped),
             "dialect": dialect,
             "told": dict(self._source.notes),
@@ -251,6 +265,18 @@ def _written_token(text: str) -> str | None:
     match = _WRITTEN_TOKEN.search(text)
     if match and text[match.end() :].strip():
         return match.group()
+    return None
+
+
+def _encoded_twice(text: str) -> tuple[str, str] | None:
+    """The first letters of a text that are UTF-8 read as cp1252, and what they stand for."""
+    if text.isascii():
+        return None
+    for match in _TWICE.finditer(text):
+        with suppress(UnicodeError):
+            # cp1252 has no letter for five bytes; programs keep them as control characters.
+            nbytes = b"".join(each.encode("latin-1" if each < "\u0100" else "cp1252") for each in match[0])
+            return match[0][:20], nbytes.decode("utf-8")[:20]
     return None
 
 
@@ -287,6 +313,12 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
+    count, letters, meant = facts.get("encoded_twice") or (0, "", "")  # an older cache has none
+    if count:
+        yield (
+            f"{name}: rows with {letters!r}, which may stand for {meant!r}: {count:,}; if so, a program read UTF-8 as "
+            "cp1252 and saved it again; export the file anew, or mend its texts: text.encode('cp1252').decode('utf-8')"
+        )
     count, token = facts["begins_of_text"]
     if count:
         yield (
@@ -388,15 +420,33 @@ class Mistakes:
         self.count += error.count - len(error.shown)
 
 
-def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:
+def check_rows(
+    data: Data, log: Callable[[str], object] = lambda note: None, scored: Generate | None = None
+) -> dict[str, int]:
     """Check every local row. Returns each data set's number of rows, and logs notes for the data's owner.
+
+    Args:
+        scored: Its metrics read the references too, and its file is checked as well.
 
     Raises DataError with every mistake.
     """
     mistakes = Mistakes()
+    entries, metrics, items = [*data.sets], list[Metric](), list[Scored]()
+    # Without rows of their own the references are a share of the training rows, which the seed draws.
+    asked, most = data.train if data.eval is not None else [], MOST_TRIED
+    is_certain = False
+    if scored is not None:
+        metrics = [Metric.of(choice) for choice in scored.choices]
+        if scored.file is not None:
+            asked = [asked_entry(data.train[0], scored.file)]
+            entries += asked
+        elif isinstance(data.eval, list):
+            asked = data.eval
+        if asked is not data.train:
+            most, is_certain = scored.limit, True
     counts: dict[str, int] = {}
     notes: list[str] = []
-    for entry in data.sets:
+    for entry in entries:
         try:
             source = resolve(entry)
             if source.kind == "hub":
@@ -408,17 +458,43 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
                 if time.monotonic() > next_note:
                     next_note = time.monotonic() + SECONDS_BETWEEN_NOTES
                     print(f"checking {source.name}: {counted(number, 'row')}", file=sys.stderr, flush=True)
-                if row.problem is None:
-                    counts[source.name] += 1
-                else:
-                    mistakes.add(row.problem, row.place)
+                if row.read is None:
+                    mistakes.add(row.problem or "", row.place)
+                    continue
+                counts[source.name] += 1
+                if metrics and len(items) < most and any(entry is each for each in asked):
+                    reference = reference_in(row.read)
+                    if reference is not None:
+                        items.append(Scored(reference, row.place, row.row.values or {}))
             facts = reader.facts()
             notes += notes_of(source.name, facts)
             if entry.format == "preference" and (equal := facts["answers"]["equal"]):  # `prepare` has its own note
                 notes.append(f"{source.name}: pairs of two equal answers: {equal:,}; they are left out")
         except DataError as error:
             mistakes.take(error)
+    for metric in metrics:
+        try:
+            scores_of(metric, [item.reference for item in items], items)
+        except DataError as error:
+            if is_certain:
+                mistakes.take(error)
+            else:
+                notes.append(f"{error.mistakes[0]}; a run refuses such a row if it holds it out")
     mistakes.raise_if_any()
     for note in notes:
         log(note)
     return counts
+
+
+def reference_in(content: Content) -> str | None:
+    """A row's last answer as text; None if it is unwanted, has no question, or is a call, which a template writes."""
+    match content:
+        case Pair():
+            return reference_in(content.chosen)
+        case Judged():
+            return reference_in(content.answer) if content.desirable else None
+        case Passage():
+            return content.completion if content.prompt else None
+    last = content.messages[-1]
+    is_text = content.supervised[-1] and not last.get("tool_calls")
+    return str(last["content"]) if is_text else None

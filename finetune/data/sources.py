@@ -25,6 +25,7 @@ from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
+from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import words_of
@@ -148,6 +149,23 @@ def resolve(entry: DataSet) -> Source:
     if entry.encoding is not None:
         checked_encoding(entry.encoding)
     return source
+
+
+def asked_entry(entry: DataSet, file: str) -> DataSet:
+    """A data file to answer as an entry, read as `entry` is; under preferences also plain questions and answers.
+
+    A question that comes twice is asked twice.
+    """
+    changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
+    asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
+    layouts = FORMAT_OF_OBJECTIVE.values()
+    if asked.format in layouts:
+        first = next(iter(resolve(asked).rows()), None)
+        found = {} if first is None else first.values or {}
+        needed = [[asked.columns.get(name, name) for name in LAYOUTS[layout].columns] for layout in layouts]
+        if not any(all(name in found for name in names) for names in needed):
+            return asked.model_copy(update={"format": "auto"})
+    return asked
 
 
 def _in_words(source: Source) -> str:

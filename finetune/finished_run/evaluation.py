@@ -42,7 +42,7 @@ from finetune.finished_run.scores import (
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
-from finetune.model.generate import may_share_a_batch
+from finetune.model.generate import Answer, may_share_a_batch
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
@@ -128,7 +128,9 @@ def measure(
     found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
     models: Iterator[tuple[str, nn.Module]] = iter(())
     if questions:
-        models = models_of(run, device, with_loss=recipe.preferences is None)
+        # Loaded alike whether a loss is measured or not: in bfloat16 the kit's layers and the library's give logits
+        # that differ by 0.44 (SmolLM2-135M), and the base's score would depend on the run it is compared with.
+        models = models_of(run, device, with_loss=True)
     for name, model in models:
 
         def show_model(text: str, name: str = name) -> None:
@@ -241,11 +243,11 @@ class Scores:
     asked: ScoredSet
     key = "scores"
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
-        asked = self.asked
+    def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
+        asked, answers = self.asked, {"base": base, "tuned": tuned}
         of_base, of_tuned = scores_on_all(asked, base, Ranks()), scores_on_all(asked, tuned, Ranks())
         metrics = {}
         for metric in asked.metrics:
@@ -254,14 +256,18 @@ class Scores:
             "data": asked.name,
             "rows": len(asked.items),
             "max_new_tokens": asked.max_new_tokens,
+            "cut": {name: sum(not each.ended for each in found) for name, found in answers.items()},
             "notes": asked.notes,
             "metrics": metrics,
         }
         rows = []
         for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
             scores = {name: [of_base[name][index], of_tuned[name][index]] for name in metrics}
-            row = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
-            rows.append({**row, "base": base[index], "tuned": tuned[index], "scores": scores})
+            row: dict[str, Any] = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
+            row |= {name: each[index].text for name, each in answers.items()}
+            if cut := {name: asked.max_new_tokens for name, each in answers.items() if not each[index].ended}:
+                row["cut"] = cut
+            rows.append({**row, "scores": scores})
         return QuestionResult(figures, scores_in_words(figures), rows)
 
 
@@ -274,12 +280,12 @@ class General:
     asked: ScoredSet
     key = "general"
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> list[str]:
+    def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
         return generated_answers(model, self.tokenizer, self.asked, self.how, show)
 
-    def compare(self, base: list[str], tuned: list[str]) -> QuestionResult:
+    def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()
-        of_base, of_tuned = general_scores(questions, base), general_scores(questions, tuned)
+        of_base, of_tuned = (general_scores(questions, [each.text for each in found]) for found in (base, tuned))
         kinds = {}
         for kind in dict.fromkeys(row.kind for row in questions):
             places = [place for place, row in enumerate(questions) if row.kind == kind]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, check_output, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, check_output, publish_folder, remove_folder
 from finetune.finished_run.agreement import (
     Agreement,
     Reference,
@@ -22,6 +22,7 @@ from finetune.finished_run.agreement import (
 )
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.finished_run.merging import Merge, plan_merge, write_merged
+from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.model.build import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
@@ -32,6 +33,7 @@ from finetune.wording import counted
 
 # A quantised base's adapter can be merged into the base's own weights, or into the dequantised ones of its training.
 Base = Literal["own", "dequantized"]
+RECORD, WRITTEN = "merge.json", "written"  # in merged/, and its key for the list of files
 NOTHING_LOST = 0.1  # share of the adapter's change, in KL: a merged model that loses more gets a note
 
 
@@ -57,8 +59,8 @@ def merge_run(
     # Release 0.1.0 had starts that moved a part of the base into the adapter. adapter_config.json names them.
     overrides = ["lora.init_lora_weights=true"] if (run_dir / "adapter").is_dir() else []
     run = finished_run(run_dir, overrides)
-    if (run_dir / "merged").is_symlink():
-        raise FinetuneError(f"{run_dir / 'merged'}: is a link, through which nothing is written; remove it")
+    remedy = f"move {run_dir / 'merged'} to another place"
+    refuse_foreign(run_dir / "merged", RECORD, below=run_dir, made_by="base", key=WRITTEN, remedy=remedy)
     check_output(run_dir / "merged", "merge", folder=True)
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
@@ -84,7 +86,7 @@ def merge_run(
         }
         if run.recipe.model.adapter:
             facts["started_from"] = run.recipe.model.adapter
-        write_json(folder / "merge.json", facts)
+        write_record(folder, RECORD, facts, key=WRITTEN)
         publish_folder(folder, run_dir / "merged")
     finally:
         remove_folder(folder)

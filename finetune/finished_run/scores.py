@@ -57,6 +57,9 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
         f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
     )
     verdicts = [score_verdict(name, each, figures["rows"]) for name, each in figures["metrics"].items()]
+    cut = [f"{count:,} of the {name} model" for name, count in figures["cut"].items() if count]
+    if cut:
+        verdicts.append(f"Answers cut at {figures['max_new_tokens']} tokens: {', '.join(cut)} (--max-new-tokens).")
     return "\n".join([*figures["notes"], f"{heading}:", scores_table(figures["metrics"]), *verdicts])
 
 

@@ -335,7 +335,8 @@ def _evaluations(run: RunFacts) -> list[tuple[object, ...]]:
 def _figures_beside_loss(line: Mapping[str, Any]) -> list[str]:
     """An evaluation's perplexity, or its rewards; a dash where the model is still its own reference."""
     if "reward_accuracy" not in line:
-        return [f"{line['perplexity']:.2f}"]
+        perplexity = line.get("perplexity")
+        return ["-" if perplexity is None else f"{perplexity:.2f}"]
     if is_own_reference(line):
         return ["-", "-"]
     accuracy, margin = line["reward_accuracy"], line.get("reward_margin")

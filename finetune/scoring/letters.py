@@ -33,7 +33,7 @@ _OPTION = (
     r"lựa chọn|pilihan|optie|alternativ"
 )
 _COPULA = (
-    r"is|it's|that's|be|ist|wäre|est|c'est|serait|es|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|"
+    r"is|it's|that's|be|leaves|leaving|ist|bleibt|wäre|est|c'est|reste|serait|es|queda|sería|é|è|sarà|это|jest|är|er|on|to|是|为|為|"
     r"は|은|는|이|가|라|である|là|adalah|είναι|say|hence|therefore|thus|so|daher|donc|所以|因此|따라서"
 )
 _NOT = (
@@ -81,8 +81,14 @@ def chosen_letters(text: str, letters: str) -> frozenset[str] | None:
     # A letter alone: no word, no C++, no A', no B12. Two that increase are a set only where they stand alone.
     one = rf"(?<![\p{{Latin}}\p{{N}}'&+-])[(\[]?([{letters}])(?![\p{{Latin}}\p{{N}}+#&]|'(?![dt][ıiuü]r))[)\]]?"
     box = boxed(text)
-    if box is not None:
-        return _only(_tidy(box), letters)
+    if box:
+        # A box that holds more than letters may be a formula, so words outside it come first.
+        chosen = _only(_tidy(box), letters)
+        return (
+            chosen
+            or chosen_letters(text.replace(box, "").replace("\\boxed", ""), letters)
+            or chosen_letters(box, letters)
+        )
     if len(text) > MOST_SEARCHED:  # a choice stands at the start or the end
         text = f"{text[: MOST_SEARCHED // 2]}\n{text[-MOST_SEARCHED // 2 :]}"
     text = _tidy(text)

@@ -72,8 +72,8 @@ def find_reference(
         reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
         if reference is None:
             raise FinetuneError(
-                f"{own_file}: the reference of this run's start is not there, or it is another run's or a shorter "
-                "run's; restore the file, or start again with training.resume=never"
+                f"{own_file}: the reference of this run's start is not there, or it is another run's, a shorter run's "
+                "or (KTO) an earlier release's; restore the file, or start again with training.resume=never"
             )
         log(_line(section, shapes, key, "from the run folder"))
         return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
@@ -309,7 +309,7 @@ def _read_by_all(
 
 
 def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
-    content: dict[str, Any] = {"key": key}
+    content: dict[str, Any] = {"key": key, "format": REFERENCE_FORMAT}
     for name in VALUES:
         if (array := getattr(reference, name)) is not None:
             content[name] = base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
@@ -321,6 +321,8 @@ def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> Re
     content = read_sealed(file)
     if not isinstance(content, dict) or key not in (None, content.get("key")):
         return None
+    if "mismatched" in shapes and content.get("format") != REFERENCE_FORMAT:
+        return None  # an earlier release put other answers beside the prompts
     values = {}
     for name, shape in shapes.items():
         array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")

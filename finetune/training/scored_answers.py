@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat import Judged
 from finetune.data.rows import RowReader
-from finetune.data.sources import resolve
+from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, prompt_batches
-from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
+from finetune.model.generate import BATCH_TOKENS, Answer, answering, greedy_answers, prompt_batches
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.accelerator import holds_on_all
@@ -147,17 +146,11 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
 
 
 def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
-    """The rows of a data file, read as `entry` is; under preferences also plain questions and answers. Raises DataError
-    with every mistake.
+    """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
     """
-    changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
-    changed["drop"] = [each for each in entry.drop if each != "duplicate"]
-    asked = entry.model_copy(update=changed)
-    if asked.format in FORMAT_OF_OBJECTIVE.values() and not _has_preferences(asked):
-        asked = asked.model_copy(update={"format": "auto"})
-    reader = RowReader(resolve(asked))
+    reader = RowReader(resolve(asked_entry(entry, file)))
     rows: list[ScoredRow] = []
     mistakes: list[str] = []
     for found in reader.rows():
@@ -186,14 +179,6 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
     return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
 
 
-def _has_preferences(entry: DataSet) -> bool:
-    """Whether a file's first row has the columns of a pair, or of a judged answer."""
-    first = next(iter(resolve(entry).rows()), None)
-    columns = {} if first is None else first.values or {}
-    layouts = (LAYOUTS[layout].columns for layout in FORMAT_OF_OBJECTIVE.values())
-    return any(all(entry.columns.get(name, name) in columns for name in layout) for layout in layouts)
-
-
 def has_prompt(labels: np.ndarray) -> bool:
     """Whether a document has tokens before its supervised answer: a plain text has none, nor does train_on: all."""
     return bool((labels[:2] == IGNORE).all())
@@ -217,7 +202,7 @@ def generated_answers(
     asked: ScoredSet,
     how: Answering,
     show: Callable[[str], None] = lambda _: None,
-) -> list[str]:
+) -> list[Answer]:
     """The model's greedy answers, in the order of the prompts, on every rank. `model` is unwrapped."""
     prompts, new_tokens = asked.prompts, asked.max_new_tokens
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt_ids))
@@ -229,7 +214,7 @@ def generated_answers(
     if how.sharded:  # a rank without a batch of its own repeats one, so that nobody waits for its forwards
         rounds = -(-len(batches) // how.ranks.world)
         mine += batches[:1] * (rounds - len(mine))
-    answers: dict[int, str] = {}
+    answers: dict[int, Answer] = {}
     with answering(model):
         for number, batch in enumerate(mine, 1):
             show(f"answers to {asked.name}: batch {number} of {len(mine)}")
@@ -243,18 +228,19 @@ def generated_answers(
                 together=how.sharded and how.ranks.world > 1,
                 cached=not how.staged,
             )
-            answers |= zip(indices, (each.text for each in found), strict=True)
+            answers |= zip(indices, found, strict=True)
     for others in how.ranks.gather(answers):
         answers |= others
     return [answers[index] for index in range(len(prompts))]
 
 
-def scores_on_all(asked: ScoredSet, answers: Sequence[str], ranks: Ranks) -> dict[str, list[float]]:
+def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
     outcome: dict[str, list[float]] | DataError | None = None
     if ranks.rank == 0:
         try:
-            outcome = {metric.name: scores_of(metric, answers, asked.items) for metric in asked.metrics}
+            texts = [each.text for each in answers]
+            outcome = {metric.name: scores_of(metric, texts, asked.items) for metric in asked.metrics}
         except DataError as error:
             outcome = error
     outcome = ranks.gather(outcome)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,39 @@ def test_a_late_row_counts(tmp_path: Path) -> None:
         f"question;answer\nWho?;José\n{rows}Ile to kosztuje?;Pięćdziesiąt złotych, również w święta.\n".encode("cp1250")
     )
     assert csv_dialect(file).encoding == "cp1250"
+
+
+def read_twice(text: str) -> str:
+    """UTF-8 that was read as cp1252; the five bytes without a letter stay as control characters."""
+    letters = (bytes([each]).decode("cp1252", "ignore") or chr(each) for each in text.encode("utf-8"))
+    return "".join(letters)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "München",
+        "it’s “so”",
+        "Привет",
+        "café",
+        "北京是首都",
+        "日本語です",
+        "서울",
+        "Ελλάδα",
+        "ไทย",
+        "שלום",
+        "مرحبا",
+        "½",
+        "🙂 ok",
+    ],
+)
+def test_utf8_of_utf8_is_a_note(tmp_path: Path, text: str) -> None:
+    for written, count in ((text, 0), (read_twice(text), 1)):
+        file = tmp_path / "rows.jsonl"
+        rows = [{"instruction": "Which one?", "output": each} for each in ("plain", written, "CAFÉ–BAR", "l’été…»")]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        notes: list[str] = []
+        check_rows(Data.model_validate({"train": [{"path": str(file)}]}), notes.append)
+        found = [note for note in notes if "a program read UTF-8 as cp1252" in note]
+        assert len(found) == count
+        assert all(": 1; if so, " in note for note in found)

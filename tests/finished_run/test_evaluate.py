@@ -6,12 +6,15 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
+from finetune.finished_run import evaluation
+from finetune.finished_run.load import finished_run as load_run
 from finetune.train import main as train
 from tests.support.models.tiny import write_chats
 from tests.support.runs.finished import finished_run
@@ -84,6 +87,22 @@ def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytes
     assert actual["tokens"] == tokens
     assert actual["tuned"]["loss"] == pytest.approx(sums / tokens, rel=1e-5)
     assert abs(sums / tokens - sum(means) / len(means)) > 1e-4 * sums / tokens
+
+
+@pytest.mark.parametrize("objective", ["supervised", "dpo"])
+def test_the_base_answers_alike_whatever_run_it_is_compared_with(
+    objective: str, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are loaded with the layers of training. The library's round otherwise (docs/log.md), which a tiny model
+    does not show.
+    """
+    run = finished_run(tmp_path, tiny_llama, data={"eval": None}, training={"objective": objective})
+    opened = mock.Mock(side_effect=NotImplementedError)
+    monkeypatch.setattr(evaluation, "models_of", opened)
+    asked = evaluation.Request(general=True, generate=False)
+    with pytest.raises(NotImplementedError):
+        evaluation.measure(load_run(run), torch.device("cpu"), asked, print, print)
+    assert opened.call_args.kwargs == {"with_loss": True}
 
 
 def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -391,6 +391,33 @@ def test_a_target_that_is_no_folder_is_refused_before_any_work(run: Path, kind: 
     target.unlink()
 
 
+def test_merged_is_replaced_if_it_is_what_merge_wrote(tmp_path: Path, bases: dict[str, Path]) -> None:
+    run = finished_run(tmp_path, bases["tied"])
+    merged = run / "merged"
+
+    def refused(words: str) -> None:
+        before = {path: path.read_bytes() for path in merged.rglob("*") if path.is_file()}
+        with pytest.raises(FinetuneError, match=words):
+            merge_run(run, dtype=None, base=None, prompts=0)
+        assert before == {path: path.read_bytes() for path in merged.rglob("*") if path.is_file()}
+
+    merged.mkdir()
+    (merged / "notes.txt").write_text("mine", "utf-8")
+    refused(r"merged: is there and is not an earlier export; move .*merged to another place$")
+    (merged / "notes.txt").unlink()
+    merge_run(run, dtype=None, base=None, prompts=0)
+    merge_run(run, dtype="bfloat16", base=None, prompts=0)
+    (merged / "notes.txt").write_text("mine", "utf-8")
+    refused(r"merged: holds notes\.txt, which no export wrote; move it, or move .*merged to another place$")
+    (merged / "notes.txt").unlink()
+    (merged / "generation_config.json").write_text("{}", "utf-8")
+    refused(r"generation_config\.json: was changed after the export")
+    record = json.loads((merged / "merge.json").read_text("utf-8"))
+    del record["written"]
+    (merged / "merge.json").write_text(json.dumps(record), "utf-8")
+    refused(r"its merge\.json does not list what was exported; delete the folder, or move ")
+
+
 def test_agreement_by_hand() -> None:
     expected = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     actual = torch.tensor([[0.0, 0.0], [0.5, 1.0]])

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 PYTHON = os.environ.get("FINETUNE_VLLM_PYTHON", "")
 PROMPTS = [[5, 6, 7, 90], [100, 33, 21, 40], [300, 301, 17], [480, 12, 12, 9], [77, 60, 450], [222, 223, 19, 4]]
 LENGTH = 12  # tokens of each answer
+LONGEST_START = 1800  # seconds; vLLM's import alone takes 45 on a busy core, and the server's child imports again
 CLEAR = 1e-3  # logit distance between the best and the second token, from which an answer must be the same
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -184,6 +185,11 @@ def test_merged_and_whole_models_answer_as_trained(tmp_path: Path) -> None:
     agree(said_by_vllm(folder, tmp_path)[""], greedy(AutoModelForCausalLM.from_pretrained(full / "model")))
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 @contextmanager
 def served(words: Sequence[str], folder: Path) -> Iterator[int]:
     """A printed `vllm serve` on another port, which is given."""
@@ -195,11 +201,11 @@ def served(words: Sequence[str], folder: Path) -> Iterator[int]:
     with open(folder / "log", "w", encoding="utf-8") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT)
     try:
-        for _ in range(300):
-            with socket.socket() as probe:
-                if probe.connect_ex(("localhost", port)) == 0:
-                    break
-            assert server.poll() is None, (folder / "log").read_text("utf-8")[-3000:]
+        late = time.monotonic() + LONGEST_START
+        while not listens(port):
+            said = (folder / "log").read_text("utf-8")[-3000:]
+            assert server.poll() is None, said
+            assert time.monotonic() < late, said
             time.sleep(1)
         yield port
     finally:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
+from finetune.model.base_identity import base_identity
 from finetune.model.optimizer import Schedule
 from finetune.preflight import compare_report
 from finetune.preflight import comparison as comparison_module
@@ -495,6 +496,8 @@ def test_a_comparison_that_was_stopped_repeats_nothing_that_is_finished(
             raise KeyboardInterrupt
         (compared.job_folder(row) / "metrics.jsonl").parent.mkdir(parents=True, exist_ok=True)
         (compared.job_folder(row) / "metrics.jsonl").write_text("")
+        receipt = {"base": base_identity(row.recipe.model)}
+        (compared.job_folder(row) / "receipt.json").write_text(json.dumps(receipt))
         facts = finished(row.name) | {"settings": dict(row.settings), "key": comparison_module._key(compared, row)}
         return facts | {"held_out": [[3, 1.0]]}
 
@@ -507,3 +510,9 @@ def test_a_comparison_that_was_stopped_repeats_nothing_that_is_finished(
     assert [row["name"] for row in summary["rows"]] == [f"learning_rate={rate}" for rate in ("1e-3", "2e-3", "4e-3")]
     comparison_module.compare(comparison(recipe, **vary, steps=4), lambda name, step: None)
     assert len(started) == 7  # other steps are another comparison
+    comparison_module.compare(comparison(recipe, **vary, steps=4), lambda name, step: None)
+    assert len(started) == 7
+    other = {"content": "of other weights under the same name"}
+    monkeypatch.setattr(comparison_module, "base_identity", lambda model: base_identity(model) | other)
+    comparison_module.compare(comparison(recipe, **vary, steps=4), lambda name, step: None)
+    assert len(started) == 10

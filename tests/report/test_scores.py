@@ -26,6 +26,7 @@ def evaluated(run: Path, metric: str = "exact", **changes: Any) -> Path:
          "scores": {metric: [base, tuned]}}
         for name, base, tuned in ANSWERS
     ]  # fmt: skip
+    rows[1]["cut"] = {"base": 8}
     (run / "eval_answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return run
 
@@ -42,6 +43,7 @@ def test_wins_and_losses_side_by_side(tmp_path: Path, tiny_llama: Path) -> None:
     ):
         assert text in page
     assert "tuned Rome" not in page  # right before and after
+    assert page.count("… cut at ") == page.count('base Berlin <span class="faint">… cut at 8 tokens</span></pre>') == 1
 
 
 def test_overlap_is_not_called_correctness_and_no_question_is_shown_twice(tmp_path: Path, tiny_llama: Path) -> None:
@@ -59,6 +61,7 @@ def test_overlap_is_not_called_correctness_and_no_question_is_shown_twice(tmp_pa
     assert page.count("where is Bonn") == 1  # among the scored ones, with the same two models' answers
     assert page.count("where is Lima") == 1
     assert page.count("… cut at 9 tokens") == 1
+    assert page.count("… cut at 8 tokens") == 1
     assert page.index("after Lima") < page.index("… cut at 9 tokens")
     assert "counts letters" not in report(read_runs([evaluated(run)]))  # exact is what it says
 

@@ -375,3 +375,21 @@ def test_a_function_cannot_end_eval_nor_fill_the_screen(tmp_path: Path) -> None:
 def test_a_nested_pattern_is_one_line() -> None:
     with pytest.raises(FinetuneError, match="is no regular expression"):
         scores_of(Metric("regex", {"pattern": "(" * 5000 + ")" * 5000}), ["a"], [Scored("-", "rows:1")])
+
+
+FORMULA = "We find \\boxed{\\langle H\\rangle \\ll \\Delta E}."
+STATED = [
+    (f"{FORMULA}\n\n**Answer: D**", "D"), ("As \\boxed{x = A + B}, the answer is C.", "C"), (FORMULA, ""),
+    ("The answer is B: \\boxed{12}", "B"), ("\\boxed{\\text{B. Paris}}", "B"), ("\\boxed{(B) 12 m}", "B"),
+    ("\\boxed{\\boxed{B}}", "B"), ("\\boxed{A or B}", ""), ("\\boxed{} The answer is C", "C"),
+    ("Answer: rules out C, leaving D", "D"), ("Answer: It is not B, the answer is D", "D"), ("Answer: D, not B", "D"),
+    ("A and B are wrong, which leaves C.", "C"), ("Es bleibt D.", "D"), ("ANSWER: None of the above", ""),
+    ("ANSWER: I don't know", ""), ("The answer is B. Note that A is a common distractor.", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "letter"), STATED)
+def test_letters_as_public_reports_have_them(answer: str, letter: str) -> None:
+    """A box with a formula, distractors that are named and ruled out, and answers without a choice."""
+    items = [Scored(reference, "rows:1") for reference in "ABCDE"]
+    assert scores_of(Metric("choice"), [answer] * 5, items) == [float(each == letter) for each in "ABCDE"]

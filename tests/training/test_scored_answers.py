@@ -140,6 +140,11 @@ def test_eval_scores_both_models(
     assert finetune([*words, "--fail-under", "exact=0"]) == 0
     printed = capsys.readouterr().out
     assert "5 answers to held-out rows, greedy, up to 8 tokens:" in printed
+    assert result["scores"]["cut"] == {
+        who: sum(who in line.get("cut", {}) for line in lines) for who in ("base", "tuned")
+    }
+    assert all({*line.get("cut", {}).values()} <= {8} for line in lines)
+    assert f"Answers cut at 8 tokens: {result['scores']['cut']['base']} of the base model" in printed
     # The rows of another file, read as the training's.
     assert finetune(["eval", str(run), "--data", str(rows[0]), "--metric", "exact", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"]["data"] == str(rows[0])

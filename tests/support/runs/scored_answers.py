@@ -22,9 +22,9 @@ def record(words: list[str]) -> int:
         runs.append(Path(scorer.output._recipe.run_dir))
         return score(scorer, step)
 
-    def recorded(*arguments: Any) -> list[str]:
+    def recorded(*arguments: Any) -> list[Any]:
         answers = genuine(*arguments)
-        append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": answers}])
+        append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": [each.text for each in answers]}])
         return answers
 
     with (

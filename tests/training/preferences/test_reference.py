@@ -161,6 +161,24 @@ def test_a_resumed_run_needs_its_reference(base: Path, tmp_path: Path, capsys: p
     assert "the reference of this run's start is not there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_an_earlier_releases_reference_counts_for_dpo_alone(
+    kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its KTO put other answers beside the prompts."""
+    recipe = preference_recipe(tmp_path, base, kind, {"training": {"max_steps": 1}})
+    assert train([str(recipe)]) == 0
+    file = tmp_path / "run" / "reference.json"
+    content = read_sealed(file)
+    assert content is not None
+    del content["format"]
+    write_sealed(file, content)
+    capsys.readouterr()
+    assert train([str(recipe), "output_dir=" + str(tmp_path / "run")]) == 0  # finished: nothing is read
+    assert train([str(recipe), "training.num_train_epochs=2", "training.max_steps=null"]) == (2 if kind == "kto" else 0)
+    assert ("or (KTO) an earlier release's" in capsys.readouterr().err) == (kind == "kto")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_a_killed_run_goes_on_bitwise(kind: str, base: Path, tmp_path: Path) -> None:
