@@ -162,6 +162,20 @@ def test_the_tables_are_whole() -> None:
     assert len(DECISIONS) + len(REFUSALS) >= 23
 
 
+def test_a_run_of_the_release_before_goes_on(tmp_path: Path) -> None:
+    """It lacks keys that came since, which matter only if they are set, and its data had another address."""
+    run_dir = tmp_path / "run"
+    run(run_dir, steps=2)
+    since = IDENTITY | {"data.sheet": None, "data.labels": {}, "data": "new"}
+    with pytest.raises(FinetuneError, match="  data: abc there, new now"):
+        claim_run_folder(run_dir, resume="auto", identity=since, command="x", wait_seconds=0)
+    with pytest.raises(FinetuneError, match=r"  data.sheet: \(not set\) there, first now"):
+        claim(run_dir, **{"data.sheet": "first"})
+    same = claim_run_folder(run_dir, resume="auto", identity=since, command="x", also={"data": "abc"}, wait_seconds=0)
+    assert same.status == "resumed"
+    same.release()
+
+
 def test_every_difference_is_listed(tmp_path: Path) -> None:
     run(tmp_path / "run", steps=1)
     with pytest.raises(FinetuneError) as caught:
