@@ -140,7 +140,7 @@ REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
     (lambda path: run(path, steps=2), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2, end="finished"), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2), "auto", {"data": "xyz"}, "data: abc there, xyz now"),
-    (lambda path: run(path, steps=2), "auto", {"new.key": None}, r"new.key: \(not set\) there, None now"),
+    (lambda path: run(path, steps=2), "auto", {"new.key": "set"}, r"new.key: \(not set\) there, set now"),
 ]
 
 
