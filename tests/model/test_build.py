@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import build
+from finetune.model import adapters, build
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
 from finetune.recipe.schema import Recipe
 from tests.support.models.tiny import FAMILIES, flat_batch, save_tiny
@@ -276,7 +276,7 @@ def test_weights_are_read_straight_to_where_they_are_used(
 def test_adapters_are_drawn_on_the_host_wherever_the_base_is(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU draws other numbers by the same seed; on one, torch's default device is where adapters are made."""
     requested, drawn = recipe(tiny_llama, lora={"r": 4}), []
-    genuine = build.add_adapters
+    genuine = adapters.add_adapters
 
     def add_adapters(model: Any, *rest: Any) -> nn.Module:
         drawn.append(torch.empty(0).device)
@@ -287,7 +287,7 @@ def test_adapters_are_drawn_on_the_host_wherever_the_base_is(tiny_llama: Path, m
         monkeypatch.setattr(type(base), "device", GPU)
         return base
 
-    monkeypatch.setattr(build, "add_adapters", add_adapters)
+    monkeypatch.setattr(adapters, "add_adapters", add_adapters)
     expected = trained(build_model(requested, CPU))
     monkeypatch.setattr(build, "add_rows", lambda *_: [])
     actual = trained(build_model(requested, CPU, load=load))

@@ -140,7 +140,7 @@ REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
     (lambda path: run(path, steps=2), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2, end="finished"), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2), "auto", {"data": "xyz"}, "data: abc there, xyz now"),
-    (lambda path: run(path, steps=2), "auto", {"new.key": None}, r"new.key: \(not set\) there, None now"),
+    (lambda path: run(path, steps=2), "auto", {"new.key": "set"}, r"new.key: \(not set\) there, set now"),
 ]
 
 
@@ -160,6 +160,20 @@ def test_what_is_refused_stays_as_it_was(
 
 def test_the_tables_are_whole() -> None:
     assert len(DECISIONS) + len(REFUSALS) >= 23
+
+
+def test_a_run_of_the_release_before_goes_on(tmp_path: Path) -> None:
+    """It lacks keys that came since, which matter only if they are set, and its data had another address."""
+    run_dir = tmp_path / "run"
+    run(run_dir, steps=2)
+    since = IDENTITY | {"data.sheet": None, "data.labels": {}, "data": "new"}
+    with pytest.raises(FinetuneError, match="  data: abc there, new now"):
+        claim_run_folder(run_dir, resume="auto", identity=since, command="x", wait_seconds=0)
+    with pytest.raises(FinetuneError, match=r"  data.sheet: \(not set\) there, first now"):
+        claim(run_dir, **{"data.sheet": "first"})
+    same = claim_run_folder(run_dir, resume="auto", identity=since, command="x", also={"data": "abc"}, wait_seconds=0)
+    assert same.status == "resumed"
+    same.release()
 
 
 def test_every_difference_is_listed(tmp_path: Path) -> None:
