@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -179,14 +181,6 @@ def test_annexes_are_entered_by_their_public_module() -> None:
     assert past_the_door({"finetune.cli.main": ast.parse(f"import finetune.{inside}")})
 
 
-def test_a_training_loads_no_annex() -> None:
-    program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
-    process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
-    loaded = {name.split(".")[1] for name in process.stdout.split() if name.startswith("finetune.")}
-    assert {"training", "recipe"} <= loaded, process.stderr
-    assert loaded.isdisjoint({*ANNEXES, "cli"})
-
-
 def test_imports_go_in_no_circle() -> None:
     assert circle(uses(at_run_time=True)) == []
 
@@ -211,30 +205,6 @@ def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
 def test_a_circle_is_seen() -> None:
     circle_found = circle(uses(at_run_time=True) | {"recipe.schema": {"recipe.loader"}})
     assert {"recipe.schema", "recipe.loader"} <= set(circle_found)
-
-
-CORE = {name for floor in FLOORS for name in floor} - {"planner", "preflight", "finished_run", "importers", "cli"}
-
-
-def test_the_core_does_not_import_the_planner() -> None:
-    assert [
-        module for module in MODULES if room(module) in CORE and "finetune.planner" in imported(MODULES[module])
-    ] == []
-
-
-def test_the_planner_is_entered_through_its_public_module() -> None:
-    root = PACKAGE.parent
-    others = [path for folder in ("lectures", "benchmarks") for path in (root / folder).rglob("*.py")]
-    others += [path for path in PACKAGE.rglob("*.py") if PACKAGE / "planner" not in path.parents]
-    inside = {f"finetune.{module}" for module in MODULES if room(module) == "planner"}
-    assert len(inside) > 10
-    assert [path for path in others if imported(ast.parse(path.read_text())) & inside] == []
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """The modules that import statements of a file name, at any depth of it."""
-    names = named(ast.walk(tree))
-    return names | {name.rpartition(".")[0] for name in names}
 
 
 def unshared(modules: dict[str, ast.Module]) -> list[str]:
@@ -276,19 +246,51 @@ def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidde
     assert bool(unshared({module: ast.parse(line)})) == forbidden
 
 
+def importers(library: str) -> set[str]:
+    """Our files that import this library, or a name in it, other than for types."""
+    found = set()
+    for module, tree in MODULES.items():
+        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
+        names = named(node for node in ast.walk(tree) if id(node) not in hidden)
+        if any(fnmatch(name, library) or name.startswith(f"{library}.") for name in names):
+            found.add(f"{module.replace('.', '/')}.py")
+    return found
+
+
+def test_the_table_says_who_imports_a_library() -> None:
+    page = (PACKAGE.parent / "AGENTS.md").read_text("utf-8").partition("| only these files import it |")[2]
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for library, cell in rows:
+        patterns = re.findall("`([^`]+)`", cell)
+        found = importers(library)
+        assert [file for file in found if not any(fnmatch(file, each) for each in patterns)] == [], library
+        assert [each for each in patterns if not any(fnmatch(file, each) for file in found)] == [], library
+
+
+def test_model_and_tokens_share_tokenizers_alone() -> None:
+    """docs/architecture.md says so."""
+    imported = {other for module, others in uses().items() if room(module) == "tokens" for other in others}
+    assert {other for other in imported if room(other) == "model"} == {"model.packaged", "model.new_tokens"}
+    assert not [
+        module for module, others in uses().items() if room(module) == "model" and "tokens" in map(room, others)
+    ]
+
+
 def listed(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in LIGHT)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if listed(module)])
-def test_light_modules_import_no_torch(module: str) -> None:
-    seen, waiting = set(), [module]
+def test_light_modules_import_no_torch() -> None:
+    waiting = {module: module for module in MODULES if listed(module)}  # module: what imports it
+    assert len(waiting) > 100
+    seen = set()
     while waiting:
-        now = waiting.pop()
-        seen.add(now)
-        names = named(MODULES[now].body)
-        assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, now
-        waiting += own_modules(names) - seen
+        module, importer = waiting.popitem()
+        seen.add(module)
+        names = named(MODULES[module].body)
+        assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, (module, importer)
+        waiting |= dict.fromkeys(own_modules(names) - seen, module)
 
 
 def test_light_names_are_modules() -> None:
