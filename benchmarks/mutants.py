@@ -40,6 +40,8 @@ COPIED = (
     "docs",
     "pyproject.toml",
 )
+# Plugins of pytest that a library has imported already.
+WARNINGS = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft")  # imported before the first fork
 
 
@@ -93,7 +95,11 @@ def passes(tests: list[str], timeout: float) -> bool:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        os._exit(pytest.main(["-n", "0", "-x", "-q", "-p", "no:cacheprovider", *tests]))
+        code = 1
+        try:
+            code = pytest.main(["-n", "0", "-x", "-q", "-p", "no:cacheprovider", *WARNINGS, *tests])
+        finally:
+            os._exit(code)
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -236,10 +236,10 @@ def test_tests_and_benchmarks_share_through_support_alone() -> None:
         ("tests.support.models.tiny", "from tests.training import test_loop", True),
         ("tests.architecture.test_loss", "def test(): from benchmarks.common import RESULTS", True),
         ("tests.support.models.tiny", "import benchmarks.common", True),
-        ("benchmarks.head", "from tests.architecture.test_loss import inputs", True),
-        ("benchmarks.head", "from tests.support.models.tiny import save_tiny", False),
-        ("benchmarks.head", "from benchmarks.common import write_result", False),
-        ("tests.benchmarks.test_head", "from benchmarks import head", False),
+        ("benchmarks.tokenise", "from tests.architecture.test_loss import inputs", True),
+        ("benchmarks.tokenise", "from tests.support.models.tiny import save_tiny", False),
+        ("benchmarks.tokenise", "from benchmarks.common import write_result", False),
+        ("tests.benchmarks.test_fuzz", "from benchmarks import fuzz", False),
     ],
 )
 def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidden: bool) -> None:
