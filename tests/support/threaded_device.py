@@ -26,7 +26,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from finetune.architecture import attention
 
 LENGTHS = (3, 5, 1, 7)
-HUNG_AFTER = 15.0  # seconds
+HUNG_AFTER = 60.0  # seconds, on a busy machine too
 LIBRARY = torch.library.Library("aten", "IMPL")
 
 
