@@ -269,7 +269,7 @@ def test_the_table_says_who_imports_a_library() -> None:
 
 
 def test_model_and_tokens_share_tokenizers_alone() -> None:
-    """docs/architecture.md says so."""
+    """Only a micro-batch passes between them in a step."""
     imported = {other for module, others in uses().items() if room(module) == "tokens" for other in others}
     assert {other for other in imported if room(other) == "model"} == {"model.packaged", "model.new_tokens"}
     assert not [
