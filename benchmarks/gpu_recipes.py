@@ -1,4 +1,4 @@
-"""A recipe trained on one GPU for its speed and memory: what gpu.py and plan_gpu.py share.
+"""A recipe trained on one GPU for its speed and memory: a part of gpu.py.
 
 Random weights of the recipe's own shape and rows that fill `max_length`: memory and speed depend on nothing else. This
 module imports no torch. The model is made by another process (gpu_checks.py), so that no CUDA context of a parent, half

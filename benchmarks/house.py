@@ -1,16 +1,18 @@
-"""Measures of how the code reads, by package: `python benchmarks/house.py [PATH ...]`.
+"""A ledger of lines, and a few measures of how the code reads.
+
+    python benchmarks/house.py                       lines of each package and of all Python
+    python benchmarks/house.py --against /tmp/then   and those of another checkout: git worktree add /tmp/then bb4c322
+    python benchmarks/house.py --step                files and frames of one optimizer step of recipes/quickstart.yaml
+
+Lines are all lines of the Python files in a folder: code, comments, docstrings and blanks. Below them, for finetune/:
 
     private once   private functions and methods that are used exactly once, per 1,000 lines
     conditional    conditional expressions (`x if y else z`), per 1,000 lines
     comments       lines with a comment, per 100 lines that hold code
-    names          mean letters of the distinct variable and argument names of each function
-    of, relative   "of", and which / whose / that of / what, per 1,000 words: in docstrings, and in docs
+    of, relative   "of", and which / whose / that of / what, per 1,000 words of docstrings
+    modules        our files that `import finetune.training.session` loads, packages not counted
 
-Lines are all lines of a file. The tokenizer counts comments, so a `#` in a string does not count. docs/log.md and the
-Korean pages are left out.
-
-`--step` trains six steps of recipes/quickstart.yaml and prints our files that one optimizer step runs, and our frames
-above `model(...)`. `--root` measures another checkout: git worktree add /tmp/then bb4c322.
+`--root` takes another checkout instead of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import os
 import re
 import subprocess
@@ -26,74 +27,90 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 RELATIVE = re.compile(r"\b(which|whose|what|that of|those of)\b", re.IGNORECASE)
-FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Prose:
-    """Words of text for readers."""
-
-    words: int
-    of: int
-    relative: int
-
-    @staticmethod
-    def of_texts(texts: Sequence[str]) -> Prose:
-        """Count words; code fences and `code` are left out."""
-        text = "\n".join(re.sub(r"`[^`\n]*`", " ", FENCE.sub("", each)) for each in texts)
-        words = [word.lower() for word in WORD.findall(text)]
-        return Prose(len(words), words.count("of"), len(RELATIVE.findall(text)))
-
-    def rates(self) -> tuple[float, float]:
-        """`of` and relative words, per 1,000 words."""
-        return 1000 * self.of / max(self.words, 1), 1000 * self.relative / max(self.words, 1)
-
-
-@dataclass(frozen=True)
-class Measures:
-    """The measures of some Python files."""
-
-    lines: int
-    private_once: float
-    conditional: float
-    comments: float
-    names: float
-    of: float
-    relative: float
+def ledger(root: Path) -> dict[str, int]:
+    """Lines of Python by place: packages of the core, the core, annexes, cli, finetune/, the other folders, all."""
+    lines: Counter[str] = Counter()
+    for file in python_files(root):
+        parts = file.relative_to(root).parts
+        count = file.read_text("utf-8").count("\n")
+        lines["all Python"] += count
+        if parts[0] != "finetune":
+            lines[parts[0] if len(parts) > 1 else "top"] += count
+            if parts[:2] == ("tests", "support"):
+                lines["tests/support"] += count
+            continue
+        lines["finetune"] += count
+        package = parts[1] if len(parts) > 2 else "own files"
+        lines[f"finetune/{package}"] += count
+        if package not in (*ANNEXES, "cli"):
+            lines["core"] += count
+    return dict(sorted(lines.items(), key=lambda item: (item[0] in ("core", "finetune", "all Python"), item[0])))
 
 
-def measure(files: Sequence[Path], users: Sequence[Path]) -> Measures:
-    """Measure `files`; a private function's uses are counted in `users`."""
-    texts = {file: file.read_text("utf-8") for file in files}
-    trees = {file: ast.parse(text) for file, text in texts.items()}
-    uses: Counter[str] = Counter()
-    for file in users:
-        uses.update(_used_names(ast.parse(file.read_text("utf-8"))))
-    private = [name for tree in trees.values() for name in _private_functions(tree)]
-    lines = sum(text.count("\n") for text in texts.values())
-    coded, commented = 0, 0
-    for text in texts.values():
-        code_lines, comment_lines = _code_and_comments(text)
-        coded, commented = coded + code_lines, commented + comment_lines
-    names = [name for tree in trees.values() for name in _variables(tree)]
-    prose = Prose.of_texts([words for tree in trees.values() for words in _docstrings(tree)])
-    conditional = sum(isinstance(node, ast.IfExp) for tree in trees.values() for node in ast.walk(tree))
-    return Measures(
-        lines,
-        1000 * sum(uses[name] == 1 for name in private) / lines,
-        1000 * conditional / lines,
-        100 * commented / max(coded, 1),
-        sum(map(len, names)) / max(len(names), 1),
-        *prose.rates(),
-    )
+def python_files(root: Path) -> list[Path]:
+    """Every Python file of a checkout or a folder in it that git does not ignore."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    names = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [root / name for name in names if (root / name).is_file()]
+
+
+def measures(root: Path) -> dict[str, float]:
+    """How finetune/ reads: the measures above."""
+    texts = [file.read_text("utf-8") for file in python_files(root / "finetune")]
+    trees = [ast.parse(text) for text in texts]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    lines = sum(text.count("\n") for text in texts)
+    loaded = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
+    uses = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in loaded)
+    functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    once = sum(uses[name] == 1 for name in functions if name.startswith("_") and not name.startswith("__"))
+    coded, commented = map(sum, zip(*map(code_and_comments, texts), strict=True))
+    documented = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module))
+    prose = re.sub(r"`[^`\n]*`", " ", "\n".join(ast.get_docstring(node) or "" for node in documented))
+    words = [word.lower() for word in WORD.findall(prose)]
+    return {
+        "private once": 1000 * once / lines,
+        "conditional": 1000 * sum(isinstance(node, ast.IfExp) for node in nodes) / lines,
+        "comments": 100 * commented / coded,
+        "of": 1000 * words.count("of") / len(words),
+        "relative": 1000 * len(RELATIVE.findall(prose)) / len(words),
+        "modules": len(imported(root)),
+    }
+
+
+def code_and_comments(text: str) -> tuple[int, int]:
+    """Lines with code (docstrings among them), and lines with a comment."""
+    coded, commented = set[int](), set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            commented.add(token.start[0])
+        elif token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
+            coded.update(range(token.start[0], token.end[0] + 1))
+    return len(coded | commented), len(commented)
+
+
+IMPORTED = """
+import sys
+import finetune.training.session
+for name, module in sorted(sys.modules.items()):
+    if name.startswith("finetune.") and not hasattr(module, "__path__"):
+        print(name)
+"""
+
+
+def imported(root: Path) -> list[str]:
+    """Our modules that the training session imports."""
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", IMPORTED]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
 STEP_PROBE = """
@@ -155,101 +172,32 @@ def step_of(root: Path) -> tuple[list[str], list[str]]:
     return found["FILES"], found["FRAMES"]
 
 
-def _private_functions(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
-            yield node.name
-
-
-def _used_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            yield node.attr
-
-
-def _code_and_comments(text: str) -> tuple[int, int]:
-    """Lines with code (docstrings among them), and lines with a comment."""
-    coded, commented = set(), set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            commented.add(token.start[0])
-        elif token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
-            coded.update(range(token.start[0], token.end[0] + 1))
-    return len(coded | commented), len(commented)
-
-
-def _variables(tree: ast.Module) -> Iterator[str]:
-    """Names of arguments and assigned variables, once for each function; `self`, `cls` and `_` are left out."""
-    for scope in ast.walk(tree):
-        if not isinstance(scope, ast.FunctionDef | ast.Module):
-            continue
-        names = set()
-        for node in _own_nodes(scope):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-        yield from names - {"self", "cls", "_"}
-
-
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a scope without those of functions inside it."""
-    waiting = list(ast.iter_child_nodes(scope))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, ast.FunctionDef):
-            waiting += ast.iter_child_nodes(node)
-
-
-def _docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (words := ast.get_docstring(node)):
-            yield words
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="folders or files; default: each package of finetune/")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--step", action="store_true", help="count one step's files and frames")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout; default: this one")
+    parser.add_argument("--against", type=Path, help="an earlier checkout")
+    parser.add_argument("--step", action="store_true", help="list one step's files and frames")
     options = parser.parse_args()
     if options.step:
         files, frames = step_of(options.root.resolve())
         print(f"{len(files)} files:", *files, sep="\n  ")
         print(f"{len(frames)} frames above model(...):", *frames, sep="\n  ")
         return
-    package = options.root / "finetune"
-    users = sorted(package.rglob("*.py"))
-    if options.paths:
-        parts = {str(path): sorted(path.rglob("*.py")) if path.is_dir() else [path] for path in options.paths}
-    else:
-        core = [file for file in users if file.relative_to(package).parts[0] not in (*ANNEXES, "cli", "lectures")]
-        whole = [file for file in users if file.relative_to(package).parts[0] != "lectures"]
-        folders = sorted({file.relative_to(package).parts[0] for file in whole if file.parent != package})
-        parts = {"finetune": whole, "core": core}
-        parts |= {name: [file for file in whole if file.relative_to(package).parts[0] == name] for name in folders}
-    measured = {name: measure(files, users) for name, files in parts.items()}
-    docs = [page for page in sorted((options.root / "docs").rglob("*.md")) if "ko" not in page.parts]
-    docs = [page for page in docs if page.name not in ("log.md",)] + [options.root / "README.md"]
-    prose = Prose.of_texts([page.read_text("utf-8") for page in docs])
-    if options.json:
-        print(json.dumps({name: asdict(measures) for name, measures in measured.items()}, indent=2))
+    now = ledger(options.root.resolve())
+    if options.against is None:
+        for name, lines in now.items():
+            print(f"{name:<24}{lines:>9,}")
+        for name, value in measures(options.root.resolve()).items():
+            print(f"{name:<24}{value:>9.1f}")
         return
-    print(f"{'':<14}{'lines':>8}{'private':>9}{'cond.':>8}{'comments':>10}{'names':>8}{'of':>7}{'relative':>10}")
-    for name, each in measured.items():
-        print(
-            f"{name[-14:]:<14}{each.lines:>8,}{each.private_once:>9.1f}{each.conditional:>8.1f}{each.comments:>10.1f}"
-            f"{each.names:>8.1f}{each.of:>7.1f}{each.relative:>10.1f}"
-        )
-    rates = prose.rates()
-    print(f"{'docs':<14}{prose.words:>8,} words{'':>32}{rates[0]:>10.1f}{rates[1]:>10.1f}")
-    for page in docs:
-        one = Prose.of_texts([page.read_text("utf-8")])
-        print(f"  {page.name:<22}{one.words:>6,} words{'':>26}{one.rates()[0]:>10.1f}{one.rates()[1]:>10.1f}")
+    then = ledger(options.against.resolve())
+    print(f"{'':<24}{'then':>9}{'now':>9}{'change':>9}")
+    for name in then | now:
+        before, after = then.get(name, 0), now.get(name, 0)
+        print(f"{name:<24}{before:>9,}{after:>9,}{after - before:>+9,}")
+    before_measures = measures(options.against.resolve())
+    for name, value in measures(options.root.resolve()).items():
+        print(f"{name:<24}{before_measures[name]:>9.1f}{value:>9.1f}{value - before_measures[name]:>+9.1f}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 cosmic-ray makes the mutants (pip install 'finetune[mutants]'): another operator, another number, a loop that does not
 run, and so on. mutmut was tried too: it rewrites a whole package and runs all tests in its own process, which does not
-suit tests that start ranks. A copy of the checkout is mutated, never the checkout itself.
+suit tests that start ranks. A copy of the checkout is mutated, never the checkout itself. Each mutant's tests run in a
+fork of this process, which has imported the libraries once.
 
 A mutant that survives is a missing test, or a change without effect. Only a reader can tell.
 """
@@ -12,14 +13,20 @@ A mutant that survives is a missing test, or a change without effect. Only a rea
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
+import importlib.util
 import os
 import random
-import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = (
@@ -33,6 +40,9 @@ COPIED = (
     "docs",
     "pyproject.toml",
 )
+# Plugins of pytest that a library has imported already.
+WARNINGS = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+LIBRARIES = ("torch", "transformers", "accelerate", "peft")  # imported before the first fork
 
 
 class Mutant(NamedTuple):
@@ -77,7 +87,31 @@ def drawn(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return result
 
 
-def main() -> int:
+def passes(tests: list[str], timeout: float) -> bool:
+    """Whether these tests pass, in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        code = 1
+        try:
+            code = pytest.main(["-n", "0", "-x", "-q", "-p", "no:cacheprovider", *WARNINGS, *tests])
+        finally:
+            os._exit(code)
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def main(words: list[str] | None = None) -> int:
     """Prints one line per mutant; returns 1 if any survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="files of finetune/, from the checkout's top")
@@ -85,10 +119,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant")
-    options = parser.parse_args()
-    from cosmic_ray.mutating import mutate_and_test
-    from cosmic_ray.work_item import MutationSpec, TestOutcome
+    options = parser.parse_args(words)
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
 
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for library in LIBRARIES:
+        importlib.import_module(library)
     possible = [mutant for file in options.files for mutant in mutants_of(file)]
     survived = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -99,25 +136,23 @@ def main() -> int:
             else:
                 shutil.copy(ROOT / name, copy / name)
         os.chdir(copy)
-        os.environ |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH")))),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        command = shlex.join([sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *options.tests])
-        untouched = os.system(f"{command} > /dev/null 2>&1")
-        if untouched:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
+        sys.path.insert(0, str(copy))
+        if not passes(options.tests, 10 * options.timeout):
             raise SystemExit("the tests fail without a mutant")
         chosen = drawn(possible, options.count, options.seed)
         for number, mutant in enumerate(chosen, 1):
-            spec = MutationSpec(mutant.file, mutant.operator, mutant.occurrence, (1, 0), (1, 1))
-            outcome = mutate_and_test([spec], command, options.timeout)
-            noticed = outcome.test_outcome != TestOutcome.SURVIVED
+            compiled = Path(importlib.util.cache_from_source(str(copy / mutant.file)))
+            with use_mutation(mutant.file, get_operator(mutant.operator)(), mutant.occurrence) as (before, after):
+                compiled.unlink(missing_ok=True)
+                noticed = not passes(options.tests, options.timeout)
+            compiled.unlink(missing_ok=True)
             survived += not noticed
             word = "noticed" if noticed else "SURVIVED"
             print(f"{number}/{len(chosen)} {word}: {mutant.file} {mutant.operator} {mutant.occurrence}", flush=True)
             if not noticed:
-                changed = [line for line in (outcome.diff or "").splitlines() if line.startswith(("+", "-"))]
-                print("\n".join(f"    {line}" for line in changed if not line.startswith(("+++", "---"))), flush=True)
+                changed = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+                print("\n".join(f"    {line}" for line in changed if not line.startswith(("+++", "---", "@@"))))
     print(f"{len(possible)} possible, {len(chosen)} drawn with seed {options.seed}, {survived} survived")
     return int(survived > 0)
 

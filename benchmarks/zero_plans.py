@@ -2,8 +2,7 @@
 
     python benchmarks/zero_plans.py            (minutes on two cores: ZeRO-3's layers are traced many at a time)
 
-Writes lectures/zero/plans.json. A change of the planner that moves a figure is seen by
-tests/planner/test_zero_lecture_plans.py, whose slow test plans two of the rows anew.
+Writes lectures/zero/plans.json. Run it again when a change of the planner moves a figure.
 """
 
 from __future__ import annotations

@@ -18,13 +18,17 @@ from finetune.paths import CHECKOUT
 _DEADLINE_SECONDS = 300  # a busy machine starts processes slowly
 
 
-def figures_of_ranks(lecture: str, module: str, folder: Path, ranks: int, *words: str) -> Sequence[Mapping[str, Any]]:
+def figures_of_ranks(
+    lecture: str, module: str, folder: Path, ranks: int, *words: str, on_gpus: bool = False
+) -> Sequence[Mapping[str, Any]]:
     """`python -m MODULE FOLDER RANK WORDS` for each rank, together; what each left in rank-RANK.json of the folder.
 
     Raises EnvironmentMismatch where one fails or is late, with the last line of its output.
     """
     path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if not on_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     with ExitStack() as files:
         logs = [files.enter_context(open(folder / f"log-{rank}", "w+", encoding="utf-8")) for rank in range(ranks)]
         command = [sys.executable, "-m", module, str(folder)]

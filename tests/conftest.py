@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import pytest
 # Before torch loads, here and in every process that a test starts: on tiny models a second thread only waits (the
 # suite took 446 s with two, while another program ran).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from finetune.report import pictures
 
-from tests.support.models.tiny import save_tiny
+# Collecting makes millions of objects that all stay. Looking through them for garbage again and again took 12 of 45 CPU
+# seconds in each worker; pytest_collection_finish switches it on again.
+gc.disable()
 
 LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  # ten seconds and more a test
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
@@ -37,6 +41,32 @@ def _left_out(config: pytest.Config) -> list[str]:
     if any(TRACING.is_relative_to(path) and path != TRACING for path in paths.values()):
         return [*filter(lambda arg: _traces(paths[arg]), paths), str(TRACING)]
     return [arg for arg, path in paths.items() if _traces(path)]
+
+
+# Half of a tiny training's CPU time went into its report's ten charts. They are drawn in tests marked `draws` alone.
+draw_svg, draw_png, drawing = pictures.inline_svg, pictures.save_png, False
+
+
+def _inline_svg(chart: pictures.Chart, size: pictures.Size = "column") -> str:
+    return draw_svg(chart, size) if drawing else "<svg></svg>" * bool(chart.shown)
+
+
+def _save_png(chart: pictures.Chart, file: Path) -> None:
+    if drawing:
+        draw_png(chart, file)
+    else:
+        file.write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
+# Before html.py and run_page.py import them.
+pictures.inline_svg, pictures.save_png = _inline_svg, _save_png
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Whether this test, and fixtures that begin with it, draw charts."""
+    global drawing
+    drawing = item.get_closest_marker("draws") is not None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,7 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The trace's device is made before the first test: that one may train, and the next one trace."""
+    """Make the trace's device before the first test: that one may train, and the next one trace. Look for garbage
+    again."""
     tracing = any(_traces(item.path) for item in session.items)
     if _has_traced() and not tracing:
         raise pytest.UsageError("a test file made the trace's device at import; it belongs to tests/planner/")
@@ -84,6 +115,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from finetune.planner.trace.fake_device import pretend_device
 
         pretend_device()
+    gc.freeze()  # what is collected and imported so far is never garbage
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -93,6 +126,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not files or config.option.collectonly or session.shouldstop or exitstatus == pytest.ExitCode.INTERRUPTED:
         return
     options = [arg for arg in config.invocation_params.args if arg not in config.stash[ASKED]]
+    # Two workers would import and collect for longer than they save: 235 tests take 17 s.
+    options.append("-n0")
     print("\n\ntests that trace, in a process of their own:", flush=True)
     process = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=config.invocation_params.dir)
     if process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -104,6 +139,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama (float32 safetensors) and its tokenizer. Read-only: shared by the session."""
+    from tests.support.models.tiny import (
+        save_tiny,
+    )  # imports torch, which the process that starts workers does not need
+
     return save_tiny(tmp_path_factory.mktemp("tiny_llama"))
 
 

@@ -1,5 +1,5 @@
-"""The general set: short questions that a fine-tuned model should not have unlearned. benchmarks/general_set.py makes
-it; each row names its source and licence.
+"""The general set: short questions that a fine-tuned model should not have unlearned. Each row names its source and
+licence.
 """
 
 from __future__ import annotations

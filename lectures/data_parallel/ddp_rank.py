@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import EnvironmentMismatch
-from finetune.paths import CHECKOUT
 from lectures.data_parallel.training import PLAYED_RATE, Clock, Job, Logits, Trained, next_token_loss
-
-_TIMEOUT_SECONDS = 150
+from lectures.local_ranks import figures_of_ranks
 
 
 def train_ddp(job: Job, *, gpus: bool) -> Trained:
     """Train on as many ranks as there are replicas. Raises EnvironmentMismatch with a failed rank's last line."""
-    package = str(CHECKOUT)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory(prefix="finetune-ddp-") as name, ExitStack() as files:
+    with tempfile.TemporaryDirectory(prefix="finetune-ddp-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(asdict(job) | {"model": str(job.model), "gpus": gpus}), "utf-8")
-        command = [sys.executable, "-m", "lectures.data_parallel.ddp_rank", str(folder)]
-        paths = [folder / f"log-{rank}" for rank in range(job.replicas)]
-        logs = [files.enter_context(open(path, "w", encoding="utf-8")) for path in paths]
-        ranks = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=log, start_new_session=True)
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            codes = [process.wait(_TIMEOUT_SECONDS) for process in ranks]
-        except subprocess.TimeoutExpired:
-            raise EnvironmentMismatch(
-                f"ddp: not finished after {_TIMEOUT_SECONDS} s; make rows or tokens fewer"
-            ) from None
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        for rank, code in enumerate(codes):
-            if code != 0:
-                lines = paths[rank].read_text("utf-8", errors="replace").strip().splitlines()
-                raise EnvironmentMismatch(f"ddp: rank {rank} ended with {code}: {lines[-1] if lines else 'no line'}")
-        found = [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(job.replicas)]
+        found = figures_of_ranks("ddp", "lectures.data_parallel.ddp_rank", folder, job.replicas, on_gpus=gpus)
     return _together(found)
 
 
-def _together(ranks: list[dict[str, Any]]) -> Trained:
+def _together(ranks: Sequence[Mapping[str, Any]]) -> Trained:
     """The losses' mean, the slowest rank's seconds, the busiest rank's bytes, and each rank's memory."""
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
     seconds = {part: max(rank["seconds"][part] for rank in ranks) for part in ranks[0]["seconds"]}

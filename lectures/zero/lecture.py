@@ -38,7 +38,6 @@ def zero_lecture(asked: LectureRequest) -> LectureResult:
     sections = [_memory_here(measured), _traffic_here(measured), holders_table(holders), *_planned(asked, planned)]
     if homework:
         sections += [_memory_of_the_notes(planned), _seconds_of_the_notes()]
-    sections.append(Chapter("Why the rows differ", [*words.differences(measured, planned, homework=homework)]))
     facts: dict[str, Any] = {
         "recipe": str(asked.recipe),
         "overrides": list(asked.overrides),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import threaded_device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,7 @@ def test_backward_does_not_wait_for_the_thread_that_waits_for_it() -> None:
     assert found.stdout.count("right: ") == len(threaded_device.CASES) == 6
 
 
+@pytest.mark.slow
 def test_the_device_shows_the_deadlock() -> None:
     """Without the mend: the outer backward's thread waits for the operator's, which waits for the device's thread."""
     found = on_the_device("--unmended")

@@ -85,7 +85,7 @@ def test_nothing_is_left_off_where_all_is_right(lora: bool, family: str, dtype: 
     assert second.compared == guard.compared, "nothing that watches is left"
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("fault", [*FAULTS, "output"])
 @pytest.mark.parametrize(("where", "path"), [("adapters", ADAPTERS), ("norms", NORMS), ("gates", GATES)])
 @pytest.mark.parametrize(("dtype", "autocast"), FORMATS, ids=["float32", "bfloat16", "autocast"])

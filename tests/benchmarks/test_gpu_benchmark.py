@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py, its parts and plan_gpu.py do without a GPU: in which order and time, and what they keep."""
+"""What benchmarks/gpu.py and its parts do without a GPU: in which order and time, and what they keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_recipes, gpu_wheels, plan_gpu
+from benchmarks import gpu, gpu_checks, gpu_recipes, gpu_wheels
 from finetune.preflight import ProofBench, ProofMachine, plan_proofs, sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
@@ -794,24 +794,3 @@ def test_layers_are_the_librarys_eager_and_compiled(tmp_path: Path) -> None:
     assert len(found) == 7
     assert {line["state"] for name, line in found.items() if name.endswith("eager")} == {"ok"}, found
     assert {line["state"] for name, line in found.items() if name.endswith("compiled")} <= {"ok", "not run"}, found
-
-
-def test_the_plans_configurations_are_recipes_that_differ() -> None:
-    every = plan_gpu.configurations()
-    recipes = [load_recipe(str(plan_gpu.BASE), changes).recipe for changes in every.values()]
-    assert len({recipe.model_dump_json() for recipe in recipes}) == len(every) == 27
-    axes = {
-        (recipe.lora is None, recipe.quantization is None, recipe.training.activation_checkpointing)
-        for recipe in recipes
-    }
-    assert len(axes) == 6
-
-
-@pytest.mark.slow
-def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "Llama-3.2-1B lora 2048"
-    row = plan_gpu.measure(plan_gpu.configurations()[name], machine(tmp_path, 0.0))
-    assert row["ok"], row
-    assert set(row["phases"]) == {"forward", "backward", "step"}
-    assert row["planned_bytes"] == row["measured_bytes"] > 0  # on a CPU to the byte
-    assert plan_gpu.summary({name: row})["largest_error"] == 0

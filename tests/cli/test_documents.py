@@ -57,7 +57,7 @@ ELSEWHERE = {
     "finetune chat runs/quickstart --step": "finished_run/test_export_step.py",
     "finetune rehearse": "preflight/test_rehearse.py",
     "finetune compare": "preflight/test_compare.py",
-    "python -m lectures": "lectures/test_pages.py",
+    "python -m lectures": "lectures/test_lectures.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
     **{

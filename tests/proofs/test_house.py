@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -228,7 +229,7 @@ def test_imports_go_in_no_circle() -> None:
 
 
 # Circles that only type checkers see, which are still to be cut.
-UNCUT = {"planner": {"plan_recipe", "roofline"}, "training": {"step", "update"}}
+UNCUT: dict[str, set[str]] = {}
 
 
 def circle_in(package: str, uses: dict[str, set[str]]) -> list[str]:
@@ -267,30 +268,6 @@ def test_a_circle_is_seen() -> None:
     assert {"recipe.schema", "recipe.loader"} <= set(circle_found)
 
 
-CORE = {name for floor in FLOORS for name in floor} - {"planner", "preflight", "finished_run", "importers", "cli"}
-
-
-def test_the_core_does_not_import_the_planner() -> None:
-    assert [
-        module for module in MODULES if room(module) in CORE and "finetune.planner" in imported(MODULES[module])
-    ] == []
-
-
-def test_the_planner_is_entered_through_its_public_module() -> None:
-    root = PACKAGE.parent
-    others = [path for folder in ("lectures", "benchmarks") for path in (root / folder).rglob("*.py")]
-    others += [path for path in PACKAGE.rglob("*.py") if PACKAGE / "planner" not in path.parents]
-    inside = {f"finetune.{module}" for module in MODULES if room(module) == "planner"}
-    assert len(inside) > 10
-    assert [path for path in others if imported(ast.parse(path.read_text())) & inside] == []
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """The modules that import statements of a file name, at any depth of it."""
-    names = named(ast.walk(tree))
-    return names | {name.rpartition(".")[0] for name in names}
-
-
 def unshared(modules: dict[str, ast.Module]) -> list[str]:
     """What a test file or a benchmark takes from another one: what two of them need is in tests/support.
 
@@ -320,29 +297,61 @@ def test_tests_and_benchmarks_share_through_support_alone() -> None:
         ("tests.support.models.tiny", "from tests.training import test_loop", True),
         ("tests.architecture.test_loss", "def test(): from benchmarks.common import RESULTS", True),
         ("tests.support.models.tiny", "import benchmarks.common", True),
-        ("benchmarks.head", "from tests.architecture.test_loss import inputs", True),
-        ("benchmarks.head", "from tests.support.models.tiny import save_tiny", False),
-        ("benchmarks.head", "from benchmarks.common import write_result", False),
-        ("tests.benchmarks.test_head", "from benchmarks import head", False),
+        ("benchmarks.tokenise", "from tests.architecture.test_loss import inputs", True),
+        ("benchmarks.tokenise", "from tests.support.models.tiny import save_tiny", False),
+        ("benchmarks.tokenise", "from benchmarks.common import write_result", False),
+        ("tests.benchmarks.test_fuzz", "from benchmarks import fuzz", False),
     ],
 )
 def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidden: bool) -> None:
     assert bool(unshared({module: ast.parse(line)})) == forbidden
 
 
+def importers(library: str) -> set[str]:
+    """Our files that import this library, or a name in it, other than for types."""
+    found = set()
+    for module, tree in MODULES.items():
+        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
+        names = named(node for node in ast.walk(tree) if id(node) not in hidden)
+        if any(fnmatch(name, library) or name.startswith(f"{library}.") for name in names):
+            found.add(f"{module.replace('.', '/')}.py")
+    return found
+
+
+def test_the_table_says_who_imports_a_library() -> None:
+    page = (PACKAGE.parent / "AGENTS.md").read_text("utf-8").partition("| only these files import it |")[2]
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for library, cell in rows:
+        patterns = re.findall("`([^`]+)`", cell)
+        found = importers(library)
+        assert [file for file in found if not any(fnmatch(file, each) for each in patterns)] == [], library
+        assert [each for each in patterns if not any(fnmatch(file, each) for file in found)] == [], library
+
+
+def test_model_and_tokens_share_tokenizers_alone() -> None:
+    """Only a micro-batch passes between them in a step."""
+    imported = {other for module, others in uses().items() if room(module) == "tokens" for other in others}
+    assert {other for other in imported if room(other) == "model"} == {"model.packaged", "model.new_tokens"}
+    assert not [
+        module for module, others in uses().items() if room(module) == "model" and "tokens" in map(room, others)
+    ]
+
+
 def listed(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in LIGHT)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if listed(module)])
-def test_light_modules_import_no_torch(module: str) -> None:
-    seen, waiting = set(), [module]
+def test_light_modules_import_no_torch() -> None:
+    waiting = {module: module for module in MODULES if listed(module)}  # module: what imports it
+    assert len(waiting) > 100
+    seen = set()
     while waiting:
-        now = waiting.pop()
-        seen.add(now)
-        names = named(MODULES[now].body)
-        assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, now
-        waiting += own_modules(names) - seen
+        module, importer = waiting.popitem()
+        seen.add(module)
+        names = named(MODULES[module].body)
+        assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, (module, importer)
+        waiting |= dict.fromkeys(own_modules(names) - seen, module)
 
 
 def test_light_names_are_modules() -> None:

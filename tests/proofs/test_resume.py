@@ -144,11 +144,21 @@ def run(recipe: Path, run_dir: Path) -> int:
     return train.main([str(recipe), f"output_dir={run_dir}", "accelerate_config=single"])
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = write_resume_recipe(tmp_path, steps=4, dropout=0.1)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that nothing disturbed. Its recipe is beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = write_resume_recipe(folder, steps=4, dropout=0.1)
     rewrite(recipe, save_steps=2)
-    assert run(recipe, tmp_path / "whole") == 0
+    assert run(recipe, folder / "whole") == 0
+    return folder / "whole"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_failure_is_recorded_and_the_run_continues(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole.parent / "recipe.yaml"
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the export broke")
@@ -161,18 +171,23 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     assert (state["state"], state["phase"], state["rank"], state["step"]) == ("failed", "export", 0, 4)
     assert state["error"] == "RuntimeError: the export broke"
     assert run(recipe, tmp_path / "failed") == 0
-    assert fingerprint(tmp_path / "failed") == fingerprint(tmp_path / "whole")
-    before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert run(recipe, tmp_path / "whole") == 0
-    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
+    assert fingerprint(tmp_path / "failed") == fingerprint(whole)
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert run(recipe, whole) == 0
+    assert (whole / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("phase", "step"), [("try_worst_step", 0), ("look_before", 0), ("write_samples", 4)])
 def test_a_signal_outside_the_steps_stops_at_once_and_the_run_continues(
-    phase: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    phase: str,
+    step: int,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipe = write_resume_recipe(tmp_path, steps=4, dropout=0.1)
+    recipe = whole.parent / "recipe.yaml"
     genuine = getattr(session, phase)
 
     def with_signal(*arguments: Any, **named: Any) -> None:
@@ -187,8 +202,7 @@ def test_a_signal_outside_the_steps_stops_at_once_and_the_run_continues(
     state = state_of(tmp_path / "stopped")
     assert (state["state"], state["step"]) == ("stopped", step)
     assert run(recipe, tmp_path / "stopped") == 0
-    assert run(recipe, tmp_path / "whole") == 0
-    assert fingerprint(tmp_path / "stopped") == fingerprint(tmp_path / "whole")
+    assert fingerprint(tmp_path / "stopped") == fingerprint(whole)
 
 
 @pytest.mark.slow

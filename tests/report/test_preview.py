@@ -24,6 +24,7 @@ from finetune.tokens.encoder import Encoder
 from tests.support.models.tiny import SPECIAL_TOKENS, save_tiny
 from tests.support.rows.masks import encoded
 
+pytestmark = pytest.mark.draws
 QUESTION = {"role": "user", "content": "which seven birds sing?"}
 
 

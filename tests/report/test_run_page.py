@@ -21,6 +21,7 @@ from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import tiny, write_recipe
 
+pytestmark = pytest.mark.draws
 VOID = {"meta", "path", "use", "rect"}
 PLAN = {"phases": {"forward": {"peak_bytes": 2**32}}}
 NETWORK = re.compile(r"<script|<link|https?:|src=|@import|url\((?!#)|href=\"(?!#)")
