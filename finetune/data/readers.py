@@ -259,8 +259,9 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
             if text.startswith("]", position):
                 break
             position = _after(",", text, position)
-        if _SPACES.match(text, position + 1).end() < len(text):  # type: ignore[union-attr]
-            raise json.JSONDecodeError("Extra data", text, position + 1)
+        rest = _SPACES.match(text, position + 1).end()  # type: ignore[union-attr]
+        if rest < len(text):
+            raise json.JSONDecodeError("Extra data", text, rest)
         return
     except RecursionError:
         problem = TOO_DEEP

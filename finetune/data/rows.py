@@ -384,6 +384,7 @@ class Mistakes:
 
     def __init__(self) -> None:
         self.count = 0
+        self._more = 0  # without a line
         self._groups: dict[str, _Group] = {}
 
     def add(self, problem: str, place: str = "", *, kind: str | None = None, size: int = 0) -> None:
@@ -399,6 +400,8 @@ class Mistakes:
         if group is None:
             if len(self._groups) < SHOWN_MISTAKES:
                 self._groups[kind or problem] = _Group(problem, [place], size=size)
+            else:
+                self._more += 1
             return
         group.count += 1
         if size > group.size:
@@ -410,14 +413,14 @@ class Mistakes:
         """Raises DataError with a line for each different mistake, and a count of the mistakes that are not shown."""
         if not self.count:
             return
-        hidden = self.count - sum(group.count for group in self._groups.values())
-        raise DataError([group.line() for group in self._groups.values()], self.count, hidden)
+        raise DataError([group.line() for group in self._groups.values()], self.count, self._more)
 
     def take(self, error: DataError) -> None:
         """Add an error's mistakes, those that it does not show too."""
         for mistake in error.shown:
             self.add(mistake)
         self.count += error.count - len(error.shown)
+        self._more += error.more
 
 
 def check_rows(
