@@ -17,7 +17,8 @@ from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_
 from finetune.cli.recipe_list import as_table, find_recipes
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries, readable_threads
-from finetune.launch.script import plan_launch, script, write_script
+from finetune.launch.plan import plan_launch
+from finetune.launch.script import script, write_script
 from finetune.output_stream import open_missing_streams, plain_output
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from finetune.cli.app import Overrides, RecipeFile, run_verb, say
-from finetune.launch.script import plan_launch
+from finetune.launch.plan import plan_launch
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import load_recipe
 

@@ -41,7 +41,6 @@ from finetune.errors import DataError
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import Data
 from finetune.recipe.sections.results import Generate
-from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.wording import counted
 
 SHOWN_MISTAKES = 20  # different ones
@@ -433,6 +432,8 @@ def check_rows(
 
     Raises DataError with every mistake.
     """
+    from finetune.scoring.metrics import Metric, Scored, scores_of  # a training reads rows without it
+
     mistakes = Mistakes()
     entries, metrics, items = [*data.sets], list[Metric](), list[Scored]()
     # Without rows of their own the references are a share of the training rows, which the seed draws.

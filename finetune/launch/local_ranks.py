@@ -22,7 +22,8 @@ import psutil
 
 from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, RankLost, Stopped
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
-from finetune.launch.script import LaunchPlan, line_of_machine
+from finetune.launch.plan import LaunchPlan
+from finetune.launch.script import line_of_machine
 from finetune.launch.signals import BROKEN_OFF, STOPPING
 from finetune.launch.slurm import slurm_ranks
 from finetune.wording import counted

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import EnvironmentMismatch
 
 if TYPE_CHECKING:
-    from finetune.launch.script import LaunchPlan
+    from finetune.launch.plan import LaunchPlan
 
 # Only srun sets these. A batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
 _STEP_VARIABLES = (

@@ -152,7 +152,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     """Each refusal of `finetune train` before it reads data, by the trainer's own checks; then the model's weights."""
     from finetune.launch.launcher import read_launch
     from finetune.launch.local_ranks import ranks_here
-    from finetune.launch.script import plan_launch
+    from finetune.launch.plan import plan_launch
     from finetune.recipe.strategy import strategy_of
     from finetune.strategies.accelerator import check_combination, check_has_gpu
     from finetune.strategies.packages import check_packages

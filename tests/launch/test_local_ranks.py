@@ -20,7 +20,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch import launcher, local_ranks
 from finetune.launch.launcher import take_out_left_over
 from finetune.launch.local_ranks import is_rank_already, ranks_here
-from finetune.launch.script import plan_launch
+from finetune.launch.plan import plan_launch
 from tests.support.runs.launching import REPOSITORY
 
 RECIPE = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine

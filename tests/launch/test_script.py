@@ -18,7 +18,8 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
-from finetune.launch.script import plan_launch, script
+from finetune.launch.plan import plan_launch
+from finetune.launch.script import script
 from finetune.launch.slurm import slurm_ranks
 from tests.support.runs.cells import free_ports
 from tests.support.runs.soak_resume import write_resume_recipe
