@@ -215,6 +215,7 @@ def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dic
 
 def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """The message if the objective compares or judges answers, and the rows lack the columns for it."""
+    assert entry.format != "auto"
     needed = LAYOUTS[entry.format].columns
     if entry.columns:
         missing = [column for column in needed if column not in {*names, *entry.columns}]

@@ -17,8 +17,9 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.model.optimizers.rounded_adamw import LocalPart, RoundedAdamW, all_of
-from finetune.recipe.optimizers import OPTIMIZERS, Optimizer
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe, Training
+from finetune.recipe.sections.training import Optimizer
 from finetune.wording import counted
 
 RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
