@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
+from finetune.architecture.attention import AMPERE
 from finetune.errors import RecipeError
 from finetune.files import write_json, write_text
 from finetune.launch.launcher import Launch, continue_command
@@ -28,6 +29,7 @@ from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
 from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
@@ -48,7 +50,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.facts import MOST_RECORD_BYTES
-from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity
+from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, read_state
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
@@ -60,11 +62,6 @@ from finetune.untrusted.json_files import read_object
 if TYPE_CHECKING:
     from finetune.training.scored_answers import ScoredSet
     from finetune.training.start_adapter import StartAdapter
-
-
-from finetune.architecture.attention import AMPERE
-from finetune.model.dtypes import COMPUTE, dtype_name
-from finetune.run_folder.folder import read_state
 
 
 @dataclass(frozen=True)
