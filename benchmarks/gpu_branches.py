@@ -47,8 +47,8 @@ REASONS: dict[str, str] = {
     "finetune/planner/trace/pinned_memory.py pinned_memory.around: torch.device(to).type == 'cpu'": (
         "asked of non-blocking copies off the pretended GPU, which the trainer makes to the host alone"
     ),
-    "finetune/finished_run/export_step.py _write_answers: device.type == 'cpu'": (
-        "asked before a model answers that was exported; on a GPU any size may, and chat and eval load it the same way"
+    "finetune/finished_run/evaluation.py HeldOutLoss.ask: self.device.type == 'cpu'": (
+        "a GPU's answer lets Accelerator find the GPU, as a training does in strategies/accelerator.py"
     ),
     "finetune/launch/local_ranks.py _environments: on_cpu": (
         "a GPU's answer is given in a process whose path is the test's: launch/test_local_ranks.py, ranks_on_gpus"
