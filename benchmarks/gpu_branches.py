@@ -38,9 +38,6 @@ REASONS: dict[str, str] = {
     "finetune/architecture/compiled/document_operator.py document_operator.gradients: slope.device.type == 'cuda'": (
         "asked inside an operator that a GPU alone runs; tests/support/threaded_device.py has a device like it"
     ),
-    "finetune/model/optimizers/fused_update.py allocated_bytes: device.type != 'cuda'": (
-        "a GPU's answer reads the allocator of CUDA; `benchmarks/gpu.py optimizer` asks it on a GPU"
-    ),
     "finetune/architecture/rotary.py _frequencies: device.type == 'cuda'": (
         "asked where the positions are on another device than the CPU; stand-ins compute on the host"
     ),
