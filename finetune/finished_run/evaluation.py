@@ -180,7 +180,7 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
-            questions.append(Scores(tokenizer, how, asked))
+            questions.append(Scores(tokenizer, how, asked, say))
             measured += [metric.name for metric in asked.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
@@ -191,7 +191,7 @@ def _questions(
         measured.append("general")
     refuse_unknown_thresholds(request.fail_under, measured)
     if request.general:
-        questions.append(General(tokenizer, how, _general_set(encoder)))
+        questions.append(General(tokenizer, how, _general_set(encoder), say))
     return questions
 
 
@@ -241,10 +241,11 @@ class Scores:
     tokenizer: PreTrainedTokenizerBase
     how: Answering
     asked: ScoredSet
+    say: _Say
     key = "scores"
 
     def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
 
     def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
         asked, answers = self.asked, {"base": base, "tuned": tuned}
@@ -278,10 +279,11 @@ class General:
     tokenizer: PreTrainedTokenizerBase
     how: Answering
     asked: ScoredSet
+    say: _Say
     key = "general"
 
     def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
 
     def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()
