@@ -154,7 +154,7 @@ def round_ends(new: int) -> list[int]:
     The others are batched again, each after its answer so far. So a batch needs room for the round alone, not for the
     longest answer of all.
     """
-    ends = []
+    ends: list[int] = []
     while FIRST_ROUND << len(ends) < new:
         ends.append(FIRST_ROUND << len(ends))
     return [*ends, new]
