@@ -63,8 +63,7 @@ class ChatSession:
 
     def speakers(self, who: Who) -> list[Participant]:
         """Raises FinetuneError for the base where there is none."""
-        chosen = {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
-        found = [speaker for speaker in chosen if speaker is not None]
+        found = [one for one in (self.base, self.tuned) if one is not None and who in (one.name, "both")]
         if not found:
             raise FinetuneError("base: is not asked; name it with --base-model")
         return found

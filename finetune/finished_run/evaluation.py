@@ -26,6 +26,7 @@ from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thres
 from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
 from finetune.finished_run.load import (
     FinishedRun,
+    answer_with_fewer_kernels,
     best_device,
     finished_run,
     fitting,
@@ -145,6 +146,8 @@ def measure(
 
         with fitting(device):
             for question in questions:
+                if name == "tuned" and not isinstance(question, HeldOutLoss):
+                    answer_with_fewer_kernels(model)
                 found[question.key][name] = question.ask(model, name, show_model)
     result: dict[str, Any] = {}
     if questions:

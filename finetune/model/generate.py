@@ -204,11 +204,11 @@ def _answers(
     answers = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
         length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-        answers.append(answer_of(row[:length], tokenizer, ended=row[length - 1] in ends))
+        answers.append(decoded_answer(row[:length], tokenizer, ended=row[length - 1] in ends))
     return answers
 
 
-def answer_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Answer:
+def decoded_answer(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Answer:
     """An answer's tokens, decoded."""
     return Answer(str(tokenizer.decode(tokens, skip_special_tokens=True)).strip(), ended, tokens)
 

@@ -27,8 +27,8 @@ from finetune.model.generate import (
     BATCH_TOKENS,
     MOST_BATCH_TOKENS,
     Answer,
-    answer_of,
     answering,
+    decoded_answer,
     greedy_answers,
     kept_bytes,
     prompt_batches,
@@ -214,8 +214,9 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
     With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
     """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1  # a machine's ranks
-    room = memory_of(device).free // 2 // sharing // kept_bytes(model)
-    return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, *ranks.gather(room)))
+    room: int = memory_of(device).free // 2 // sharing // kept_bytes(model)
+    least: int = min(ranks.gather(room))
+    return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
 
 
 def generated_answers(
@@ -289,9 +290,10 @@ def generated_answers(
                 how.most_tokens = tokens // 2
                 mine = _batches([index for each in mine for index in each], asking, end - before, how.most_tokens)
             for others in ranks.gather(found):
-                for index, each in others.items():
-                    so_far = answers[index].tokens if before else []
-                    answers[index] = answer_of(so_far + each.tokens, tokenizer, ended=each.ended)
+                found |= others  # a repeated batch is there twice
+            for index, each in found.items():
+                so_far = answers[index].tokens if before else []
+                answers[index] = decoded_answer(so_far + each.tokens, tokenizer, ended=each.ended)
     return [answers[index] for index in range(len(prompts))]
 
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_a_plain_text_goes_to_completions(tmp_path: Path, tiny_llama: Path, serv
 
 def test_calls_are_sent_and_read_in_openais_form(server: OpenAI) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2"},
@@ -151,7 +152,7 @@ def test_a_fault_is_one_line(
 
 def test_a_fault_that_passes_is_asked_again(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: waited.append(seconds) if seconds != 0.02 else None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds) if seconds != 0.02 else None)
     server.fault, server.times, server.headers = "429", 2, {"Retry_After": "7"}
     answer = reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=4)
     assert answer.text == "tuned answers"

@@ -1,4 +1,4 @@
-"""Batches of answers as large as free memory allows: decode steps counted, greedy answers those of each prompt alone."""
+"""Batches of answers as large as free memory allows: decode steps counted, answers those of each prompt alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from finetune.model.generate import (
     MOST_BATCH_TOKENS,
     answer,
     answering,
+    greedy_answers,
     kept_bytes,
     prompt_batches,
     round_ends,
@@ -120,10 +121,13 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
     # Tokens that some answers have early and others never.
     model.generation_config.eos_token_id = [found[0].tokens[1], found[3].tokens[7], found[5].tokens[15]]
     rows: list[int] = []
-    genuine = scored_answers.greedy_answers
-    monkeypatch.setattr(
-        scored_answers, "greedy_answers", lambda *given, **named: rows.append(len(given[2])) or genuine(*given, **named)
-    )
+    genuine = greedy_answers
+
+    def counted(*given: Any, **named: Any) -> Any:
+        rows.append(len(given[2]))
+        return genuine(*given, **named)
+
+    monkeypatch.setattr(scored_answers, "greedy_answers", counted)
     found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
     assert [each.text for each in found] == alone(model, asked)
     assert rows[0] == 11
@@ -134,7 +138,7 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
 
 def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said, sizes = shaken(), list[str](), list[int]()
-    genuine = scored_answers.greedy_answers
+    genuine = greedy_answers
 
     def full(model: Any, tokenizer: Any, prompts: Any, **options: Any) -> Any:
         if len(prompts) > 3:
