@@ -39,7 +39,7 @@ PARALLEL = 16  # requests at a time; a server queues or batches them
 TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
 PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
-MOST_BYTES = 16 * 2**20  # of a reply
+MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 
 
 @dataclass(frozen=True)
@@ -276,13 +276,13 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         wait, content = None, b""
         try:
             with opener.open(Request(url, data, headers), timeout=TIMEOUT) as response:
-                content = response.read(MOST_BYTES + 1)
+                content = response.read(MOST_REPLY_BYTES + 1)
                 if response.length:  # http.client reads a part without an error if the limit is given
                     raise HTTPException("the reply ends early")
             break
         except HTTPError as error:
             with suppress(HTTPException, OSError):
-                content = error.read(MOST_BYTES)
+                content = error.read(MOST_REPLY_BYTES)
             said = _reason(_object(content))
             if error.code in PASSING:
                 problem = f"{error.code} {_STATES.get(error.code, 'a fault of the server')}{said}"
