@@ -1,6 +1,6 @@
 """The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`, or `finetune train RECIPE ...`.
 
-A training is five pages, and each returns one frozen object for the next:
+A training has five parts. Each is one function, and returns one frozen object for the next:
 
     refuse    settings, launch, machine                    Checked   training/start.py
     choose    every `auto`, base, tokenizer, probe         Choices
@@ -8,7 +8,7 @@ A training is five pages, and each returns one frozen object for the next:
     build     model, optimizer, receipt                    Built     training/session.py
     train     worst step, loop, export                     Ended
 
-Reports and pushes follow from the run's folder alone. However the run ends, run_state.json there says how.
+The report and the push come last, and read only the run's folder. However the run ends, run_state.json there says how.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             repeat_after_launcher(str(error))
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # with words at a second Ctrl-C; a first one ends a start
+        print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # Python's own interrupt has no text
         return 130
 
 
@@ -86,7 +86,7 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
         with session(start, output) as opened:
             if opened is not None:  # else this run is finished already
                 code = train(build(opened)).exit_code
-        # No rank waits any more.
+        # The process group has ended, so no rank waits while rank 0 writes the report.
         if start.writes:
             from finetune.report.run_page import write_pages
 
@@ -99,7 +99,7 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
 
 
 def refuse_deleted_folder() -> None:
-    """Raise EnvironmentMismatch in a folder that was deleted. MKL ends a process there, with a line about torch."""
+    """Raise EnvironmentMismatch if the current folder was deleted. MKL would end it with a line about torch."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def announce(recipe: Recipe) -> None:
 
 def refuse_secrets(recipe: Recipe) -> None:
     """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
-    # Without a push, a value may equal a secret environment variable's: it may be a plain word.
+    # Secret environment variables count only before a push: they may hold a plain word that the recipe needs.
     known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
     secret = secret_key(recipe.model_dump(mode="json"), known)
     if secret is not None:
@@ -132,12 +132,12 @@ def set_up_process(recipe: Recipe) -> Launch:
     from finetune.launch.signals import die_with_launcher
 
     die_with_launcher()  # before importing torch, because that takes minutes for a hundred ranks
-    for library in ("bitsandbytes", "torchao", "matplotlib"):  # log missing kernels and folders when they are imported
+    for library in ("bitsandbytes", "torchao", "matplotlib"):  # at import they log missing kernels
         logging.getLogger(library).setLevel(logging.ERROR)
     from finetune.launch.cpu_memory import bound_libraries, readable_threads
     from finetune.launch.gpu_environment import set_gpu_environment
 
-    bound_libraries()  # before torch loads, and so the next
+    bound_libraries()  # this call and the next must come before torch loads
     set_gpu_environment(deterministic=recipe.training.deterministic)
     from finetune.launch.launcher import read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
@@ -155,7 +155,7 @@ def set_up_process(recipe: Recipe) -> Launch:
 
 
 def _wait_for_rank_0(code: int) -> int:
-    """Let other ranks end after rank 0. A launcher kills all ranks when one ends, and rank 0 prints the error."""
+    """Make other ranks wait. A launcher kills all ranks when one ends, but rank 0 must print the error first."""
     if code not in (0, 130):
         from finetune.launch.launcher import speaks_for_ranks
 

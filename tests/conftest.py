@@ -47,8 +47,8 @@ def _left_out(config: pytest.Config) -> list[str]:
 draw_svg, draw_png, drawing = pictures.inline_svg, pictures.save_png, False
 
 
-def _inline_svg(chart: pictures.Chart, size: pictures.Size = "column") -> str:
-    return draw_svg(chart, size) if drawing else "<svg></svg>" * bool(chart.shown)
+def _inline_svg(chart: pictures.Chart) -> str:
+    return draw_svg(chart) if drawing else "<svg></svg>" * bool(chart.shown)
 
 
 def _save_png(chart: pictures.Chart, file: Path) -> None:

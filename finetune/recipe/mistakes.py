@@ -1,7 +1,7 @@
 """Mistakes in a recipe: a code, the key, the problem, and the text to write instead.
 
-pydantic finds the mistakes, and its kind of error is the code. Its messages name types and union branches; ours name
-the text to write.
+pydantic finds the mistakes of single keys, and its kind of error is the code. Its messages name types and union
+branches; ours name the text to write. A check of several keys brings its own words: schema.py, sections/ and names.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Everything that decides is here:
     reading a recipe    fastest_for: the recipe's GPUs, or this processor's flags      without_auto
     starting a run      fastest_by_products or fastest_on_gpu: the device itself       without_auto again
 
-training/formats.py asks the device, and keeps the formats with which a run began.
+training/start.py (`choose_formats`) asks the device. A run that has begun keeps its formats.
 
 Speed of [256, 256] products on one core of an AMD EPYC with AVX-512, in GFLOP/s, with oneDNN limited to each
 instruction set. Backward computes the second product, for the gradient of a layer's input:

@@ -55,9 +55,6 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -
     names = [name for each in files for name in ([each] if isinstance(each, str) else each or [])]
     if any(name.lower().endswith((".xlsx", ".xlsm")) for name in names):
         yield NeededPackage("data", "openpyxl", "excel", "openpyxl")
-    scored = recipe.eval.generate
-    if scored.every is not None and any(choice.name == "chrf" for choice in scored.choices):
-        yield NeededPackage("eval.generate.metrics: chrf", "sacrebleu", "eval", "sacrebleu")
 
 
 def check_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> None:

@@ -263,7 +263,7 @@ def release_engine(accelerator: Accelerator) -> None:
 
 
 def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The number format of the weights that an engine with this config computes with."""
+    """The number format in which DeepSpeed computes with this config."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for key, dtype in halves.items() if config[key]["enabled"]), torch.float32)
 

@@ -101,7 +101,7 @@ class Marks:
         return [marked(index, message) for index, message in enumerate(self._messages)]
 
     def around_tools(self, tools: Tools) -> Tools:
-        """The tools with a mark after each name, and fences around text that spells a control token."""
+        """The tools with a mark after each name. Text that equals a control token gets a fence before and after it."""
         if not tools:
             return tools
         fenced: list[dict[str, Any]] = map_texts(tools, self._fenced)

@@ -1,6 +1,6 @@
-"""The last two of a training's five pages: `build` makes everything that trains, `train` trains it.
+"""The last two of a training's five parts: `build` makes model, optimizer and receipt, and `train` takes the steps.
 
-    session       the ranks meet; a signal to stop becomes a flag; heartbeats, saves and errors are looked after
+    session       meets the other ranks, turns stop signals into a flag, runs watchdog and saves, explains errors
       build       model, optimizer, receipt, schedule and output, as of the first step           -> Built
       train       worst step, reference, answers before, the loop, export and answers after      -> Ended
 
@@ -112,7 +112,7 @@ class Ended:
 def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
     """Everything around `build` and `train`. None: this run is finished, and a line says so.
 
-    Every rank enters it. A failure goes to run_state.json, and one of memory becomes DoesNotFit.
+    Every rank enters it. A failure is written to run_state.json. Too little memory becomes DoesNotFit.
     """
     with process_group(start) as accelerator:
         if start.writes and start.launch.world_size > 1:
@@ -127,8 +127,8 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         start = agree_on_recomputation(accelerator, start)
         device, progress = accelerator.device, Progress(step=first_step)
         output.terminal.memory_of = peak_of(device)
-        # The memory of loading and of the worst step is always measured. On CUDA reading the allocator's peak is free.
-        # Elsewhere each operation is watched.
+        # Loading and the worst step are always measured. On CUDA this is free, because the allocator counts its peak.
+        # On other devices each operation is watched.
         phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
         with (
             watchdog(start.recipe, accelerator, start.launch, progress),
@@ -161,7 +161,7 @@ def process_group(start: Start) -> Iterator[Accelerator]:
 
 
 def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int | None:
-    """The finished steps that every rank starts from, broadcast from rank 0; None if the run is finished."""
+    """The number of finished steps, which rank 0 tells the other ranks; None if the run is finished."""
     step = 0
     if claim is not None and claim.checkpoint:
         step = claim.checkpoint.step
@@ -221,7 +221,7 @@ def build(opened: Session) -> Built:
         assembled, state = _load(opened)
     give_back_freed_memory()
     output.open_trackers(first_step)
-    assembled.model.train()  # DeepSpeed's returns nothing
+    assembled.model.train()  # not chained: DeepSpeed's train() returns None
     parts = StepParts(
         accelerator=accelerator,
         model=assembled.model,
@@ -371,7 +371,7 @@ def train(built: Built) -> Ended:
 def try_worst_step(built: Built) -> dict[str, Phase]:
     """Compare the parts chosen for speed with the library's modules, then try the step that takes most memory.
 
-    It leaves weights and optimizer as they were. Layers are compiled in it. Returns what its phases took.
+    It leaves weights and optimizer as they were. Layers are compiled during that step. Returns its phases' costs.
     """
     start, run, receipt, compiled = built.start, built.run, built.receipt, built.compiled
     accelerator, log = run.parts.accelerator, run.output.terminal.log
@@ -423,7 +423,7 @@ def _with_reference(built: Built) -> Run:
 
 
 def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
-    """Answers after, the export, and the last lines."""
+    """Write the answers after training, export, and print the last lines."""
     start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
     log = run.output.terminal.log
     exported = weights_to_export(start.recipe, assembled, state)

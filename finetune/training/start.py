@@ -1,4 +1,4 @@
-"""Three of a training's five pages, before the first process group: `refuse`, `choose` and `prepare`.
+"""The first three of a training's five parts, before any process group: `refuse`, `choose` and `prepare`.
 
     refuse    settings, launch, machine, trackers and the Hub     -> Checked
     choose    base, tokenizer, recomputation; the probe           -> Choices
@@ -228,7 +228,7 @@ def prepare(choices: Choices) -> Start:
 
 
 def own_recomputation(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]]:
-    """`auto`'s choice for this rank's device, and its facts. training/session.py takes the most that any rank chose."""
+    """The recipe with `auto` decided for this device, and the facts. training/session.py makes all ranks agree."""
     from finetune.closed_form.recomputation import choose_recomputation
 
     device, gpus = device_of(launch), None
@@ -270,7 +270,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
 
 
 def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, str]:
-    """The data's fingerprint as the release before 1.0 made it, if that release's run had as many tokens."""
+    """The data's fingerprint as the release before 1.0 computed it, if the run's receipt has the same data figures."""
     if not (run_dir / "receipt.json").is_file():
         return {}
     there, here = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("data"), prepared.facts
@@ -296,7 +296,7 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     Raises FinetuneError if the run's state cannot be read.
     """
     if not loaded.auto_formats:
-        return loaded.formats_for(FastestFormat("bf16", ""))
+        return loaded.formats_for(FastestFormat("bf16", ""))  # nothing is auto, so this is not used
     run_dir = Path(loaded.recipe.run_dir)
     began_with = _formats_of_run(run_dir) if loaded.recipe.training.resume == "auto" else None
     if began_with is not None:
@@ -323,7 +323,7 @@ def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
 
 
 def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
-    """A line if this CPU emulates the recipe's compute format; empty if it does not, and on a GPU."""
+    """One line if this CPU emulates a format that the recipe computes in; otherwise empty, also on a GPU."""
     if device.type != "cpu":
         return ""
     formats: set[torch.dtype | None] = {COMPUTE[recipe.training.mixed_precision]}

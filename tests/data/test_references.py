@@ -12,7 +12,7 @@ from finetune.cli.main import main
 from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.rows import check_rows, reference_in
 from finetune.errors import DataError
-from finetune.finished_run import evaluate
+from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data
@@ -109,7 +109,7 @@ def test_the_check_a_start_and_eval_say_one_line(
     assert not (tmp_path / "run").exists()
     run = finished_run(tmp_path / "finished", tiny_llama)
     with pytest.raises(DataError, match=r"asked\.jsonl:2: metric number: "):
-        evaluate(run, None, (), print, metrics=("number",), file=asked)
+        evaluate_finished(run, EvalRequest(metrics=chosen_metrics(["number"], None), file=asked), print)
 
 
 def test_rows_that_drop_leaves_out_are_counted(tmp_path: Path, tiny_llama: Path) -> None:

@@ -79,7 +79,6 @@ def load(name: str, *overrides: str) -> Recipe:
     ("name", "gpus"),
     [
         ("llama3_full", "2x48GB"),
-        ("llama3_full", "8x40GB"),
         ("llama3_8b_lora_1x24gb", "12GB"),
         ("llama3_ddp", "4x12GB"),
         ("llama3_8b_lora_1x80gb", "24GB"),

@@ -205,6 +205,7 @@ def test_the_heading_counts_the_processes_that_ran(sizes: list[int], device: str
     assert expected in console.export_text()
 
 
+@pytest.mark.draws
 def test_the_picture(tmp_path: Path) -> None:
     names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"]
     draw(result(*[finished(name) for name in names], REFUSED), tmp_path / "compare.png")
@@ -461,6 +462,7 @@ def test_the_figure_that_ranks(tiny_llama: Path, tmp_path: Path, vary: str, metr
     assert comparison(recipe, **asked).ranked_by == by
 
 
+@pytest.mark.draws
 def test_a_sweep_shows_its_ranking_alone(tmp_path: Path) -> None:
     """With strategies in it, memory and traffic too."""
     console = Console(file=io.StringIO(), width=120)

@@ -274,5 +274,5 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("finetune.recipe.loader.load_recipe", interrupt)
+    monkeypatch.setattr("finetune.cli.main.load_recipe", interrupt)
     assert main(["check", "recipes/llama3_fsdp.yaml"]) == 130

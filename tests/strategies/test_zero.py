@@ -19,7 +19,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
-from finetune.strategies import zero_requirements
+from finetune.strategies import packages, zero_requirements
 from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
 from tests.support.models.tiny import save_tiny, tiny_model, write_chats
 from tests.support.runs.cells import launch
@@ -249,12 +249,13 @@ def test_what_is_missing_is_reported_with_the_line_to_install(
 def test_an_engine_that_takes_steps_that_are_not_finite_is_refused(
     installed: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_requirements, "version", lambda name: installed)
+    monkeypatch.setattr(packages, "version", lambda name: installed)
+    needed = [packages.engine_package(read_strategy("zero3"))]
     if not refused:
-        require_deepspeed("zero3")
+        packages.refuse_missing(needed)
         return
-    with pytest.raises(EnvironmentMismatch, match=rf"DeepSpeed {installed} lets .*pip install 'deepspeed>=0.19.8'$"):
-        require_deepspeed("zero3")
+    with pytest.raises(EnvironmentMismatch, match=r"DeepSpeed 0.19.8 or newer is not.*finetune\[deepspeed\]'$"):
+        packages.refuse_missing(needed)
 
 
 def test_whole_sizes_without_an_engine() -> None:
