@@ -66,7 +66,7 @@ def open_endpoint(text: str, model: str | None, base_model: str | None, say: Cal
     except ValueError:
         parts, host = urlsplit(""), None
     problem = None
-    if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable():
+    if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable() or " " in text:
         problem = "is not the address of a server; write http://HOST:PORT/v1"
     elif "@" in parts.netloc:
         problem = f"has a name or a password in it; set {KEY} instead"

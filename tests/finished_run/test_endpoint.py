@@ -176,6 +176,7 @@ def test_nothing_is_sent_after_a_redirect(server: OpenAI, run: Path, monkeypatch
         ("ftp://localhost", "is not the address of a server"),
         ("http://localhost:99999", "is not the address of a server"),
         ("http://", "is not the address of a server"),
+        ("http://localhost/a b", "is not the address of a server"),
         ("https://me:word@localhost/v1", "an address: has a name or a password in it; set FINETUNE_ENDPOINT_KEY"),
         ("http://localhost/v1?key=word", "has a ? or #"),
     ],
