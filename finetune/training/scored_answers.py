@@ -7,7 +7,6 @@ forward gathers weights. A pipeline's stages compute all answers together.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -213,8 +212,7 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
 
     With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
     """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1  # a machine's ranks
-    room: int = memory_of(device).free // 2 // sharing // kept_bytes(model)
+    room: int = memory_of(device).free // 2 // kept_bytes(model)
     least: int = min(ranks.gather(room))
     return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.measure.out_of_memory import Memory
+from finetune.measure.out_of_memory import Memory, memory_of
 from finetune.model.generate import (
     BATCH_TOKENS,
     MOST_BATCH_TOKENS,
@@ -74,6 +74,8 @@ def test_the_fullest_rank_decides_within_bounds(monkeypatch: pytest.MonkeyPatch)
     assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 5000])) == 5000
     assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 7])) == BATCH_TOKENS
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert memory_of(CPU).sharing == 16
+    monkeypatch.setattr(scored_answers, "memory_of", lambda _: Memory(60 * GB, 0, 0, sharing=16))
     assert tokens_that_fit(model, CPU, Ranks()) == 30 * GB // 16 // 131_072
 
 
