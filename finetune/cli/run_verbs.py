@@ -18,12 +18,34 @@ from finetune.files import check_output
 from finetune.finished_run import ENGINES
 from finetune.run_folder.facts import require_run_folder
 
+OnServer = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint", metavar="URL", help="Ask this server (vLLM, llama.cpp, Ollama); none.", show_default=False
+    ),
+]
+OnServerTuned = Annotated[
+    str | None, typer.Option("--model", help="The tuned model's name there; the only one.", show_default=False)
+]
+OnServerBase = Annotated[
+    str | None, typer.Option("--base-model", help="The base's name there; none.", show_default=False)
+]
+
 
 def _line_printer(as_json: bool) -> Callable[[str], None]:
     """Print lines, or drop them if standard output is one JSON object."""
     if as_json:
         return lambda _: None
     return say
+
+
+def _server(url: str | None, model: str | None, base_model: str | None) -> Any:
+    """The server of --endpoint. Raises FinetuneError."""
+    if url is not None:
+        return finished_run.open_endpoint(url, model, base_model, partial(say, err=True))
+    if model or base_model:
+        raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
+    return None
 
 
 def chat(
@@ -34,6 +56,9 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of every answer; none.", show_default=False)] = None,
+    endpoint: OnServer = None,
+    model: OnServerTuned = None,
+    base_model: OnServerBase = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to the base model, the tuned one, or both."""
@@ -43,14 +68,15 @@ def chat(
 
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
-        say_begun(f"loading base and tuned model of {run}")
+        say_begun(f"loading base and tuned model of {run}" if endpoint is None else f"asking {endpoint}")
         folder = finished_run.run_at(run, step)
+        session = finished_run.open_run(folder, _server(endpoint, model, base_model))
         chosen: Any = who  # checked above
         settings = finished_run.GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
-            answers = finished_run.answers_to(finished_run.open_run(folder), prompt or [], chosen, settings)
+            answers = finished_run.answers_to(session, prompt or [], chosen, settings)
             return {"ok": True, "answers": answers}
-        finished_run.converse(folder, prompt or [], chosen, settings, typer.echo)
+        finished_run.converse(session, prompt or [], chosen, settings, typer.echo)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)
@@ -138,6 +164,9 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Rows, and questions of each task; 200, all.", show_default=False)
     ] = None,
+    endpoint: OnServer = None,
+    model: OnServerTuned = None,
+    base_model: OnServerBase = None,
     as_json: AsJson = False,
 ) -> None:
     """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
@@ -155,8 +184,9 @@ def evaluate(
             tasks=[] if tasks is None else tasks.split(","),
             include=include,
             chat_template=chat_template,
+            endpoint=_server(endpoint, model, base_model),
         )
-        say_begun(f"loading {run}, its base and its held-out rows")
+        say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
         from finetune.measure.metrics import Terminal
 
         progress = Terminal(0, silent=as_json, stream=sys.stderr)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from finetune.finished_run.chat import answers_to as answers_to
     from finetune.finished_run.chat import converse as converse
     from finetune.finished_run.chat import open_run as open_run
+    from finetune.finished_run.endpoint import open_endpoint as open_endpoint
     from finetune.finished_run.eval_request import EvalRequest as EvalRequest
     from finetune.finished_run.eval_request import chosen_metrics as chosen_metrics
     from finetune.finished_run.eval_request import thresholds as thresholds
@@ -39,6 +40,7 @@ ENGINES = ("transformers", "peft", "vllm", "llama.cpp", "ollama")  # of `finetun
 # Module -> the names that it gives.
 _NAMES = {
     "chat": ("GenerationSettings", "answers_to", "converse", "open_run"),
+    "endpoint": ("open_endpoint",),
     "eval_request": ("EvalRequest", "chosen_metrics", "thresholds"),
     "evaluation": ("evaluate_finished",),
     "export_step": ("export_with_report", "run_at"),

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from finetune.data.cells import BadRow
+from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
+from finetune.finished_run.endpoint import Endpoint, reply_of
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering
 from finetune.output_stream import without_controls
@@ -45,7 +46,7 @@ class Participant:
     """A model in the conversation, with its own history."""
 
     name: str
-    model: nn.Module
+    model: Any  # an nn.Module, or a model's name on a server
     turn_off_adapter: Callable[[], AbstractContextManager[Any]]
     history: list[dict[str, str]] = field(default_factory=list)
 
@@ -56,15 +57,30 @@ class ChatSession:
 
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
-    base: Participant
+    base: Participant | None  # None: a server has the tuned model alone
     tuned: Participant
+    endpoint: Endpoint | None = None
 
     def speakers(self, who: Who) -> list[Participant]:
-        return {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
+        """Raises FinetuneError for the base where there is none."""
+        found = [one for one in (self.base, self.tuned) if one is not None and who in (one.name, "both")]
+        if not found:
+            raise FinetuneError("base: is not asked; name it with --base-model")
+        return found
 
     def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
         """The speaker's answer to `text` after its history. Both are remembered, or after an error neither."""
         messages = [*speaker.history, {"role": "user", "content": text}]
+        if self.endpoint is not None:
+            new, warmth = settings.max_new_tokens, settings.temperature
+            asked = Chat(messages, None, [False] * len(messages))
+            reply = reply_of(
+                self.endpoint, speaker.model, asked, max_new_tokens=new, temperature=warmth, seed=settings.seed
+            ).text
+            if streamer is not None:
+                streamer.on_finalized_text(reply, stream_end=True)
+            speaker.history[:] = [*messages, {"role": "assistant", "content": reply}]
+            return reply
         try:
             prompt = self.encoder.prompt_ids(messages)
         except BadRow as error:
@@ -84,10 +100,17 @@ class ChatSession:
         return reply
 
 
-def open_run(run_dir: Path) -> ChatSession:
-    """Load a finished run, with its base as in training. Raises FinetuneError if the folder holds none."""
+def open_run(run_dir: Path, endpoint: Endpoint | None = None) -> ChatSession:
+    """Load a finished run, with its base as in training, or talk to the server that has it.
+
+    Raises FinetuneError if the folder holds none.
+    """
     run, device = finished_run(run_dir), best_device()
     tokenizer = load_run_tokenizer(run)
+    if endpoint is not None:
+        of_name = {name: Participant(name, model, nullcontext) for name, model in endpoint.models().items()}
+        encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint)
     if run.recipe.lora is None:
         tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
         base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
@@ -107,7 +130,11 @@ def chat_loop(
         if command == "/quit":
             return
         if command in WHO:
-            who = WHO[command]
+            try:
+                session.speakers(WHO[command])
+                who = WHO[command]
+            except FinetuneError as error:
+                log(str(error))
         elif text.startswith("/"):
             log(_run_command(session, settings, command, argument.strip()))
         elif text:
@@ -132,8 +159,8 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
     """Run a slash command. Returns the text to print."""
     match command:
         case "/reset":
-            session.base.history.clear()
-            session.tuned.history.clear()
+            for speaker in session.speakers("both"):
+                speaker.history.clear()
             return "forgotten"
         case "/seed" if not argument or argument.isdecimal():
             settings.seed = int(argument) if argument else None
@@ -169,10 +196,10 @@ def _save(session: ChatSession, path: Path) -> str:
 
 
 def converse(
-    run_dir: Path, prompts: Sequence[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
+    session: ChatSession, prompts: Sequence[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
 ) -> None:
     """Answer the prompts, or typed lines if there are none, through `log`. Raises FinetuneError."""
-    session = open_run(run_dir)
+    session.speakers(who)
     if not prompts:
         log(HELP)
     chat_loop(session, prompts or typed_lines(), who, settings, log)

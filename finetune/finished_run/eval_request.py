@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.recipe.metric_names import read_metric
 from finetune.scoring.function import load_function
 from finetune.scoring.metrics import Metric
+
+if TYPE_CHECKING:
+    from finetune.finished_run.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class EvalRequest:
     tasks: Sequence[str] = ()  # lm-eval's names; * matches any letters
     include: Path | None = None  # a folder with the user's own task files
     chat_template: bool | None = None  # for all tasks, or for none; None: for those that generate
+    endpoint: Endpoint | None = None  # a server that answers; no model is loaded
 
 
 def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:

@@ -19,11 +19,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
+from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
+from finetune.finished_run.endpoint import Endpoint, conversations, endpoint_answers
 from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
 from finetune.finished_run.load import (
     FinishedRun,
+    answer_with_fewer_kernels,
     best_device,
     finished_run,
     fitting,
@@ -73,6 +76,9 @@ def evaluate_finished(folder: Path, request: EvalRequest, say: _Say, show: _Say 
     """
     if not request.generate and (request.metrics or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
+    if request.endpoint is not None and (request.tasks or not request.generate):
+        remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
+        raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
     run, device = finished_run(folder), best_device()
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
@@ -125,6 +131,8 @@ def measure(
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
     questions = _questions(run, device, prepared, request, say)
+    if request.endpoint is not None and questions:
+        return _measured_there(run, questions, request, request.endpoint, say, show)
     found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
     models: Iterator[tuple[str, nn.Module]] = iter(())
     if questions:
@@ -138,6 +146,8 @@ def measure(
 
         with fitting(device):
             for question in questions:
+                if name == "tuned" and not isinstance(question, HeldOutLoss):
+                    answer_with_fewer_kernels(model)
                 found[question.key][name] = question.ask(model, name, show_model)
     result: dict[str, Any] = {}
     if questions:
@@ -159,6 +169,49 @@ def measure(
     return result, rows
 
 
+def _measured_there(
+    run: FinishedRun,
+    questions: Sequence[Any],
+    request: EvalRequest,
+    endpoint: Endpoint,
+    say: _Say,
+    show: _Say,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `measure`, by the answers of a server. Only the tokenizer is loaded, which finds the rows."""
+    recipe = run.recipe
+    encoder = Encoder(load_run_tokenizer(run), recipe.data, recipe.model)
+    say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
+    if endpoint.base_model is None:
+        say("base: not asked, so there are no differences; name it with --base-model")
+    result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
+    rows: list[dict[str, Any]] = []
+    file = str(request.file) if request.file else recipe.eval.generate.file
+    for question in questions:
+        asked: list[tuple[str, Chat | Passage]]
+        if isinstance(question, General):
+            asked = [(each.prompt, _plain_question(encoder, each.prompt)) for each in question.asked.prompts]
+        else:
+            asked = conversations(recipe, encoder, question.asked, file)
+        answers: dict[str, list[Answer] | None] = {"base": None}
+        for name, model in endpoint.models().items():
+
+            def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
+                show(f"{name} model, {what}: {text}")
+
+            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model)
+        outcome = question.compare(answers["base"], answers["tuned"] or [])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
+    return result, rows
+
+
+def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
+    if encoder.has_template:
+        return Chat([{"role": "user", "content": text}], None, [False])
+    return Passage(text, "")
+
+
 def _questions(
     run: FinishedRun, device: torch.device, prepared: Prepared | None, request: EvalRequest, say: _Say
 ) -> list[Question]:
@@ -167,7 +220,7 @@ def _questions(
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
     how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
-    if recipe.preferences is None and prepared is not None and prepared.eval is not None:
+    if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, device, prepared))
     if request.generate:
         try:
@@ -180,18 +233,24 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
-            questions.append(Scores(tokenizer, how, asked))
+            questions.append(Scores(tokenizer, how, asked, say))
             measured += [metric.name for metric in asked.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
-            if request.metrics or request.file or request.fail_under or isinstance(error, DataError):
+            if (
+                request.metrics
+                or request.file
+                or request.fail_under
+                or isinstance(error, DataError)
+                or (request.endpoint is not None and not request.general)
+            ):
                 raise
             say(f"no answers are scored: {error}")
     if request.general:
         measured.append("general")
     refuse_unknown_thresholds(request.fail_under, measured)
     if request.general:
-        questions.append(General(tokenizer, how, _general_set(encoder)))
+        questions.append(General(tokenizer, how, _general_set(encoder), say))
     return questions
 
 
@@ -241,17 +300,20 @@ class Scores:
     tokenizer: PreTrainedTokenizerBase
     how: Answering
     asked: ScoredSet
+    say: _Say
     key = "scores"
 
     def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
 
-    def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
-        asked, answers = self.asked, {"base": base, "tuned": tuned}
-        of_base, of_tuned = scores_on_all(asked, base, Ranks()), scores_on_all(asked, tuned, Ranks())
+    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
+        """Without the base's answers, the tuned model's scores alone."""
+        asked, answers = self.asked, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
+        scored = {name: scores_on_all(asked, found, Ranks()) for name, found in answers.items()}
         metrics = {}
         for metric in asked.metrics:
-            metrics[metric.name] = {**metric.options, **compared(of_base[metric.name], of_tuned[metric.name])}
+            by_model = [scores[metric.name] for scores in scored.values()]
+            metrics[metric.name] = {**metric.options, **compared(*by_model)}
         figures = {
             "data": asked.name,
             "rows": len(asked.items),
@@ -262,7 +324,7 @@ class Scores:
         }
         rows = []
         for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
-            scores = {name: [of_base[name][index], of_tuned[name][index]] for name in metrics}
+            scores = {name: [each[name][index] for each in scored.values()] for name in metrics}
             row: dict[str, Any] = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
             row |= {name: each[index].text for name, each in answers.items()}
             if cut := {name: asked.max_new_tokens for name, each in answers.items() if not each[index].ended}:
@@ -278,19 +340,21 @@ class General:
     tokenizer: PreTrainedTokenizerBase
     how: Answering
     asked: ScoredSet
+    say: _Say
     key = "general"
 
     def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show)
+        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
 
-    def compare(self, base: list[Answer], tuned: list[Answer]) -> QuestionResult:
+    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()
-        of_base, of_tuned = (general_scores(questions, [each.text for each in found]) for found in (base, tuned))
+        models = [found for found in (base, tuned) if found is not None]
+        scored = [general_scores(questions, [each.text for each in found]) for found in models]
         kinds = {}
         for kind in dict.fromkeys(row.kind for row in questions):
             places = [place for place, row in enumerate(questions) if row.kind == kind]
-            kinds[kind] = compared([of_base[place] for place in places], [of_tuned[place] for place in places])
-        figures = {"rows": len(questions), "all": compared(of_base, of_tuned), "kinds": kinds}
+            kinds[kind] = compared(*([scores[place] for place in places] for scores in scored))
+        figures = {"rows": len(questions), "all": compared(*scored), "kinds": kinds}
         return QuestionResult(figures, general_in_words(figures))
 
 

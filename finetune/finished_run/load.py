@@ -20,11 +20,12 @@ from transformers.utils import logging as transformers_logging
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.own_layers.compute import compute_layers
+from finetune.architecture.own_layers.lora_linear import own_adapters
 from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
-from finetune.model.build import load_base
+from finetune.model.build import decoder_parts, load_base
 from finetune.model.generate import stop_on
 from finetune.model.new_tokens import add_rows
 from finetune.model.packaged import folder_of
@@ -122,6 +123,23 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
         take_new_rows_into_loss(adapted.get_base_model())
         compute_layers(adapted, unpacked_weight)
     return adapted
+
+
+def answer_with_fewer_kernels(model: nn.Module) -> None:
+    """Change adapters for answering, where the result stays the same up to rounding. The held-out loss comes before.
+
+    Over 16 bits an adapter takes the base's number format, as under training's autocast: a token then takes 55 kernels
+    in a layer of Llama, not 83. Over float32 it is merged: 40, not 54. In 16 bits merging would round small changes
+    away. Over 4 and 8 bits nothing changes.
+    """
+    embedding = decoder_parts(model).get_input_embeddings().weight
+    for layer in own_adapters(model):
+        weight = layer.base_layer.weight
+        if weight.dtype == torch.float32 and weight is not embedding and not layer.merged:
+            layer.merge()
+        elif weight.dtype in (torch.bfloat16, torch.float16):
+            layer.lora_A.to(weight.dtype)
+            layer.lora_B.to(weight.dtype)
 
 
 def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:

@@ -19,11 +19,16 @@ BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
 LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
 
 
-def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
+def compared(*scores: Sequence[float]) -> dict[str, Any]:
     """Means with 95 % intervals, their paired difference, and how many answers got better, worse or stayed.
 
+    `scores` are the base's and the tuned model's, or the tuned model's alone, which have a mean and an interval.
     `all_or_nothing`: every score is 0 or 1, so that a mean is a number of right answers.
     """
+    tuned = scores[-1]
+    if len(scores) == 1:
+        return {"tuned": interval(tuned).as_json(), "all_or_nothing": all(score in (0.0, 1.0) for score in tuned)}
+    base = scores[0]
     better = sum(after > before for before, after in zip(base, tuned, strict=True))
     worse = sum(after < before for before, after in zip(base, tuned, strict=True))
     return {
@@ -38,7 +43,13 @@ def compared(base: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
 
 
 def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each metric: base, tuned, difference with its interval, wins and losses."""
+    """A line for each metric: base, tuned, difference with its interval, wins and losses; or the tuned model alone."""
+    if all("base" not in each for each in figures.values()):
+        lines = [f"{'':14}{'tuned':>7}{'95 %':>17}"]
+        for name, each in figures.items():
+            of_tuned = each["tuned"]
+            lines.append(f"{name:14}{of_tuned['mean']:>7.3f}   [{of_tuned['low']:.3f}, {of_tuned['high']:.3f}]")
+        return "\n".join(lines)
     head = f"{'':14}{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
     lines = [head]
     for name, each in figures.items():
@@ -56,7 +67,8 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
     heading = (
         f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
     )
-    verdicts = [score_verdict(name, each, figures["rows"]) for name, each in figures["metrics"].items()]
+    both = {name: each for name, each in figures["metrics"].items() if "base" in each}
+    verdicts = [score_verdict(name, each, figures["rows"]) for name, each in both.items()]
     cut = [f"{count:,} of the {name} model" for name, count in figures["cut"].items() if count]
     if cut:
         verdicts.append(f"Answers cut at {figures['max_new_tokens']} tokens: {', '.join(cut)} (--max-new-tokens).")
@@ -81,8 +93,10 @@ def score_verdict(name: str, figures: Mapping[str, Any], rows: int) -> str:
 
 def general_in_words(figures: Mapping[str, Any]) -> str:
     """The general set as a heading, a table, and a sentence about what was forgotten."""
-    change = figures["all"]["difference"]
-    if change["high"] < 0:
+    change = figures["all"].get("difference")
+    if change is None:
+        verdict = "the base was not asked"
+    elif change["high"] < 0:
         verdict = "the tuned model has unlearned some of it"
     elif change["low"] > 0:
         verdict = "the tuned model is better at it"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,9 +21,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
 
-# Tokens of one batch, padding included, where a micro-batch of training has fewer: 256 MiB of keys and values in the
-# cache of Llama-3.1-8B in bf16, [2, 32 layers, 2,048 tokens, 8 heads, 128].
-BATCH_TOKENS = 2048
+# Tokens of one batch, padding included, at least and at most: 256 MiB and 16 GiB of keys and values in the cache of
+# Llama-3.1-8B in bf16, [2, 32 layers, tokens, 8 heads, 128].
+BATCH_TOKENS, MOST_BATCH_TOKENS = 2048, 131_072
+FIRST_ROUND = 128  # new tokens of each row before those that ended leave their batch
 # None overrides what the model's own generation settings say of sampling.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
@@ -34,6 +35,7 @@ class Answer:
 
     text: str
     ended: bool
+    tokens: list[int] = field(default_factory=list, compare=False)
 
 
 @contextmanager
@@ -123,6 +125,41 @@ def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
     return batches
 
 
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes that a token occupies while its row is answered: its keys and values in all layers, or a layer's widest
+    activations if those are more.
+
+    Llama-3.1-8B in bf16: 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072. A model whose configuration does not say
+    how many heads its cache has is counted with all of them.
+    """
+    inner = decoder_parts(model)
+    config = inner.config.get_text_config()
+
+    def largest(default: int, *names: str) -> int:
+        found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
+        return max(found, default=default) or default
+
+    hidden = largest(1, "hidden_size")
+    heads = largest(1, "num_attention_heads")
+    width = largest(-(-hidden // heads), "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    kept = 2 * largest(1, "num_hidden_layers") * largest(heads, "num_key_value_heads") * width
+    embedding = inner.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return max(kept, 4 * largest(4 * hidden, "intermediate_size")) * embedding.element_size()
+
+
+def round_ends(new: int) -> list[int]:
+    """Numbers of new tokens at which rows that ended leave, up to `new`: 600 gives 128, 256, 512, 600.
+
+    The others are batched again, each after its answer so far. So a batch needs room for the round alone, not for the
+    longest answer of all.
+    """
+    ends: list[int] = []
+    while FIRST_ROUND << len(ends) < new:
+        ends.append(FIRST_ROUND << len(ends))
+    return [*ends, new]
+
+
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, int64 [prompts, longest], each prompt at the end of its row.
 
@@ -167,9 +204,13 @@ def _answers(
     answers = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
         length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-        text = str(tokenizer.decode(row[:length], skip_special_tokens=True)).strip()
-        answers.append(Answer(text, row[length - 1] in ends))
+        answers.append(decoded_answer(row[:length], tokenizer, ended=row[length - 1] in ends))
     return answers
+
+
+def decoded_answer(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Answer:
+    """An answer's tokens, decoded."""
+    return Answer(str(tokenizer.decode(tokens, skip_special_tokens=True)).strip(), ended, tokens)
 
 
 @contextmanager

@@ -151,9 +151,14 @@ class Encoder:
         document = self.texts.tokenise_cut(Script(text, [], finder.find_literals(messages, tools, text)))
         return document.input_ids
 
+    @property
+    def has_template(self) -> bool:
+        """Whether questions are asked as chats."""
+        return bool(self._tokenizer.chat_template or self._data.chat_template)
+
     def sample_prompt(self, text: str) -> SamplePrompt:
         """A user's message as a prompt; as plain text without a chat template."""
-        if self._tokenizer.chat_template or self._data.chat_template:
+        if self.has_template:
             ids = self.prompt_ids([{"role": "user", "content": text}])
         else:
             literals = self.texts.literals(text)

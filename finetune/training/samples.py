@@ -20,6 +20,7 @@ from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate_run
 from finetune.training.run import Run
@@ -62,7 +63,13 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
         return
     together = joined and start.launch.world_size > 1
     shared = may_share_a_batch(start.probed)
-    asked = questions(start, shared=holds_on_all(run.parts.accelerator, shared) if together else shared)
+    model, device = parts.unwrapped_model, run.parts.accelerator.device
+    most = BATCH_TOKENS
+    if pipeline is None:
+        from finetune.training.scored_answers import tokens_that_fit
+
+        most = tokens_that_fit(model, device, all_ranks() if together else Ranks())
+    asked = questions(start, shared=holds_on_all(run.parts.accelerator, shared) if together else shared, most=most)
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
@@ -72,7 +79,6 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
     def show(text: str) -> None:
         run.output.terminal.progress(f"samples {when} training: {text}")
 
-    model, device = parts.unwrapped_model, run.parts.accelerator.device
     with run.parts.weights.cast():
         if pipeline is None:
             answers = list(samples(model, start.tokenizer, asked, device, show, together=together))
@@ -82,15 +88,16 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
     run.output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
-def questions(start: Start, *, shared: bool) -> Questions:
-    """How a run asks its prompts: `shared` ones in batches as large as a micro-batch of training, else each by itself.
+def questions(start: Start, *, shared: bool, most: int) -> Questions:
+    """How a run asks its prompts: `shared` ones in batches with `most` tokens, or as many as a micro-batch of training;
+    else each by itself.
 
     The same on every rank.
     """
     recipe, prompts = start.recipe, start.prepared.prompts
     sharded = start.strategy.shards_parameters or start.strategy.schedule is not None
     length = recipe.samples.length(max(prompt.reference_tokens for prompt in prompts), sharded=sharded)
-    most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
+    most = max(most, recipe.training.per_device_batch_size * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
 

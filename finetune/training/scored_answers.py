@@ -1,8 +1,8 @@
 """Answers to held-out rows, generated and scored: in training (eval.generate.every) and by `finetune eval`.
 
-Prompts are sorted by length, so that a batch has little padding. Each rank answers its own batches. Where weights are
-sharded, all ranks make the same number of forwards, because each forward gathers weights. A pipeline's stages compute
-all answers together.
+Prompts are sorted by length, so that a batch has little padding, and batches are as large as free memory allows. Each
+rank answers its own batches. Where weights are sharded, all ranks make the same number of forwards, because each
+forward gathers weights. A pipeline's stages compute all answers together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from finetune.data.chat import Judged
 from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.generate import BATCH_TOKENS, Answer, answering, greedy_answers, prompt_batches
+from finetune.measure.out_of_memory import is_out_of_memory, memory_of
+from finetune.model.generate import (
+    BATCH_TOKENS,
+    MOST_BATCH_TOKENS,
+    Answer,
+    answering,
+    decoded_answer,
+    greedy_answers,
+    kept_bytes,
+    prompt_batches,
+    round_ends,
+)
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
 from finetune.strategies.accelerator import holds_on_all
@@ -184,7 +195,7 @@ def has_prompt(labels: np.ndarray) -> bool:
     return bool((labels[:2] == IGNORE).all())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answering:
     """How answers are computed together."""
 
@@ -193,7 +204,17 @@ class Answering:
     ranks: Ranks = field(default_factory=Ranks)
     sharded: bool = False  # each forward gathers weights, so all ranks make the same number of forwards
     staged: bool = False  # a pipeline: every rank computes every answer
-    most_tokens: int = BATCH_TOKENS  # of one batch, with padding and answers
+    most_tokens: int = MOST_BATCH_TOKENS  # of one batch, with padding and answers; fewer after memory ran out
+
+
+def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int:
+    """Tokens of one batch whose cache fills half of the free memory, on the rank with the least.
+
+    With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
+    """
+    room: int = memory_of(device).free // 2 // kept_bytes(model)
+    least: int = min(ranks.gather(room))
+    return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
 
 
 def generated_answers(
@@ -202,36 +223,82 @@ def generated_answers(
     asked: ScoredSet,
     how: Answering,
     show: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[Answer]:
-    """The model's greedy answers, in the order of the prompts, on every rank. `model` is unwrapped."""
-    prompts, new_tokens = asked.prompts, asked.max_new_tokens
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt_ids))
-    lengths = [len(prompts[index].prompt_ids) for index in order]
-    batches = [*prompt_batches(lengths, new_tokens, how.most_tokens if how.shared else 0)]
-    mine = batches
-    if not how.staged:
-        mine = batches[how.ranks.rank :: how.ranks.world]
-    if how.sharded:  # a rank without a batch of its own repeats one, so that nobody waits for its forwards
-        rounds = -(-len(batches) // how.ranks.world)
-        mine += batches[:1] * (rounds - len(mine))
+    """The model's greedy answers, in the order of the prompts, on every rank. `model` is unwrapped.
+
+    Args:
+        show: Receives the progress.
+        say: Receives a line if memory runs out. It names the smaller batches that follow.
+    """
+    prompts, ranks = [prompt.prompt_ids for prompt in asked.prompts], how.ranks
     answers: dict[int, Answer] = {}
+    together = how.sharded and ranks.world > 1
+    ends = round_ends(asked.max_new_tokens) if how.shared else [asked.max_new_tokens]
     with answering(model):
-        for number, batch in enumerate(mine, 1):
-            show(f"answers to {asked.name}: batch {number} of {len(mine)}")
-            indices = [order[position] for position in batch]
-            found = greedy_answers(
-                model,
-                tokenizer,
-                [prompts[index].prompt_ids for index in indices],
-                max_new_tokens=new_tokens,
-                device=how.device,
-                together=how.sharded and how.ranks.world > 1,
-                cached=not how.staged,
-            )
-            answers |= zip(indices, found, strict=True)
-    for others in how.ranks.gather(answers):
-        answers |= others
+        for before, end in zip([0, *ends], ends, strict=False):
+            asking = {index: ids for index, ids in enumerate(prompts) if not before or not answers[index].ended}
+            if before:
+                asking = {index: ids + answers[index].tokens for index, ids in asking.items()}
+            rows = sorted(asking, key=lambda index: len(asking[index]))
+            if not rows:
+                break
+            most = BATCH_TOKENS
+            if how.shared and not how.staged:
+                share = -(-len(rows) // ranks.world) * (len(asking[rows[-1]]) + end - before)  # every rank gets rows
+                most = min(
+                    tokens_that_fit(model, how.device, ranks), max(BATCH_TOKENS, share), *ranks.gather(how.most_tokens)
+                )
+            mine = batches = _batches(rows, asking, end - before, most if how.shared else 0)
+            if not how.staged:
+                mine = batches[ranks.rank :: ranks.world]
+            if how.sharded:  # a rank without a batch of its own repeats one, so that nobody waits for its forwards
+                mine += batches[:1] * (-(-len(batches) // ranks.world) - len(mine))
+            found: dict[int, Answer] = {}
+            done = 0
+            while mine:
+                batch, *rest = mine
+                place = f"answers to {asked.name}: batch {done + 1} of {done + len(mine)}"
+
+                def show_token(token: int, place: str = place, before: int = before) -> None:
+                    show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")
+
+                try:
+                    of_batch = greedy_answers(
+                        model,
+                        tokenizer,
+                        [asking[index] for index in batch],
+                        max_new_tokens=end - before,
+                        device=how.device,
+                        together=together,
+                        cached=not how.staged,
+                        show=show_token,
+                    )
+                except Exception as error:
+                    if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
+                        raise
+                    of_batch = []  # try again below, where the error does not keep the batch's tensors
+                if of_batch:
+                    found |= zip(batch, of_batch, strict=True)
+                    mine, done = rest, done + 1
+                    continue
+                tokens = len(batch) * (len(asking[batch[-1]]) + end - before)
+                if how.most_tokens == MOST_BATCH_TOKENS:
+                    say(f"answers: a batch with {tokens:,} tokens does not fit; they go on with {tokens // 2:,}")
+                how.most_tokens = tokens // 2
+                mine = _batches([index for each in mine for index in each], asking, end - before, how.most_tokens)
+            for others in ranks.gather(found):
+                found |= others  # a repeated batch is there twice
+            for index, each in found.items():
+                so_far = answers[index].tokens if before else []
+                answers[index] = decoded_answer(so_far + each.tokens, tokenizer, ended=each.ended)
     return [answers[index] for index in range(len(prompts))]
+
+
+def _batches(rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int) -> list[list[int]]:
+    """Rows, in order, in batches with at most `most` tokens."""
+    lengths = [len(asking[index]) for index in rows]
+    return [[rows[place] for place in batch] for batch in prompt_batches(lengths, new, most)]
 
 
 def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
@@ -286,7 +353,7 @@ class RowScorer:
             staged=pipeline is not None,
         )
         with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
-            answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress)
+            answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress, terminal.log)
         line = score_line(step, scores_on_all(asked, answers, how.ranks))
         self.output.write_metrics(line)
         when = f"step {step}" if step else "before"

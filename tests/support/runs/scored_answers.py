@@ -9,12 +9,16 @@ from typing import Any
 from unittest import mock
 
 from finetune.files import append_lines
+from finetune.model import generate
 from finetune.training import scored_answers
 from tests.support.runs.cells import main
 
 
 def record(words: list[str]) -> int:
-    """Train the recipes; RUN.scoredN has a line with all answers for each time that rank N scored."""
+    """Train the recipes; RUN.scoredN has a line with all answers for each time that rank N scored.
+
+    Rows that ended leave their batch after 3 and 6 tokens.
+    """
     genuine, score = scored_answers.generated_answers, scored_answers.RowScorer.score
     runs = [Path()]
 
@@ -24,10 +28,14 @@ def record(words: list[str]) -> int:
 
     def recorded(*arguments: Any) -> list[Any]:
         answers = genuine(*arguments)
-        append_lines(runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"), [{"answers": [each.text for each in answers]}])
+        append_lines(
+            runs[-1].with_suffix(f".scored{os.environ.get('RANK', '0')}"),
+            [{"answers": [each.text for each in answers]}],
+        )
         return answers
 
     with (
+        mock.patch.object(generate, "FIRST_ROUND", 3),
         mock.patch.object(scored_answers.RowScorer, "score", of_run),
         mock.patch.object(scored_answers, "generated_answers", recorded),
     ):

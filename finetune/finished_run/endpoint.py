@@ -1,0 +1,364 @@
+"""Answers of a server that speaks OpenAI's API (vLLM, llama.cpp, Ollama, SGLang), asked with the standard library.
+
+    POST URL/chat/completions   a chat's messages; the server writes them with its own template
+    POST URL/completions        a plain text
+    GET  URL/models             the served names, if no name is given
+
+The key comes from FINETUNE_ENDPOINT_KEY. It goes to the named host alone: a redirect is an error.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from finetune.data.chat import Chat, Passage, documents_in
+from finetune.data.rows import RowReader
+from finetune.data.sources import asked_entry, resolve
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.generate import Answer
+from finetune.output_stream import printable
+from finetune.recipe.schema import Recipe
+from finetune.tokens.encoder import Encoder, RowError
+from finetune.training.scored_answers import ScoredSet
+
+KEY = "FINETUNE_ENDPOINT_KEY"
+PARALLEL = 16  # requests at a time; a server queues or batches them
+TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
+PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
+MOST_REPLY_BYTES = 16 * 2**20  # of a reply
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, and the names of the tuned model and of its base there."""
+
+    url: str  # without a slash at its end
+    model: str
+    base_model: str | None = None
+
+    def models(self) -> dict[str, str]:
+        """Names to ask for: base, if it is served, then tuned."""
+        return {**({"base": self.base_model} if self.base_model else {}), "tuned": self.model}
+
+
+def open_endpoint(text: str, model: str | None, base_model: str | None, say: Callable[[str], None]) -> Endpoint:
+    """Look at the address, and find the model's name if the server has one model alone.
+
+    `say` receives a warning about plain http. Raises FinetuneError for a bad URL, EnvironmentMismatch for the server.
+    """
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    problem = None
+    if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable() or " " in text:
+        problem = "is not the address of a server; write http://HOST:PORT/v1"
+    elif "@" in parts.netloc:
+        problem = f"has a name or a password in it; set {KEY} instead"
+    elif parts.query or parts.fragment:
+        problem = "has a ? or #; write http://HOST:PORT/v1"
+    if problem:
+        raise FinetuneError(f"--endpoint {printable('an address' if '@' in text else text)}: {problem}")
+    url = text.rstrip("/").removesuffix("/completions").removesuffix("/chat").rstrip("/")
+    if not urlsplit(url).path:
+        url += "/v1"
+    if parts.scheme == "http" and not _is_loopback(str(host)):
+        say(f"--endpoint {url}: plain http, so others on the way can read prompts, answers and the key; take https")
+    if model is None:
+        served = _served(url)
+        if len(served) != 1:
+            names = ", ".join(map(printable, served[:8])) or "none"
+            raise FinetuneError(f"--endpoint {url}: serves several models or none; name one with --model: {names}")
+        model = served[0]
+    return Endpoint(url, model, base_model)
+
+
+def reply_of(
+    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, temperature: float = 0.0,
+    seed: int | None = None,
+) -> Answer:  # fmt: skip
+    """One answer. Raises EnvironmentMismatch in one line."""
+    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature}
+    if seed is not None:
+        body["seed"] = seed
+    path = "/chat/completions"
+    if isinstance(asked, Passage):
+        path, body["prompt"] = "/completions", asked.prompt
+    else:
+        body["messages"] = _sent_messages(asked.messages)
+        if asked.tools:
+            body["tools"] = asked.tools
+        if asked.template_kwargs:
+            body["chat_template_kwargs"] = asked.template_kwargs
+    reply = _request(endpoint.url + path, body)
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    text = message.get("content") if isinstance(message, dict) else None
+    if isinstance(asked, Passage) and isinstance(choice, dict):
+        text = choice.get("text")
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if isinstance(calls, list) and calls:
+        text = "\n".join([text or "", *map(_written_call, calls)])
+    if text is None and isinstance(message, dict):
+        text = ""  # cut while it was thinking
+    if not isinstance(choice, dict) or not isinstance(text, str):
+        raise _fault(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
+    return Answer(text.strip(), choice.get("finish_reason") != "length")
+
+
+def endpoint_answers(
+    endpoint: Endpoint,
+    model: str,
+    asked: Sequence[tuple[str, Chat | Passage]],
+    max_new_tokens: int,
+    show: Callable[[str], None],
+) -> list[Answer]:
+    """Greedy answers in their order, PARALLEL at a time. `asked` are places, for messages, and conversations.
+
+    The first mistake ends everything. Threads are daemons, so Ctrl-C does not wait for a slow server.
+    """
+    found: dict[int, Answer] = {}
+    failed: list[Exception] = []
+    left = iter(range(len(asked)))
+    changed = threading.Condition()
+    running = min(PARALLEL, len(asked))
+
+    def work() -> None:
+        nonlocal running
+        while True:
+            with changed:
+                index = None if failed else next(left, None)
+                if index is None:
+                    running -= 1
+                    changed.notify()
+                    return
+            try:
+                answer: Answer | Exception = reply_of(endpoint, model, asked[index][1], max_new_tokens=max_new_tokens)
+            except EnvironmentMismatch as error:
+                answer = EnvironmentMismatch(f"{error} (asked for {asked[index][0]})")
+            except Exception as error:  # raised again below
+                answer = error
+            with changed:
+                if isinstance(answer, Exception):
+                    failed.append(answer)
+                else:
+                    found[index] = answer
+                changed.notify()
+
+    for _ in range(running):
+        threading.Thread(target=work, daemon=True).start()
+    with changed:
+        while running and not failed:
+            changed.wait(1.0)
+            show(f"answer {len(found)} of {len(asked)}")
+    if failed:
+        raise failed[0]
+    return [found[index] for index in range(len(asked))]
+
+
+def conversations(
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | None
+) -> list[tuple[str, Chat | Passage]]:
+    """The conversation of each prompt, read from its row again. Raises FinetuneError if a row has changed since.
+
+    A row may have several examples. The prompt's tokens say which one is asked.
+    """
+    waiting: dict[str, list[int]] = {}
+    for index, item in enumerate(asked.items):
+        waiting.setdefault(item.place, []).append(index)
+    found: dict[int, Chat | Passage] = {}
+    entries = recipe.data.sets if file is None else [asked_entry(recipe.data.train[0], file)]
+    for entry in entries:
+        for row in RowReader(resolve(entry)).rows():
+            if row.place not in waiting or row.read is None:
+                continue
+            for example in encoder.examples(row.read):
+                content = documents_in(example)[0]
+                try:
+                    document = encoder.document(content)
+                except RowError:
+                    continue
+                for index in waiting[row.place]:
+                    ids = asked.prompts[index].prompt_ids
+                    if index not in found and document.input_ids[: len(ids)] == ids:
+                        found[index] = _question(content, recipe.data.chat_template_kwargs)
+            if len(found) == len(asked.items):
+                break
+    if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
+        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
+    return [(item.place, found[index]) for index, item in enumerate(asked.items)]
+
+
+def _question(content: Chat | Passage, usual: Mapping[str, Any]) -> Chat | Passage:
+    """The conversation up to its last supervised answer. An export's template has the recipe's variables already."""
+    if isinstance(content, Passage):
+        return content
+    last = max(
+        index
+        for index, message in enumerate(content.messages)
+        if message["role"] == "assistant" and content.supervised[index]
+    )
+    variables = {} if content.template_kwargs == usual else content.template_kwargs
+    return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
+
+
+def _sent_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """In OpenAI's form: a call's arguments are a text."""
+    sent = []
+    for number, message in enumerate(messages):
+        one = {key: value for key, value in message.items() if key != "weight"}
+        if calls := message.get("tool_calls"):
+            one["tool_calls"] = [
+                {"id": f"call_{number}_{place}", **call}
+                | {"function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for place, call in enumerate(calls)
+            ]
+        sent.append(one)
+    return sent
+
+
+def _written_call(call: Any) -> str:
+    """A call in a reply as the JSON that the metrics read."""
+    function = call.get("function") if isinstance(call, dict) else None
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # the metric says that it is not JSON
+            arguments = json.loads(arguments)
+    return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirect raises HTTPError, so no second host gets the key or a prompt."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _served(url: str) -> list[str]:
+    listed = _request(f"{url}/models", None).get("data")
+    return (
+        [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
+        if isinstance(listed, list)
+        else []
+    )
+
+
+def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The reply's JSON object. Raises EnvironmentMismatch in one line."""
+    key = os.environ.get(KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise FinetuneError(f"{KEY}: has characters that no key has; set it again")
+    headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "finetune"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    direct = [ProxyHandler({})] if _is_loopback(str(urlsplit(url).hostname)) else []
+    opener = build_opener(_NoRedirect, *direct)
+    waits = iter(WAITS)
+    while True:
+        wait, content = None, b""
+        try:
+            with opener.open(Request(url, data, headers), timeout=TIMEOUT) as response:
+                content = response.read(MOST_REPLY_BYTES + 1)
+                if response.length:  # http.client reads a part without an error if the limit is given
+                    raise HTTPException("the reply ends early")
+            break
+        except HTTPError as error:
+            with suppress(HTTPException, OSError):
+                content = error.read(MOST_REPLY_BYTES)
+            said = _reason(_object(content))
+            if error.code in PASSING:
+                problem = f"{error.code} {_STATES.get(error.code, 'a fault of the server')}{said}"
+                wait = _retry_after(error.headers.get("Retry-After"))
+            elif error.code == 404 and body is not None:
+                served = []
+                with suppress(EnvironmentMismatch):
+                    served = _served(url.removesuffix("/completions").removesuffix("/chat"))[:8]
+                names = f"; served are {', '.join(served)} (--model)" if served else ""
+                raise _fault(url, f"404, no such page or no model {body['model']}{said}{names}") from None
+            elif 300 <= error.code < 400:
+                raise _fault(url, "redirects to another address, which is not followed; name that one") from None
+            else:
+                raise _fault(url, f"{error.code} {_STATES.get(error.code, 'refused')}{said}") from None
+        except TimeoutError:
+            raise _fault(
+                url, f"no byte in {TIMEOUT:g} s; ask fewer tokens (--max-new-tokens) or another server"
+            ) from None
+        except (URLError, HTTPException, OSError) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise _fault(url, f"no connection in {TIMEOUT:g} s; is the server running?") from None
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise _fault(url, f"its certificate is not trusted: {reason.verify_message}") from None
+            if isinstance(reason, ssl.SSLError):
+                raise _fault(url, "does not speak https; write http://, or another port") from None
+            problem = f"the connection broke: {reason or type(reason).__name__}"
+            if isinstance(error, URLError):  # before anything was sent
+                raise _fault(url, f"cannot be reached: {reason}; is the server running?") from None
+        pause = next(waits, None)
+        if pause is None:
+            raise _fault(url, f"{problem}; {len(WAITS) + 1} tries")
+        time.sleep(pause if wait is None else wait)
+    reply = _object(content)
+    if reply is None:
+        raise _fault(url, "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?")
+    return reply
+
+
+_STATES = {
+    400: "refused", 401: f"the key is refused (set {KEY})", 403: f"the key may not do this ({KEY})",
+    404: "no such page", 413: "the prompt is too long", 429: "too many requests", 503: "not ready",
+}  # fmt: skip
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reason(reply: Mapping[str, Any] | None) -> str:
+    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...} or {"message": ...}."""
+    error = (reply or {}).get("error", reply) or {}
+    words = error.get("message") if isinstance(error, dict) else error
+    return f": {words}" if isinstance(words, str) and words else ""
+
+
+def _retry_after(text: str | None) -> float | None:
+    return min(60.0, float(text)) if text and text.strip().isdecimal() else None
+
+
+def _fault(url: str, problem: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(_clean(f"{url}: {problem}"))
+
+
+def _clean(text: str) -> str:
+    """One line of at most 400 characters without the key, which a server may repeat."""
+    key = os.environ.get(KEY, "").strip()
+    return printable(" ".join((text.replace(key, "***") if key else text).split()))[:400]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

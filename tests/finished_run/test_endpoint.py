@@ -1,0 +1,268 @@
+"""Eval and chat over a server: what is asked, what is scored, and one line for each fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.data.chat import Chat, Passage
+from finetune.files import read_lines
+from finetune.finished_run import endpoint as module
+from finetune.finished_run.endpoint import KEY, Endpoint, reply_of
+from finetune.output_stream import REPLACEMENT
+from tests.support.runs.finished import finished_run
+from tests.support.runs.openai_server import OpenAI, serving
+
+CHAT = Chat([{"role": "user", "content": "why"}], None, [False])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    return finished_run(tmp_path_factory.mktemp("endpoint"), tiny_llama)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAI]:
+    monkeypatch.setattr(module, "WAITS", (0.01, 0.01))
+    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a loopback server is asked directly
+    with serving(OpenAI(["tuned", "base"])) as state:
+        yield state
+
+
+def evaluated(run: Path, server: OpenAI, *words: str) -> list[str]:
+    return ["eval", str(run), "--endpoint", server.url, "--model", "tuned", "--max-new-tokens", "8", *words]
+
+
+def test_both_models_are_scored_by_their_answers_there(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references: dict[str, str] = {}
+    for line in read_lines(run.parent / "chats.jsonl"):
+        *asked, last = line["messages"]
+        references[asked[-1]["content"]] = last["content"]
+    server.reply = lambda model, body: references[body["messages"][-1]["content"]] if model == "tuned" else "no"
+    monkeypatch.setenv(KEY, " secret-1 ")
+    words = evaluated(run, server, "--base-model", "base", "--metric", "exact", "--json")
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    figures = result["scores"]["metrics"]["exact"]
+    assert (figures["base"]["mean"], figures["tuned"]["mean"]) == (0, 1)
+    assert result["endpoint"] == {"model": "tuned", "base_model": "base"}
+    assert "held_out" not in result
+    assert json.loads((run / "eval.json").read_text("utf-8"))["scores"] == result["scores"]
+    path, body, headers = server.asked[0]
+    assert path == "/v1/chat/completions"
+    assert (body["temperature"], body["max_tokens"], body["messages"][-1]["role"]) == (0, 8, "user")
+    assert headers["Authorization"] == "Bearer secret-1"
+    assert len(server.asked) == 2 * result["scores"]["rows"]
+    lines = read_lines(run / "eval_answers.jsonl")
+    assert all(line["tuned"] == line["reference"] and line["base"] == "no" for line in lines)
+    assert "secret-1" not in (run / "eval.json").read_text("utf-8")
+
+
+def test_without_a_base_the_tuned_models_scores_alone(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(evaluated(run, server, "--metric", "exact", "--general", "--fail-under", "exact=0.5")) == 5
+    printed = capsys.readouterr().out
+    assert "held-out loss: not measured" in printed
+    assert "base: not asked" in printed
+    assert "the tuned model reaches 0.000, below 0.5" in printed
+    assert {body["model"] for _, body, _ in server.asked} == {"tuned"}
+    assert set(json.loads((run / "eval.json").read_text("utf-8"))["scores"]["cut"]) == {"tuned"}
+    assert main(["report", str(run)]) == 0
+    assert 2 <= server.most_at_once <= module.PARALLEL
+
+
+def test_a_plain_text_goes_to_completions(tmp_path: Path, tiny_llama: Path, server: OpenAI) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(40, 52)))
+    data = {"train": [{"path": "json", "data_files": str(file)}]}
+    run = finished_run(tmp_path / "made", tiny_llama, data=data)
+    server.reply = lambda _, body: body["prompt"].split()[-1]
+    assert main(evaluated(run, server, "--metric", "exact", "--data", str(file))) == 0
+    assert {path for path, _, _ in server.asked} == {"/v1/completions"}
+    assert sorted(body["prompt"] for _, body, _ in server.asked) == sorted(f"say {n}" for n in range(40, 52))
+    assert json.loads((run / "eval.json").read_text("utf-8"))["scores"]["metrics"]["exact"]["tuned"]["mean"] == 1
+
+
+def test_calls_are_sent_and_read_in_openais_form(server: OpenAI) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", Chat(messages, tools, [False] * 3), max_new_tokens=4)
+    sent = server.asked[0][1]
+    assert sent["tools"] == tools
+    assert sent["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert sent["messages"][1]["tool_calls"][0]["id"]
+    assert json.loads(module._written_call(sent["messages"][1]["tool_calls"][0])) == {
+        "name": "add",
+        "arguments": {"a": 1},
+    }
+
+
+FAULTS = {
+    "401": "401 the key is refused (set FINETUNE_ENDPOINT_KEY): ?[31mno to Bearer ***",
+    "404": "404, no such page or no model tuned",
+    "400": "400 refused: ?[31mno to",
+    "429": "429 too many requests: ?[31mno to Bearer ***; 3 tries",
+    "500": "500 a fault of the server",
+    "302": "redirects to another address, which is not followed",
+    "not json": "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?",
+    "no choices": "the reply has no answer in choices: no credit",
+    "null choices": "the reply has no answer in choices",
+    "slow": "no byte in 0.5 s; ask fewer tokens",
+    "truncated": "the connection broke: the reply ends early; 3 tries",
+    "broken": "the connection broke: ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_line(
+    fault: str, run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret-1")
+    monkeypatch.setattr(module, "TIMEOUT", 0.5)
+    server.fault = fault
+    if fault == "302":
+        server.headers = {"Location": "http://127.0.0.2:1/v1/chat/completions"}
+    assert main(evaluated(run, server, "--metric", "exact")) == 4
+    printed = capsys.readouterr().err.strip()
+    assert FAULTS[fault].replace("?", REPLACEMENT, fault.isdecimal() and 1) in printed
+    assert "secret-1" not in printed
+    assert len(printed.splitlines()) == 1
+    assert re.search(r"\(asked for \S*chats\.jsonl:\d+\)", printed)
+
+
+def test_a_fault_that_passes_is_asked_again(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds) if seconds != 0.02 else None)
+    server.fault, server.times, server.headers = "429", 2, {"Retry_After": "7"}
+    answer = reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=4)
+    assert answer.text == "tuned answers"
+    assert waited == [7, 7]
+
+
+def test_nothing_is_sent_after_a_redirect(server: OpenAI, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the key, and no prompt: the second server hears nothing."""
+    monkeypatch.setenv(KEY, "secret-1")
+    with serving(OpenAI(["tuned"])) as second:
+        for status in ("301", "302", "307", "308"):
+            server.fault, server.headers = status, {"Location": f"{second.url}/v1/chat/completions"}
+            assert main(evaluated(run, server, "--metric", "exact")) == 4
+        assert second.asked == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("localhost:8000", "is not the address of a server; write http://HOST:PORT/v1"),
+        ("ftp://localhost", "is not the address of a server"),
+        ("http://localhost:99999", "is not the address of a server"),
+        ("http://", "is not the address of a server"),
+        ("http://localhost/a b", "is not the address of a server"),
+        ("https://me:word@localhost/v1", "an address: has a name or a password in it; set FINETUNE_ENDPOINT_KEY"),
+        ("http://localhost/v1?key=word", "has a ? or #"),
+    ],
+)
+def test_a_bad_address(url: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run), "--endpoint", url]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "me:word" not in printed
+
+
+def test_nobody_listens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert main(["eval", str(run), "--endpoint", url]) == 4
+    assert (
+        "/v1/models: cannot be reached: [Errno 111] Connection refused; is the server running?"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem"), "-subj", "/CN=localhost"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet() -> None:
+            with pytest.raises((ssl.SSLError, OSError)), context.wrap_socket(listening.accept()[0], server_side=True):
+                pass
+
+        thread = threading.Thread(target=greet, daemon=True)
+        thread.start()
+        assert main(["eval", str(run), "--endpoint", f"https://127.0.0.1:{listening.getsockname()[1]}/v1"]) == 4
+        thread.join(10)
+    assert "its certificate is not trusted: self" in capsys.readouterr().err
+
+
+def test_plain_http_is_warned_of_unless_it_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for host in ("localhost:1", "127.0.0.1", "127.1.2.3:80", "[::1]:80"):
+        module.open_endpoint(f"http://{host}/v1", "tuned", None, said.append)
+    module.open_endpoint("https://example.org/v1", "tuned", None, said.append)
+    assert said == []
+    found = module.open_endpoint("http://example.org/v1/chat/completions", "tuned", None, said.append)
+    assert found.url == "http://example.org/v1"
+    assert len(said) == 1
+    assert "others on the way can read prompts, answers and the key; take https" in said[0]
+
+
+def test_the_models_name(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(run), "--endpoint", server.url, "--metric", "exact"]
+    assert main(words) == 2
+    assert "serves several models or none; name one with --model: tuned, base" in capsys.readouterr().err
+    server.models = ["tuned"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "--model", "other"]) == 4
+    assert "served are tuned (--model)" in capsys.readouterr().err
+    for wrong in (["--tasks", "x"], ["--loss-only"]):
+        assert main(["eval", str(run), "--endpoint", server.url, *wrong]) == 2
+    assert main(["eval", str(run), "--model", "tuned"]) == 2
+    assert "name it with --endpoint URL" in capsys.readouterr().err
+
+
+def test_chat(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chat", str(run), "--endpoint", server.url, "--model", "tuned", "--prompt", "why"]
+    assert main([*words, "--base-model", "base", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [(each["who"], each["answer"]) for each in answers] == [("base", "base answers"), ("tuned", "tuned answers")]
+    server.reply = lambda *_: "\x1b[31mred"
+    assert main([*words, "--prompt", "and then"]) == 0
+    printed = capsys.readouterr().out
+    assert "tuned:\n" in printed
+    assert "red" in printed
+    assert "\x1b" not in printed
+    assert [turn["role"] for turn in server.asked[-1][1]["messages"]] == ["user", "assistant", "user"]
+    assert main([*words, "--who", "base"]) == 2
+    assert "name it with --base-model" in capsys.readouterr().err
+
+
+def test_an_answer_that_was_cut(server: OpenAI) -> None:
+    server.reply = lambda *_: "x" * 100
+    place: Any = Endpoint(f"{server.url}/v1", "tuned")
+    assert not reply_of(place, "tuned", Passage("a", ""), max_new_tokens=4).ended
+    assert reply_of(place, "tuned", Passage("a", ""), max_new_tokens=64).ended

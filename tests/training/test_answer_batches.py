@@ -1,0 +1,162 @@
+"""Batches of answers as large as free memory allows: decode steps counted, answers those of each prompt alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.measure.out_of_memory import Memory, memory_of
+from finetune.model.generate import (
+    BATCH_TOKENS,
+    MOST_BATCH_TOKENS,
+    answer,
+    answering,
+    greedy_answers,
+    kept_bytes,
+    prompt_batches,
+    round_ends,
+)
+from finetune.scoring.metrics import Scored
+from finetune.strategies.pieces import Ranks
+from finetune.tokens.encoder import SamplePrompt
+from finetune.training import scored_answers
+from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, tokens_that_fit
+from tests.support.models.tiny import tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+GB = 10**9
+LENGTHS = [random.Random(1000 + index).randint(60, 400) for index in range(1000)]
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128_256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def of_8b() -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=torch.bfloat16)
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(scored_answers, "memory_of", lambda _: Memory(2 * free, free, 0))
+
+
+def decode_steps(most: int, new: int) -> int:
+    """If no row ends before the limit, which is the worst case."""
+    ends = round_ends(new)
+    steps = 0
+    for before, end in zip([0, *ends], ends, strict=False):
+        lengths = sorted(length + before for length in LENGTHS)
+        steps += len(prompt_batches(lengths, end - before, most)) * (end - before)
+    return steps
+
+
+@pytest.mark.parametrize(("free", "tokens", "below"), [(60 * GB, MOST_BATCH_TOKENS, 2500), (8 * GB, 30_517, 5000)])
+def test_decode_steps_of_a_thousand_prompts(
+    free: int, tokens: int, below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = of_8b()
+    assert kept_bytes(model) == 2 * 32 * 8 * 128 * 2
+    with_free(monkeypatch, free)
+    most = tokens_that_fit(model, CPU, Ranks())
+    assert most == tokens
+    assert decode_steps(most, 256) < below
+    assert len(prompt_batches(sorted(LENGTHS), 256, BATCH_TOKENS)) * 256 > 65_000, "as before"
+
+
+def test_the_fullest_rank_decides_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_8b()
+    with_free(monkeypatch, 60 * GB)
+    assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 5000])) == 5000
+    assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 7])) == BATCH_TOKENS
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert memory_of(CPU).sharing == 16
+    monkeypatch.setattr(scored_answers, "memory_of", lambda _: Memory(60 * GB, 0, 0, sharing=16))
+    assert tokens_that_fit(model, CPU, Ranks()) == 30 * GB // 16 // 131_072
+
+
+def test_a_long_reference_leaves_batches_large() -> None:
+    """The limit is 1,024 tokens, and a batch needs room for 128 at first."""
+    assert round_ends(1024) == [128, 256, 512, 1024]
+    assert round_ends(600) == [128, 256, 512, 600]
+    assert round_ends(20) == [20]
+    assert len(prompt_batches(sorted(LENGTHS), round_ends(1024)[0], 30_517)) < 14
+
+
+def shaken() -> Any:
+    """Weights so large that answers differ."""
+    model = tiny_model("llama")
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 3 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> ScoredSet:
+    monkeypatch.setattr("finetune.model.generate.FIRST_ROUND", 3)
+    draw = random.Random(3)
+    prompts = [[draw.randrange(5, 500) for _ in range(draw.randint(1, 12))] for _ in range(11)]
+    items = [Scored("", "place")] * len(prompts)
+    return ScoredSet("rows", [SamplePrompt(ids, "", None) for ids in prompts], items, [], 20)
+
+
+def alone(model: Any, asked: ScoredSet) -> list[str]:
+    with answering(model):
+        return [answer(model, tiny_tokenizer(), each.prompt_ids, max_new_tokens=20) for each in asked.prompts]
+
+
+def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
+    asked: ScoredSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shaken()
+    with answering(model):
+        free = answer(model, tiny_tokenizer(), asked.prompts[0].prompt_ids, max_new_tokens=20)
+    found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
+    assert found[0].text == free
+    # Tokens that some answers have early and others never.
+    model.generation_config.eos_token_id = [found[0].tokens[1], found[3].tokens[7], found[5].tokens[15]]
+    rows: list[int] = []
+    genuine = greedy_answers
+
+    def counted(*given: Any, **named: Any) -> Any:
+        rows.append(len(given[2]))
+        return genuine(*given, **named)
+
+    monkeypatch.setattr(scored_answers, "greedy_answers", counted)
+    found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
+    assert [each.text for each in found] == alone(model, asked)
+    assert rows[0] == 11
+    assert 11 > rows[1] > rows[-1]
+    assert {each.ended for each in found} == {True, False}
+    assert all(len(each.tokens) == 20 for each in found if not each.ended)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said, sizes = shaken(), list[str](), list[int]()
+    genuine = greedy_answers
+
+    def full(model: Any, tokenizer: Any, prompts: Any, **options: Any) -> Any:
+        if len(prompts) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        sizes.append(len(prompts))
+        return genuine(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(scored_answers, "greedy_answers", full)
+    how = Answering(True, CPU)
+    found = generated_answers(model, tiny_tokenizer(), asked, how, say=said.append)
+    assert [each.text for each in found] == alone(model, asked)
+    assert max(sizes) == 3
+    assert len(said) == 1
+    assert said[0].startswith("answers: a batch with 154 tokens does not fit; they go on with 77")
+    generated_answers(model, tiny_tokenizer(), asked, how, say=said.append)
+    assert len(said) == 1, "the next model starts with the smaller batches"
+    monkeypatch.setattr(scored_answers, "greedy_answers", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generated_answers(model, tiny_tokenizer(), asked, how)
