@@ -86,6 +86,12 @@ class Plan:
         return max(((name, phase.peak) for name, phase in self.phases.items()), key=lambda pair: pair[1].nbytes)
 
     @property
+    def held(self) -> int:
+        """This rank's copies of trained weights in host memory, which a run's worst step holds; as many bytes as their
+        gradients."""
+        return self.phases["step"].peak.parts.get("gradients", 0)
+
+    @property
     def needed(self) -> int:
         """Tensors' bytes at the peak, and those outside tensors."""
         return self.peak[1].nbytes + sum(self.outside.values())

@@ -42,14 +42,12 @@ from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
+from finetune.run_folder.held_state import hold_state, remove_temporary
 from finetune.run_folder.save_restore import (
     describe_exported,
     export,
     forget_lost_best,
-    remove_temporary,
     restore,
-    restore_temporary,
-    save_temporary,
     weights_to_export,
 )
 from finetune.run_folder.train_state import TrainState
@@ -387,11 +385,8 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
 
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
-            worst = worst_step_first(
-                run,
-                lambda: save_temporary(start.recipe, built.assembled),
-                lambda folder: restore_temporary(built.assembled, folder),
-            )
+            on_host = device.type != "cuda" or start.strategy.offloaded
+            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, on_host=on_host))
     finally:
         if start.writes:
             remove_temporary(start.recipe)
