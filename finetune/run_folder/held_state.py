@@ -22,7 +22,7 @@ from finetune.measure.host_memory import available_bytes, bytes_below_peak
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
-from finetune.run_folder.save_restore import checkpoint_tensors, fill
+from finetune.run_folder.save_restore import checkpoint_tensors, fill_from
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Piece, Ranks, Stored, all_ranks, local_part, reshard
@@ -64,7 +64,7 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
     folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
 
     def restore() -> None:
-        fill(parts, folder, hashes=ranks.rank == 0)
+        fill_from(parts, folder, hashes=ranks.rank == 0)
         ranks.gather(None)  # the files may be deleted only after every rank has read them
 
     return Held(restore)

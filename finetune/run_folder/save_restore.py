@@ -72,7 +72,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     # Rank 0 verified the hash of every byte when it claimed the run folder.
     folder = step_folder(Path(recipe.run_dir), step)
     with in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")):
-        return TrainState.from_json(fill(parts, folder, hashes=False))
+        return TrainState.from_json(fill_from(parts, folder, hashes=False))
 
 
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
@@ -101,7 +101,7 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
     }
 
 
-def fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
+def fill_from(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
     """Fill weights and optimizer from a checkpoint, in place. Returns its state.json."""
     checkpoint = examine(folder, hashes=hashes)
     if isinstance(checkpoint, str):
