@@ -257,7 +257,7 @@ def _layout(request: TraceRequest) -> Layout:
         ranks=strategy.data_rank_count(request.ranks),
         node=request.node,
         tokens=max(batch["input_ids"].numel() for batch in request.batches),
-        rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
+        rows=math.ceil(training.global_batch_size / training.rows_at_once),
         layers=int(request.config["num_hidden_layers"]),
         copies=strategy.replica_count(request.ranks, request.node),
         gathers_once=strategy.gathers_once,

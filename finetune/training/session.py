@@ -20,6 +20,7 @@ from accelerate import Accelerator
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
+from finetune.closed_form.recomputation import rows_facts
 from finetune.errors import EnvironmentMismatch, Stopped
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
@@ -122,7 +123,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
             yield None
             return
         check_same_formats(accelerator, start.recipe, start.formats)
-        start = agree_on_recomputation(accelerator, start)
+        start = agree_on_rows(accelerator, agree_on_recomputation(accelerator, start))
         device, progress = accelerator.device, Progress(step=first_step)
         output.terminal.memory_of = peak_of(device)
         # The memory of loading and of the worst step is always measured. On CUDA reading the allocator's peak is free.
@@ -205,6 +206,23 @@ def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
     line = f"activation checkpointing: {recomputation_in_words(runs)}, because {reason}"
     chosen = {**start.recomputation, "runs": runs, "why": reason, "line": line}
     return replace(start, recipe=start.recipe.model_copy(update={"training": training}), recomputation=chosen)
+
+
+def agree_on_rows(accelerator: Accelerator, start: Start) -> Start:
+    """If `auto` chose: every rank takes as many rows as the rank with the least memory."""
+    if not start.rows:
+        return start
+    own = start.plan.per_device_batch_size
+    least = int(accelerator.gather(torch.tensor([own], device=accelerator.device)).min())
+    if least == own:
+        return start
+    training = start.recipe.training.model_copy(update={"per_device_batch_size": least})
+    return replace(
+        start,
+        recipe=start.recipe.model_copy(update={"training": training}),
+        plan=replace(start.plan, per_device_batch_size=least),
+        rows=rows_facts(least, "another rank's device has less memory"),
+    )
 
 
 def build(opened: Session) -> Built:
@@ -321,6 +339,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     content |= {
         "probe": start.probed,
         "recomputation": start.recomputation,
+        "rows": start.rows,
         "formats": start.formats.facts,
         "data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts},
     }
@@ -329,8 +348,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     lines = [describe(content)]
     if start.formats.line:
         lines.append(start.formats.line)
-    if start.recomputation:
-        lines.append(start.recomputation["line"])
+    lines += [facts["line"] for facts in (start.rows, start.recomputation) if facts]
     if start.adapter is not None:
         lines.append(start.adapter.note(start.recipe))
     output.terminal.log("\n".join([*lines, *start.prepared.notes]))

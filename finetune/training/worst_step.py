@@ -220,9 +220,7 @@ def _evaluate(run: Run, rows: Rows) -> None:
 
 def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:
     """Add a note that measure/out_of_memory.py puts into its message."""
-    error.add_note(
-        f"{doing} on {counted(run.recipe.training.per_device_batch_size, 'row')} of {counted(tokens, 'token')}"
-    )
+    error.add_note(f"{doing} on {counted(run.recipe.training.rows_at_once, 'row')} of {counted(tokens, 'token')}")
 
 
 INSTEAD = {
