@@ -320,7 +320,13 @@ def pick_in_words(
         note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
     recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
     by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
-    if choose_recomputation(by_auto, gpus).recipe == recipe:
+    resolved = choose_recomputation(by_auto, gpus).recipe
+    if resolved.training.rows_at_once > recipe.training.rows_at_once:
+        note(f"tracing {candidates.variant_in_words(resolved)}")
+        more = planner.plan(resolved, gpus)
+        if more.fits:
+            recipe, planned = resolved, more
+    if resolved == recipe:
         recipe = by_auto
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
