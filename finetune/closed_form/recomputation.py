@@ -33,7 +33,7 @@ from finetune.wording import counted, recomputation_in_words
 ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
 
 
-MOST_TOKENS = 16_384  # of a micro-batch that `auto` chooses: with more, a GPU's products are hardly faster
+MOST_TOKENS_AT_ONCE = 16_384  # of a micro-batch that `auto` chooses: with more, a GPU's products are hardly faster
 ROWS, RECOMPUTATION = "per_device_batch_size", "activation_checkpointing"
 
 
@@ -125,10 +125,10 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
 
 
 def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
-    """Rows of a micro-batch that split a rank's share of a step evenly, MOST_TOKENS at most; the largest first."""
+    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first. MOST_TOKENS_AT_ONCE is the limit."""
     ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
     share = math.ceil(recipe.training.global_batch_size / ranks)
-    most = max(1, min(share, MOST_TOKENS // recipe.data.row_tokens))
+    most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
     counts = {math.ceil(share / steps) for steps in range(math.ceil(share / most), share + 1)}
     return sorted(counts, reverse=True)
 

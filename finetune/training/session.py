@@ -20,7 +20,6 @@ from accelerate import Accelerator
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
-from finetune.closed_form.recomputation import rows_facts
 from finetune.errors import EnvironmentMismatch, Stopped
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
@@ -216,6 +215,8 @@ def agree_on_rows(accelerator: Accelerator, start: Start) -> Start:
     least = int(accelerator.gather(torch.tensor([own], device=accelerator.device)).min())
     if least == own:
         return start
+    from finetune.closed_form.recomputation import rows_facts
+
     training = start.recipe.training.model_copy(update={"per_device_batch_size": least})
     return replace(
         start,

@@ -233,6 +233,8 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
 
     A resumed run keeps its rows if they fit. training/session.py takes the choice of the rank with the least memory.
     """
+    if "auto" not in (recipe.training.activation_checkpointing, recipe.training.per_device_batch_size):
+        return recipe, {}, {}
     from finetune.closed_form.recomputation import choose_recomputation, rows_facts
 
     device, gpus = device_of(launch), None

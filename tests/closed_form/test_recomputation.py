@@ -11,7 +11,7 @@ import pytest
 
 from finetune.closed_form import recomputation
 from finetune.closed_form.estimate import estimate
-from finetune.closed_form.recomputation import MOST_TOKENS, choose_recomputation, chosen_words
+from finetune.closed_form.recomputation import MOST_TOKENS_AT_ONCE, choose_recomputation, chosen_words
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -128,7 +128,7 @@ def test_rows_by_memory(name: str) -> None:
         chosen = choose_recomputation(asked, gpus)
         training = chosen.recipe.training
         found.append((training.rows_at_once, training.activation_checkpointing))
-        assert training.rows_at_once * asked.data.row_tokens <= MOST_TOKENS
+        assert training.rows_at_once * asked.data.row_tokens <= MOST_TOKENS_AT_ONCE
         assert chosen.rows_facts["runs"] == training.rows_at_once
         fixed = choose_recomputation(chosen.recipe, gpus)
         assert (fixed.recipe, fixed.line) == (chosen.recipe, ""), "nothing is left to choose"
