@@ -125,7 +125,7 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
 
 
 def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
-    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first. MOST_TOKENS_AT_ONCE is the limit."""
+    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first."""
     ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
     share = math.ceil(recipe.training.global_batch_size / ranks)
     most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
