@@ -234,7 +234,7 @@ class Training:
         shrunken, length = self.machine.shrunken, self.recipe.data.max_length
         batch = self.recipe.training.global_batch_size
         if shrunken:  # a row of a GPU's length takes seconds on a CPU
-            batch, length = 2 * self.recipe.training.per_device_batch_size, length // 8
+            batch, length = 2 * self.recipe.training.rows_at_once, length // 8
         rows = write_rows(self.machine.folder / "rows.jsonl", tokens=batch * length, max_length=length)
         budget = {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": self.machine.gpu_gb}
         asked = {

@@ -135,7 +135,7 @@ def set_up_process(recipe: Recipe) -> Launch:
     for library in ("bitsandbytes", "torchao", "matplotlib"):  # at import they log missing kernels
         logging.getLogger(library).setLevel(logging.ERROR)
     from finetune.launch.cpu_memory import bound_libraries, readable_threads
-    from finetune.launch.gpu_environment import set_gpu_environment
+    from finetune.launch.gpu_environment import set_gpu_environment, share_compile_workers
 
     bound_libraries()  # this call and the next must come before torch loads
     set_gpu_environment(deterministic=recipe.training.deterministic)
@@ -144,9 +144,12 @@ def set_up_process(recipe: Recipe) -> Launch:
 
     if not under_launcher():
         os.environ |= slurm_ranks(os.environ)
-    from finetune.strategies.accelerator import silence_libraries
+    from finetune.measure.host_memory import cores_each
 
     launch = read_launch()
+    share_compile_workers(cores_each(launch.local_world_size, launch.words))
+    from finetune.strategies.accelerator import silence_libraries
+
     if (line := readable_threads()) and launch.is_main:
         print(line, file=sys.stderr)
     refuse_secrets(recipe)

@@ -151,7 +151,7 @@ def _components(recipe: Recipe, count: int, variants: Sequence[MemoryVariant]) -
         *rows_of(others),
         row("all tensors", [each.total for each in variants]),
     ]
-    tokens = recipe.training.per_device_batch_size * recipe.data.max_length
+    tokens = recipe.training.rows_at_once * recipe.data.max_length
     title = f"{recipe.model.name_or_path}: {count:,} parameters, micro-batches of {tokens:,} tokens"
     peaks = ", ".join(f"{each.name} in {each.planned.peak[0]}" for each in variants)
     lines = columns(("planned bytes a parameter, at the peak", *(each.name for each in variants)), rows)

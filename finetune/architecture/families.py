@@ -66,7 +66,7 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
     requested = recipe.model.attention
     layout = DocumentLayout(attention.NAME if requested == "auto" else requested, recipe.data.packing)
-    if layout.attention == "flash_attention_2" and layout.packing and recipe.training.per_device_batch_size > 1:
+    if layout.attention == "flash_attention_2" and layout.packing and recipe.training.rows_at_once > 1:
         raise FinetuneError(
             "model.attention: flash_attention_2 separates packed documents in a single row only; "
             "set training.per_device_batch_size: 1, or model.attention: auto"

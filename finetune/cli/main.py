@@ -132,7 +132,11 @@ def check(
             notes += [note for note in [template_note(loaded.recipe)] if note]
             probed = probe(recomputation.recipe, offline=True)
             notes += [line for line in (probed.line(), recomputation.line) if line]
-            result |= {"probe": probed.as_json(), "recomputation": recomputation.facts}
+            result |= {
+                "probe": probed.as_json(),
+                "recomputation": recomputation.facts,
+                "rows": recomputation.rows_facts,
+            }
         if not loaded.recipe.budget.gpus:
             formats = loaded.formats_for(fastest_for(0))[1]
             if formats.line:

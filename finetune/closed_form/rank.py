@@ -51,8 +51,8 @@ class RankSizes:
         self.four_bit = recipe.quantization is not None
         # Bytes that a trained weight takes. Its gradient and each AdamW moment take as many.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
-        self.tokens = training.per_device_batch_size * recipe.data.row_tokens  # of a micro-batch
-        self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
+        self.tokens = training.rows_at_once * recipe.data.row_tokens  # of a micro-batch
+        self.micro_steps = math.ceil(training.global_batch_size / (training.rows_at_once * self.ranks))
         # Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets.
         self.gradients_exist = self.micro_steps > 1 or self.data_parallel
         # Whether later micro-batches find all weights gathered.
@@ -74,7 +74,7 @@ class RankSizes:
         """
         return LayerNumerics(
             tokens=self.tokens,
-            documents=self.recipe.training.per_device_batch_size * self.recipe.data.answers_a_row,
+            documents=self.recipe.training.rows_at_once * self.recipe.data.answers_a_row,
             base_trained=self.base_trained,
             adapters_cast=self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.base_trained),
             four_bit=self.four_bit,

@@ -1,4 +1,6 @@
-"""`activation_checkpointing: auto`: the least recomputation that fits, by the closed form with its margin.
+"""`activation_checkpointing: auto` and `per_device_batch_size: auto`, by the closed form with its margin.
+
+Recomputation is the least that fits, and a micro-batch has the most rows that fit with it.
 
 On a GPU layers are compiled unless the recipe says otherwise, so selective recomputation is not a candidate there.
 
@@ -9,12 +11,15 @@ take 35 to 48 % of the estimate. Python and its libraries come on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from finetune.closed_form.estimate import estimate, unsupported
+from finetune.closed_form.rank import cached_strategy
 from finetune.errors import FinetuneError
 from finetune.measure.host_memory import available_bytes
 from finetune.measure.units import GIB
@@ -22,91 +27,128 @@ from finetune.model.known_configs import planned_config
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED
-from finetune.wording import recomputation_in_words
+from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED, Recomputation
+from finetune.wording import counted, recomputation_in_words
 
 ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
 
 
+MOST_TOKENS_AT_ONCE = 16_384  # of a micro-batch that `auto` chooses: with more, a GPU's products are hardly faster
+ROWS, RECOMPUTATION = "per_device_batch_size", "activation_checkpointing"
+
+
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe in which `auto` is replaced, and the reason."""
+    """A recipe in which `auto` is replaced, and the reasons."""
 
     recipe: Recipe
-    why: str | None = None  # None: the recipe says so itself
+    why: str | None = None  # of the recomputation; None: the recipe says so itself
+    why_rows: str | None = None  # of the rows of a micro-batch
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the receipt and JSON; empty where nothing was chosen."""
+        """The recomputation, for the receipt and JSON; empty where nothing was chosen."""
         if self.why is None:
             return {}
         runs = self.recipe.training.activation_checkpointing
-        return {"asked": "auto", "runs": runs, "why": self.why, "line": self.line}
+        line = f"activation checkpointing: {recomputation_in_words(runs)}, because {self.why}"
+        return {"asked": "auto", "runs": runs, "why": self.why, "line": line}
+
+    @property
+    def rows_facts(self) -> dict[str, Any]:
+        """The rows of a micro-batch, in the same way."""
+        if self.why_rows is None:
+            return {}
+        return rows_facts(self.recipe.training.rows_at_once, self.why_rows)
 
     @property
     def line(self) -> str:
         """For the terminal; empty where nothing was chosen."""
-        if self.why is None:
-            return ""
-        runs = recomputation_in_words(self.recipe.training.activation_checkpointing)
-        return f"activation checkpointing: {runs}, because {self.why}"
+        return "\n".join(facts["line"] for facts in (self.rows_facts, self.facts) if facts)
+
+
+def rows_facts(rows: int, why: str) -> dict[str, Any]:
+    """The receipt's account of the rows of a micro-batch."""
+    return {"asked": "auto", "runs": rows, "why": why, "line": f"{ROWS}: {rows}, because {why}"}
 
 
 def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -> Chosen:
-    """The recipe with `auto` resolved for these GPUs. Any other setting stays as written.
+    """The recipe with `auto` resolved for these GPUs: rows of a micro-batch, and recomputation. Other settings stay.
+
+    As many rows as fit without recomputation. If one row does not fit, as many as fit with more of it, and so on.
 
     Args:
         gpus: None: a CPU, whose memory `ranks` share.
     """
-    if recipe.training.activation_checkpointing != "auto":
+    training = recipe.training
+    asked = {key: getattr(training, key) == "auto" for key in (RECOMPUTATION, ROWS)}
+    if not any(asked.values()):
         return Chosen(recipe)
+    settings: Sequence[Recomputation] = (training.activation_checkpointing,)
+    if asked[RECOMPUTATION]:
+        compiles = gpus is not None and training.compile is not False
+        settings = RECOMPUTATIONS_IF_COMPILED if compiles else RECOMPUTATIONS
+
+    def chosen(setting: Recomputation, rows: int, why: str) -> Chosen:
+        reasons = (why if asked[key] else None for key in (RECOMPUTATION, ROWS))
+        return Chosen(_changed(recipe, setting, per_device_batch_size=rows), *reasons)
+
+    last = training.rows_at_once, settings[-1]
     try:
         config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     except FinetuneError:
-        return Chosen(_changed(recipe, True), "the configuration of the model is not known")
+        return chosen(last[1], last[0], "the configuration of the model is not known")
     room = gpus or Gpus(ranks, available_bytes() // ranks, "host memory")
-    if why := unsupported(_estimated(recipe, False, gpus), config, room):
-        return Chosen(_changed(recipe, True), f"there is no closed form for {why}")
-    settings = RECOMPUTATIONS
-    if gpus is not None and recipe.training.compile is not False:
-        settings = RECOMPUTATIONS_IF_COMPILED
-    # The settings are tried from the least recomputation on; the last one stays if none fits.
-    needs: list[int] = []
-    for setting in settings:
-        found = estimate(_estimated(recipe, setting, gpus), config, room)
-        needs.append(found.upper if gpus else ON_HOST * found.needed)
-        if needs[-1] <= room.memory:
+    if why := unsupported(_estimated(recipe, settings[0], gpus), config, room):
+        return chosen(last[1], last[0], f"there is no closed form for {why}")
+    # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
+    counts = _row_counts(recipe, room.count * room.nodes) if asked[ROWS] else [training.rows_at_once]
+    tried: list[tuple[Recomputation, int, int]] = []
+    for setting, rows in product(settings, counts):
+        found = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
+        tried.append((setting, rows, found.upper if gpus else ON_HOST * found.needed))
+        if tried[-1][2] <= room.memory:
             break
     memory = f"{room.memory / GIB:.1f} GiB"
     if gpus is None:
         memory += " of free host memory"
-    if needs[-1] > room.memory:
-        why = f"even so the plan may need {needs[-1] / GIB:.1f} of {memory}"
+    setting, rows, need = tried[-1]
+    if need > room.memory:
+        why = f"even so the plan may need {need / GIB:.1f} of {memory}"
     else:
-        why = f"the plan needs at most {needs[-1] / GIB:.1f} of {memory}"
-        if len(needs) > 1:
-            why += f", and {needs[-2] / GIB:.1f} with {recomputation_in_words(settings[len(needs) - 2])}"
-    return Chosen(_changed(recipe, settings[len(needs) - 1]), why)
+        why = f"the plan needs at most {need / GIB:.1f} of {memory}"
+        if len(tried) > 1:
+            before, more, needed = tried[-2]
+            how = recomputation_in_words(before) if before != setting else counted(more, recipe.data.row_noun)
+            why += f", and {needed / GIB:.1f} with {how}"
+    return chosen(setting, rows, why)
+
+
+def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
+    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first."""
+    ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
+    share = math.ceil(recipe.training.global_batch_size / ranks)
+    most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
+    counts = {math.ceil(share / steps) for steps in range(math.ceil(share / most), share + 1)}
+    return sorted(counts, reverse=True)
 
 
 def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
     """A recipe file's overrides, with `auto` resolved for its own GPUs."""
     loaded = load_recipe(recipe, overrides).recipe
     chosen = choose_recomputation(loaded, gpus_of(loaded.budget))
-    if chosen.why is None:
-        return [*overrides]
-    setting = chosen.recipe.training.activation_checkpointing
-    return [*overrides, f"training.activation_checkpointing={str(setting).lower()}"]
+    found = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
+    return [*overrides, *(f"training.{key}={str(each['runs']).lower()}" for key, each in found.items() if each)]
 
 
-def _estimated(recipe: Recipe, setting: bool | int | str, gpus: Gpus | None) -> Recipe:
+def _estimated(recipe: Recipe, setting: Recomputation, gpus: Gpus | None, **further: Any) -> Recipe:
     """The recipe with a setting, in formats that the closed form knows: on a CPU ON_HOST covers float32."""
     if gpus is not None:
-        return _changed(recipe, setting)
+        return _changed(recipe, setting, **further)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-    return _changed(recipe, setting, mixed_precision="bf16")
+    return _changed(recipe, setting, mixed_precision="bf16", **further)
 
 
-def _changed(recipe: Recipe, setting: bool | int | str, **further: Any) -> Recipe:
+def _changed(recipe: Recipe, setting: Recomputation, **further: Any) -> Recipe:
     changes = {"activation_checkpointing": setting, **further}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=changes)})

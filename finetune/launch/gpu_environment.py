@@ -10,6 +10,7 @@ from contextlib import contextmanager
 # The first is the name since torch 2.11; newer versions warn about the others.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+COMPILE_WORKERS, MOST_COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS", 8
 REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses matrix products in deterministic mode
 
 
@@ -25,6 +26,14 @@ def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str,
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if deterministic:
         environment.setdefault(CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES[0])
+
+
+def share_compile_workers(cores: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch compile with at most this rank's cores, before torch is imported. The user's own setting stays.
+
+    torch starts up to 32 compile workers for each rank, and each is a process.
+    """
+    environment.setdefault(COMPILE_WORKERS, str(min(MOST_COMPILE_WORKERS, cores)))
 
 
 def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,19 @@ def usable_cores(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     quotas = [_quota(folder) for folder in _own_groups(groups, own, "cpu")]
     physical = psutil.cpu_count(logical=False) or bound
     return max(1, min([physical, bound, *(cores for cores in quotas if cores is not None)]))
+
+
+def cores_each(ranks: int, words: Sequence[str]) -> int:
+    """One rank's equal share of those cores, at least 1. srun binds each task to its own cores.
+
+    Args:
+        ranks: On this machine.
+        words: The launcher's command line.
+    """
+    cores, of_task = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if tuple(words[:1]) == ("srun",) and of_task.isdigit() and cores <= int(of_task):
+        return cores
+    return max(1, cores // ranks)
 
 
 def bytes_below_peak(status: Path = OWN_STATUS) -> int:

@@ -114,8 +114,8 @@ def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
 def smaller(recipe: Recipe) -> Iterator[str]:
     """Changes that take less as key=value, the cheapest first; all but the last leave the loss curve as it is."""
     training = recipe.training
-    if training.per_device_batch_size > 1:
-        yield f"training.per_device_batch_size={training.per_device_batch_size // 2}"
+    if training.rows_at_once > 1:
+        yield f"training.per_device_batch_size={training.rows_at_once // 2}"
     if training.recompute_every != 1 or training.keeps_products:
         yield "training.activation_checkpointing=true"
     yield f"data.max_length={recipe.data.max_length // 2}"

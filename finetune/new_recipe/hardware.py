@@ -36,8 +36,7 @@ class Choice:
     model: str
     method: Method
     strategy: str
-    rows: int  # of one forward on one GPU
-    needed: int | None  # bytes of one GPU, by the closed form; None: on a CPU, or not known
+    needed: int | None  # bytes of one GPU for a row at a time, by the closed form; None: on a CPU, or not known
 
     @property
     def ranks(self) -> int:
@@ -55,10 +54,10 @@ class Choice:
 
     @property
     def memory(self) -> str:
-        """`22 GB needed at most`; empty where that is not known."""
+        """`22 GB for a row at a time`; empty where that is not known."""
         if self.needed is None:
             return ""
-        return f"{self.needed / 1e9:.0f} GB needed at most"
+        return f"{self.needed / 1e9:.0f} GB for a row at a time"
 
 
 def gpus_here() -> Gpus | None:
@@ -82,7 +81,7 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     if gpus is None:
         if model is None:
             model = EMBEDDED if importlib.util.find_spec(EMBEDDED_PACKAGE) is not None else ONLINE_SMOLLM
-        return Choice(None, model, "lora", "single", 1, None)
+        return Choice(None, model, "lora", "single", None)
     # Weights on every GPU first, because that needs the least traffic; then sharded weights.
     strategies: tuple[str, ...] = ("single",)
     if gpus.count * gpus.nodes > 1:
@@ -90,18 +89,18 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
     names = UNGATED_MODELS
     if model is not None:
         names = (model,)
-    for name, method, strategy, rows in product(names, WAYS, strategies, (4, 2, 1)):
-        needed = _needed_bytes(gpus, name, method, strategy, rows, max_length, objective)
+    for name, method, strategy in product(names, WAYS, strategies):
+        needed = _needed_bytes(gpus, name, method, strategy, max_length, objective)
         if needed is None:  # another architecture: `finetune plan` will tell
-            return Choice(gpus, name, "lora", strategies[-1], 1, None)
+            return Choice(gpus, name, "lora", strategies[-1], None)
         if needed <= gpus.memory:
-            return Choice(gpus, name, method, strategy, rows, needed)
+            return Choice(gpus, name, method, strategy, needed)
     asked = model or ", ".join(UNGATED_MODELS)
     raise DoesNotFit(f"--gpus: {gpus.name}: {asked} does not fit, not even in 4 bits; name a smaller --model")
 
 
 def _needed_bytes(
-    gpus: Gpus, model: str, method: Method, strategy: str, rows: int, length: int, objective: Objective
+    gpus: Gpus, model: str, method: Method, strategy: str, length: int, objective: Objective
 ) -> int | None:
     """Bytes that surely suffice on one GPU; None without a closed form, or if the model's config is not here."""
     quantization: dict[str, Any] | None = None
@@ -117,8 +116,7 @@ def _needed_bytes(
         "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}], "max_length": length},
         "training": {
             "objective": objective,
-            "global_batch_size": max(rows * gpus.count * gpus.nodes, 2 if objective == "kto" else 1),
-            "per_device_batch_size": rows,
+            "global_batch_size": max(gpus.count * gpus.nodes, 2 if objective == "kto" else 1),
             "activation_checkpointing": True,
             "mixed_precision": "bf16",
         },

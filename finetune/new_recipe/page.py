@@ -53,7 +53,6 @@ class Settings:
     truncation: Truncation
     held_out: float  # 0: nothing
     global_batch_size: int
-    per_device_batch_size: int
     epochs: int
     learning_rate: float
     max_steps: int | None
@@ -103,8 +102,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         why = {"dpo": "prefers the chosen answer to the rejected one", "kto": "wants answers whose label is true"}
         lines += [f"  objective: {settings.objective}  # {why[settings.objective]}"]
         lines += [f"  global_batch_size: {settings.global_batch_size}  # {noun} in a step"]
-    if settings.per_device_batch_size > 1:
-        lines += [f"  per_device_batch_size: {settings.per_device_batch_size}"]
+    if choice.gpus is not None:
+        lines += ["  per_device_batch_size: auto  # as many rows at a time as fit"]
     epochs = counted(settings.epochs, "epoch")
     if settings.max_steps:
         lines += [

@@ -417,16 +417,14 @@ def _choose_settings(
             most = max(1, CPU_TOKENS // (batch * tokens_a_row))
             if steps > most:
                 max_steps = most
-        settings = Settings(
-            length, truncation, held_out, batch, 1, epochs, rate, max_steps, max_steps or steps, objective
-        )
+        settings = Settings(length, truncation, held_out, batch, epochs, rate, max_steps, max_steps or steps, objective)
         return settings, counts
-    at_once = choice.rows * choice.ranks
-    # About thirty steps an epoch, with at most 64 rows each. Each GPU's micro-batches are full.
+    at_once = choice.ranks
+    # About thirty steps an epoch, with at most 64 rows each, as many on each GPU.
     micro_batches = max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
     batch = at_once * micro_batches
     steps = max(1, math.ceil(epochs * packed / batch))
-    return Settings(length, truncation, held_out, batch, choice.rows, epochs, rate, None, steps, objective), counts
+    return Settings(length, truncation, held_out, batch, epochs, rate, None, steps, objective), counts
 
 
 def _count_tokens(

@@ -63,7 +63,7 @@ def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -
 
     if gpus is None or unsupported(recipe, config, gpus) is not None:
         return "\n\n".join(paragraphs)
-    tokens = recipe.training.per_device_batch_size * recipe.data.row_tokens
+    tokens = recipe.training.rows_at_once * recipe.data.row_tokens
     variants = [changed(recipe, {"training.activation_checkpointing": each}) for each in (False, "selective", True)]
     estimates = [estimate(variant, config, gpus) for variant in variants]
     kept = [each.phases["backward"].get("activations", 0) for each in estimates]

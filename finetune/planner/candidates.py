@@ -201,9 +201,9 @@ def variant_in_words(recipe: Recipe) -> str:
     method = "full"
     if recipe.lora is not None:
         method = "qlora" if recipe.quantization else "lora"
-    rows = str(training.per_device_batch_size)
+    rows = str(training.rows_at_once)
     if data.unit != "documents":
-        rows = counted(training.per_device_batch_size, data.row_noun)
+        rows = counted(training.rows_at_once, data.row_noun)
     return (
         f"{method}, {recipe.accelerate_config}, {rows} x {data.row_tokens:,} tokens, "
         f"activation_checkpointing: {plain(training.activation_checkpointing)}"

@@ -126,7 +126,7 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     result["probe"] = found.as_json()
     text += ["", found.line()] if options.details else [found.line().partition("\n")[0]]
     if chosen.line:
-        result["recomputation"] = chosen.facts
+        result |= {"recomputation": chosen.facts, "rows": chosen.rows_facts}
         text += [chosen.line]
     if not options.details:
         text += ["more: --details; the arithmetic: --explain"]
@@ -319,6 +319,15 @@ def pick_in_words(
     if options.price is not None:
         note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
     recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
+    by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
+    resolved = choose_recomputation(by_auto, gpus).recipe
+    if resolved.training.rows_at_once > recipe.training.rows_at_once:
+        note(f"tracing {candidates.variant_in_words(resolved)}")
+        more = planner.plan(resolved, gpus)
+        if more.fits:
+            recipe, planned = resolved, more
+    if resolved == recipe:
+        recipe = by_auto
     text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
     if file is not None:
         file.write_text(text, "utf-8")

@@ -42,6 +42,11 @@ def plan_text(planned: Plan) -> str:
     if any(planned.host.values()):
         listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
         lines.append(f"in host memory of rank 0, of {planned.node} per machine, GiB at the peak of: {listed}")
+    if planned.held >= GIB // 10:
+        lines.append(
+            f"in host memory of each rank until the worst step is over, GiB: {planned.held / GIB:.1f}, a copy of the "
+            "weights to go back to, which goes through the disk if a machine has no room for it"
+        )
     return "\n".join([*lines, *planned.notes])
 
 
@@ -150,6 +155,7 @@ def plan_json(planned: Plan) -> dict[str, Any]:
         "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
         "outside_bytes": planned.outside,
         "host_bytes": dict(planned.host),
+        "held_bytes": planned.held,
         "phases": {
             name: {
                 "peak_bytes": phase.peak.nbytes,

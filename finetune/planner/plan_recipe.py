@@ -86,6 +86,12 @@ class Plan:
         return max(((name, phase.peak) for name, phase in self.phases.items()), key=lambda pair: pair[1].nbytes)
 
     @property
+    def held(self) -> int:
+        """This rank's copies of trained weights in host memory, which a run's worst step holds; as many bytes as their
+        gradients."""
+        return self.phases["step"].peak.parts.get("gradients", 0)
+
+    @property
     def needed(self) -> int:
         """Tensors' bytes at the peak, and those outside tensors."""
         return self.peak[1].nbytes + sum(self.outside.values())
@@ -251,7 +257,7 @@ def _layout(request: TraceRequest) -> Layout:
         ranks=strategy.data_rank_count(request.ranks),
         node=request.node,
         tokens=max(batch["input_ids"].numel() for batch in request.batches),
-        rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
+        rows=math.ceil(training.global_batch_size / training.rows_at_once),
         layers=int(request.config["num_hidden_layers"]),
         copies=strategy.replica_count(request.ranks, request.node),
         gathers_once=strategy.gathers_once,

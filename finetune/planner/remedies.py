@@ -101,7 +101,7 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
     """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     # Half as many rows, down to one; each halving costs one more.
-    rows, says = training.per_device_batch_size, "more, smaller micro-batches"
+    rows, says = training.rows_at_once, "more, smaller micro-batches"
     yield [Option({ROWS: rows >> halvings}, halvings, says) for halvings in range(1, rows.bit_length())]
     recomputation = [
         Option({RECOMPUTATION: "selective"}, 3, "all but products and attention is computed twice"),
@@ -287,7 +287,7 @@ def largest(
     def estimated(value: int) -> int:
         return estimate(changed(recipe, {key: value}), config, gpus).needed
 
-    current, most = recipe.training.per_device_batch_size, recipe.training.global_batch_size
+    current, most = recipe.training.rows_at_once, recipe.training.global_batch_size
     if key == LENGTH:
         current, most = recipe.data.max_length, int(config.get("max_position_embeddings") or 131_072)
     values = range(grain, most + 1, grain)

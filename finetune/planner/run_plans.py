@@ -86,12 +86,17 @@ def request_of_run(run: Path, receipt: Mapping[str, Any]) -> PlanRequest:
     """
     recipe = recipe_from_resolved(require_run_folder(run))
     recomputation = receipt.get("recomputation") or {}
-    if recomputation:  # the recipe says `auto`; the receipt has the chosen setting
-        training = recipe.training.model_dump(mode="json") | {"activation_checkpointing": recomputation["runs"]}
+    split = receipt.get("rows") or {}
+    if recomputation or split:  # the recipe says `auto`; the receipt has the chosen setting
+        training = recipe.training.model_dump(mode="json")
+        if recomputation:
+            training["activation_checkpointing"] = recomputation["runs"]
+        if split:
+            training["per_device_batch_size"] = min(split["runs"], recipe.training.global_batch_size)
         recipe = Recipe.model_validate(recipe.model_dump(mode="json") | {"training": training})
     request = read_request({"recipe": recipe.model_dump(mode="json"), **receipt["memory"]["worst_step"]})
     # A receipt may be anybody's, so no number in it may ask for more than its recipe could.
-    rows, length = recipe.training.per_device_batch_size, recipe.data.row_tokens
+    rows, length = recipe.training.rows_at_once, recipe.data.row_tokens
     sizes = [request.micro_batches, request.nodes, request.ranks_of_node, *map(len, request.documents)]
     sizes += [tokens for row in request.documents for tokens in row]
     if any(type(size) is not int or not 0 < size <= 2**20 for size in sizes):
@@ -165,7 +170,7 @@ def fitting_changes(request: PlanRequest) -> list[dict[str, Any]]:
 
 def request_for(request: PlanRequest, recipe: Recipe) -> PlanRequest:
     """The request for another recipe: the run's rows, batched and truncated as that recipe says."""
-    rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
+    rows, length = recipe.training.rows_at_once, recipe.data.max_length
     documents = []
     if recipe.data.unit != "documents":  # each answer has a length of its own, and the group keeps all of them
         documents = [tuple(min(tokens, length) for tokens in row) for row in request.documents[:rows]]

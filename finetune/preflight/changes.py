@@ -230,7 +230,7 @@ def sample_preferences(layout: Literal["preference", "kto"], folder: Path, index
 
 def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
     training = recipe.training
-    micro_batch = min(2, training.per_device_batch_size)
+    micro_batch = min(2, training.rows_at_once)
     rows = micro_batch * processes
     if training.global_batch_size > rows:
         rows *= MICRO_STEPS

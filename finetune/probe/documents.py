@@ -57,7 +57,7 @@ def probe_batches(recipe: Recipe, documents: list[TokensAndLabels], device: torc
         range(len(rows.members)),
         rank=0,
         world_size=1,
-        per_device_batch_size=min(2, recipe.training.per_device_batch_size),
+        per_device_batch_size=min(2, recipe.training.rows_at_once),
         flat=attention_name(recipe) == attention.NAME,
     )
     return prefetch(batches, device, non_blocking=False)

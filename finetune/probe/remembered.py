@@ -49,7 +49,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
     asked = {
         "attention": attention_name(recipe),
         "packing": recipe.data.packing,
-        "several rows": training.per_device_batch_size > 1,
+        "several rows": training.rows_at_once > 1,
         "recomputed": training.activation_checkpointing,
         "new tokens": bool(recipe.model.new_tokens),
         "precision": [training.mixed_precision, training.pure_bf16, recipe.model.dtype],

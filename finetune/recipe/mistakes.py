@@ -42,6 +42,7 @@ EITHER = {
     "activation_checkpointing": Either(
         "auto, true, false, selective, or n for every n-th layer", ("auto", "true", "false", "selective")
     ),
+    "per_device_batch_size": Either("a whole number of rows, at least 1, or auto", ("auto",), takes_number=True),
     "compile": Either("true, false or auto", ("true", "false", "auto")),
     "init_lora_weights": Either("true, false, gaussian or orthogonal", ("true", "false", "gaussian", "orthogonal")),
     "eval_steps": INTERVAL,

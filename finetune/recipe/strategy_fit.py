@@ -160,7 +160,7 @@ def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None
     stages, training = strategy.stage_count(ranks), recipe.training
     # 10 rows a step in micro-batches of 2, through 2 pipelines of 4 stages: 3 micro-batches in each pipeline, which is
     # too few. 4 of them, 16 rows a step, keep every stage busy.
-    rows = training.per_device_batch_size * pipelines.copies
+    rows = training.rows_at_once * pipelines.copies
     micro_batches = -(-training.global_batch_size // rows)
     fitting = stages * -(-micro_batches // stages) * rows
     each = " in each pipeline" if pipelines.copies > 1 else ""

@@ -171,21 +171,32 @@ class Saves:
         """Whether every machine has room for its ranks' copies beside their training's peak."""
         if not self._background:
             return False
-        own_left, growth = self._room()
-        machines: dict[str, list[tuple[int, int]]] = {}
-        for machine, left, needed in self._ranks.gather((this_machine(), own_left, nbytes + growth)):
-            machines.setdefault(machine, []).append((left, needed))
-        for figures in machines.values():
-            # All ranks of a machine see the same free memory at slightly different times, and their needs add up.
-            left, needed = min(left for left, _ in figures), sum(needed for _, needed in figures) + SPARE_BYTES
-            if needed > left:
-                self._log(
-                    f"checkpoints: a copy in host memory beside the training's peak needs {needed / GIB:.1f} GiB of a "
-                    f"machine, {left / GIB:.1f} are left: training waits while a checkpoint is written"
-                )
-                self._log = lambda _: None  # once is enough
-                return False
-        return True
+        left, growth = self._room()
+        found = machine_without_room(self._ranks, nbytes + growth, left)
+        if found is None:
+            return True
+        self._log(
+            f"checkpoints: a copy in host memory beside the training's peak needs {found[0] / GIB:.1f} GiB of a "
+            f"machine, {found[1] / GIB:.1f} are left: training waits while a checkpoint is written"
+        )
+        self._log = lambda _: None  # once is enough
+        return False
+
+
+def machine_without_room(ranks: Ranks, needed: int, left: int) -> tuple[int, int] | None:
+    """The bytes that a machine's ranks need and those that it has left, of a machine that has too few; None: none has.
+
+    Every rank calls it with its own need, and with the bytes that it sees.
+    """
+    machines: dict[str, list[tuple[int, int]]] = {}
+    for machine, *figures in ranks.gather((this_machine(), needed, left)):
+        machines.setdefault(machine, []).append((figures[0], figures[1]))
+    for of_ranks in machines.values():
+        # All ranks of a machine see the same free memory at slightly different times, and their needs add up.
+        total, least = sum(need for need, _ in of_ranks) + SPARE_BYTES, min(seen for _, seen in of_ranks)
+        if total > least:
+            return total, least
+    return None
 
 
 def _finish_kernels() -> None:

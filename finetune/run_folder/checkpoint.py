@@ -213,21 +213,21 @@ def write_pieces(
     #   rank 0: write state and manifest, then rename the folder to its final name
     with disk_errors(folder, "earlier checkpoints are intact; "):
         try:
-            if not _gathered(ranks, temporary, prepare)[0]:
-                written = _gathered(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
+            if not act_on_every_rank(ranks, temporary, prepare)[0]:
+                written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
                 publish = partial(_publish, temporary, folder, {"step": step, **state}, written)
-                _gathered(ranks, temporary, publish if is_rank_0 else _do_nothing)
+                act_on_every_rank(ranks, temporary, publish if is_rank_0 else _do_nothing)
         except Exception:
             if is_rank_0:
                 remove_folder(temporary)  # a full disk gets its space back
             raise
     with disk_errors(folder.parent, f"the checkpoint of step {step} is complete; "):
         prune = partial(_prune, run_dir, step, keep, best)
-        _gathered(ranks, temporary, prune if is_rank_0 else _do_nothing)
+        act_on_every_rank(ranks, temporary, prune if is_rank_0 else _do_nothing)
     return folder
 
 
-def _gathered(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
+def act_on_every_rank(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
     """Call `act` on every rank, and return all results on every rank.
 
     If one rank fails, all raise. The failed rank raises its own error.

@@ -24,7 +24,7 @@ from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS, is_on_top
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, sha256_of, step_folder, write_checkpoint
+from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, sha256_of, step_folder
 from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
@@ -72,7 +72,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     # Rank 0 verified the hash of every byte when it claimed the run folder.
     folder = step_folder(Path(recipe.run_dir), step)
     with in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")):
-        return TrainState.from_json(_fill(parts, folder, hashes=False))
+        return TrainState.from_json(fill_from(parts, folder, hashes=False))
 
 
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
@@ -85,30 +85,6 @@ def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
         # After an evaluation FSDP2's head is still gathered. Its parameters are then not the optimizer's, but copies.
         reshard(parts.unwrapped_model)
         load_model(parts.unwrapped_model, parts.of_this_stage(checkpoint.groups["model"]))
-
-
-def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
-    """Write the present weights and optimizer state to a folder that no start takes for a checkpoint.
-
-    Every rank calls it.
-    """
-    return write_checkpoint(_temporary(recipe), 0, checkpoint_tensors(parts), {}, keep=1, ranks=all_ranks())
-
-
-def restore_temporary(parts: Assembled, folder: Path) -> None:
-    """Verify `save_temporary`'s checkpoint, and fill weights and optimizer from it."""
-    ranks = all_ranks()
-    _fill(parts, folder, hashes=ranks.rank == 0)
-    ranks.gather(None)  # the files may be deleted only after every rank has read them
-
-
-def remove_temporary(recipe: Recipe) -> None:
-    """Delete `save_temporary`'s checkpoint, complete or not. One rank calls it."""
-    remove_folder(_temporary(recipe))
-
-
-def _temporary(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir) / f"{TEMPORARY_PREFIX}worst-step"
 
 
 def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
@@ -125,7 +101,7 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
     }
 
 
-def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
+def fill_from(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
     """Fill weights and optimizer from a checkpoint, in place. Returns its state.json."""
     checkpoint = examine(folder, hashes=hashes)
     if isinstance(checkpoint, str):

@@ -23,7 +23,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
-from finetune.measure.host_memory import usable_cores
+from finetune.measure.host_memory import cores_each
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
 from finetune.paths import from_here
@@ -332,15 +332,7 @@ def use_all_cores(launch: Launch, device: torch.device, *, offloaded: bool = Fal
     Needed on a CPU and with offload. AdamW then moves 28 bytes per weight: 225 GB for 8B, 20 to 30 s with 1 thread.
     """
     if (device.type == "cpu" or offloaded) and not launch.threads_chosen:
-        torch.set_num_threads(_cores_each(launch, launch.local_world_size))
-
-
-def _cores_each(launch: Launch, ranks: int) -> int:
-    """An equal share of the cores that this process may use. srun binds each task to its own cores."""
-    cores, of_task = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if launch.words[:1] == ("srun",) and of_task.isdigit() and cores <= int(of_task):
-        return cores
-    return max(1, cores // ranks)
+        torch.set_num_threads(cores_each(launch.local_world_size, launch.words))
 
 
 # fp16 with dynamic loss scaling. float16 ends at 65,504 and begins at 6e-8, so the loss is multiplied by a scale before

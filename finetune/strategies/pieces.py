@@ -107,12 +107,17 @@ def local_part(parameter: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in the files of a checkpoint."""
+    """A tensor in the files of a checkpoint, or this rank's piece of it in host memory."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[tuple[Path, int, int], ...]  # file, first element, elements; in order
+    parts: tuple[tuple[Path | Tensor, int, int], ...]  # file, first element, elements; in order
+
+    @classmethod
+    def in_memory(cls, name: str, piece: Piece) -> Stored:
+        """A piece, to be read as if a file had it."""
+        return cls(name, piece.shape, piece.tensor.dtype, ((piece.tensor, piece.start, piece.tensor.numel()),))
 
     def read(self, start: int, count: int) -> Tensor:
         """Elements [start, start + count) of the flattened tensor, on the CPU, [count]."""
@@ -131,8 +136,10 @@ class Stored:
         return (self.read(0, count) if count else torch.empty(0, dtype=self.dtype)).view(self.shape)
 
 
-def _elements(path: Path, name: str, begin: int, end: int) -> Tensor:
-    """A range of a flattened tensor in a file, reading no more than the rows around it."""
+def _elements(path: Path | Tensor, name: str, begin: int, end: int) -> Tensor:
+    """A range of a flattened tensor. Of a file no more than the rows around it is read."""
+    if isinstance(path, Tensor):
+        return path.reshape(-1)[begin:end]
     with safe_open(path, framework="pt") as file:
         rows = file.get_slice(name)
         shape = rows.get_shape()

@@ -37,8 +37,8 @@ def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: 
     training = recipe.training
     zero = _zero_section(recipe, strategy, on_cpu)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": training.per_device_batch_size,
-        "train_batch_size": training.per_device_batch_size * world_size,  # of one forward: the loop accumulates
+        "train_micro_batch_size_per_gpu": training.rows_at_once,
+        "train_batch_size": training.rows_at_once * world_size,  # of one forward: the loop accumulates
         "gradient_accumulation_steps": 1,
         "gradient_clipping": training.max_grad_norm or 0.0,
         "communication_data_type": "fp32",

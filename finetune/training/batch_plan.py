@@ -156,7 +156,7 @@ def plan_batches(
         total_rows=total_rows,
         total_steps=math.ceil(total_rows / training.global_batch_size),
         global_batch_size=training.global_batch_size,
-        per_device_batch_size=training.per_device_batch_size,
+        per_device_batch_size=training.rows_at_once,
         world_size=world_size // stages,
         rank=rank // stages,
         seed=training.seed,

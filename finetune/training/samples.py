@@ -97,7 +97,7 @@ def questions(start: Start, *, shared: bool, most: int) -> Questions:
     recipe, prompts = start.recipe, start.prepared.prompts
     sharded = start.strategy.shards_parameters or start.strategy.schedule is not None
     length = recipe.samples.length(max(prompt.reference_tokens for prompt in prompts), sharded=sharded)
-    most = max(most, recipe.training.per_device_batch_size * recipe.data.max_length)
+    most = max(most, recipe.training.rows_at_once * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
 

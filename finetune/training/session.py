@@ -42,14 +42,12 @@ from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
+from finetune.run_folder.held_state import hold_state, remove_temporary
 from finetune.run_folder.save_restore import (
     describe_exported,
     export,
     forget_lost_best,
-    remove_temporary,
     restore,
-    restore_temporary,
-    save_temporary,
     weights_to_export,
 )
 from finetune.run_folder.train_state import TrainState
@@ -124,7 +122,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
             yield None
             return
         check_same_formats(accelerator, start.recipe, start.formats)
-        start = agree_on_recomputation(accelerator, start)
+        start = agree_on_rows(accelerator, agree_on_recomputation(accelerator, start))
         device, progress = accelerator.device, Progress(step=first_step)
         output.terminal.memory_of = peak_of(device)
         # Loading and the worst step are always measured. On CUDA this is free, because the allocator counts its peak.
@@ -207,6 +205,25 @@ def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
     line = f"activation checkpointing: {recomputation_in_words(runs)}, because {reason}"
     chosen = {**start.recomputation, "runs": runs, "why": reason, "line": line}
     return replace(start, recipe=start.recipe.model_copy(update={"training": training}), recomputation=chosen)
+
+
+def agree_on_rows(accelerator: Accelerator, start: Start) -> Start:
+    """If `auto` chose: every rank takes as many rows as the rank with the least memory."""
+    if not start.rows:
+        return start
+    own = start.plan.per_device_batch_size
+    least = int(accelerator.gather(torch.tensor([own], device=accelerator.device)).min())
+    if least == own:
+        return start
+    from finetune.closed_form.recomputation import rows_facts
+
+    training = start.recipe.training.model_copy(update={"per_device_batch_size": least})
+    return replace(
+        start,
+        recipe=start.recipe.model_copy(update={"training": training}),
+        plan=replace(start.plan, per_device_batch_size=least),
+        rows=rows_facts(least, "another rank's device has less memory"),
+    )
 
 
 def build(opened: Session) -> Built:
@@ -323,6 +340,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     content |= {
         "probe": start.probed,
         "recomputation": start.recomputation,
+        "rows": start.rows,
         "formats": start.formats.facts,
         "data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts},
     }
@@ -331,8 +349,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     lines = [describe(content)]
     if start.formats.line:
         lines.append(start.formats.line)
-    if start.recomputation:
-        lines.append(start.recomputation["line"])
+    lines += [facts["line"] for facts in (start.rows, start.recomputation) if facts]
     if start.adapter is not None:
         lines.append(start.adapter.note(start.recipe))
     output.terminal.log("\n".join([*lines, *start.prepared.notes]))
@@ -387,11 +404,8 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
 
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
-            worst = worst_step_first(
-                run,
-                lambda: save_temporary(start.recipe, built.assembled),
-                lambda folder: restore_temporary(built.assembled, folder),
-            )
+            on_host = device.type != "cuda" or start.strategy.offloaded
+            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, on_host=on_host))
     finally:
         if start.writes:
             remove_temporary(start.recipe)

@@ -85,6 +85,7 @@ class Choices:
     tokenizer: PreTrainedTokenizerBase
     base: Mapping[str, Any]  # the base's identity
     recomputation: Mapping[str, Any]  # the choice of `auto`, with its reason; empty if the recipe names it
+    rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     probed: Mapping[str, Any]  # the probe's result for the model
     adapter: StartAdapter | None  # a new run starts from it
 
@@ -105,6 +106,7 @@ class Start:
     stop: StopRequest
     probed: Mapping[str, Any]  # the probe's result for the model
     recomputation: Mapping[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
+    rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     formats: ChosenFormats  # what `auto` chose
     scored: ScoredSet | None = None  # rows whose answers are scored in training
 
@@ -159,16 +161,14 @@ def choose(checked: Checked) -> Choices:
             _note(launch, f"{moved}; this run goes on with its own base, {recipe.model.revision[:12]}")
     recipe = at_recorded_commit(recipe, base)
 
-    recomputation: Mapping[str, Any] = {}
-    if recipe.training.activation_checkpointing == "auto":
-        recipe, recomputation = own_recomputation(recipe, launch)
+    recipe, recomputation, rows = own_split(recipe, launch)
     probed = probe(recipe, checked.device).as_json()
     adapter = None
     if recipe.model.adapter is not None:
         from finetune.training.start_adapter import find_start_adapter
 
         adapter = find_start_adapter(recipe)
-    return Choices(checked, recipe, tokenizer, base, recomputation, probed, adapter)
+    return Choices(checked, recipe, tokenizer, base, recomputation, rows, probed, adapter)
 
 
 def prepare(choices: Choices) -> Start:
@@ -191,7 +191,7 @@ def prepare(choices: Choices) -> Start:
     width = None
     if strategy.schedule is not None:
         sets = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
-        width = one_width(recipe.training.per_device_batch_size, sets)
+        width = one_width(recipe.training.rows_at_once, sets)
     plan = plan_batches(
         recipe,
         len(prepared.train),
@@ -222,14 +222,20 @@ def prepare(choices: Choices) -> Start:
         stop=StopRequest(),
         probed=choices.probed,
         recomputation=choices.recomputation,
+        rows=choices.rows,
         formats=checked.formats,
         scored=scored,
     )
 
 
-def own_recomputation(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]]:
-    """The recipe with `auto` decided for this device, and the facts. training/session.py makes all ranks agree."""
-    from finetune.closed_form.recomputation import choose_recomputation
+def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]:
+    """`auto`'s choices for this rank's device: the recipe, and the facts about recomputation and rows.
+
+    A resumed run keeps its rows if they fit. training/session.py takes the choice of the rank with the least memory.
+    """
+    if "auto" not in (recipe.training.activation_checkpointing, recipe.training.per_device_batch_size):
+        return recipe, {}, {}
+    from finetune.closed_form.recomputation import choose_recomputation, rows_facts
 
     device, gpus = device_of(launch), None
     if device.type == "cuda":
@@ -237,7 +243,26 @@ def own_recomputation(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[s
 
         gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
     chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
-    return chosen.recipe, chosen.facts
+    rows, before = dict(chosen.rows_facts), _rows_of_run(recipe)
+    if rows and before is not None and before < rows["runs"]:
+        training = recipe.training.model_copy(update={"per_device_batch_size": before})
+        chosen = choose_recomputation(
+            recipe.model_copy(update={"training": training}), gpus, ranks=launch.local_world_size
+        )
+        rows = rows_facts(before, f"the run in {recipe.run_dir} began with it")
+    elif rows and before is not None and before > rows["runs"]:
+        rows["line"] += f"; it was {before} before"
+    return chosen.recipe, chosen.facts, rows
+
+
+def _rows_of_run(recipe: Recipe) -> int | None:
+    """The rows of a micro-batch of the run that is resumed; None for a new one."""
+    receipt = Path(recipe.run_dir) / "receipt.json"
+    if recipe.training.resume == "never" or not receipt.is_file():
+        return None
+    batch = read_object(receipt, MOST_RECORD_BYTES).get("batch")
+    rows = batch.get("per_device_batch_size") if isinstance(batch, dict) else None
+    return rows if type(rows) is int and rows > 0 else None
 
 
 def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:

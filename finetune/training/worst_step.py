@@ -4,8 +4,8 @@ First the guard compares each part chosen for speed with the library's module: o
 longest rows, without gradients. The optimizer's state is not allocated yet, and the guard holds one layer's activations
 and gradients at a time. So its peak stays below a step's. If a part differs, all ranks leave it out.
 
-Then it takes one optimizer step on the longest rows, evaluates the longest held-out rows, and writes, verifies and
-reads a checkpoint. Reading that checkpoint also restores weights and optimizer to the bit.
+Then it proves that the disk has room for a checkpoint, takes one optimizer step on the longest rows, evaluates the
+longest held-out rows, and restores weights and optimizer to the bit (run_folder/held_state.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
 from finetune.measure.units import GIB
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import allocate_optimizer_state
+from finetune.run_folder.held_state import Held
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
@@ -52,36 +52,37 @@ class WorstStep:
     peak_bytes: int  # so far
     phases: dict[str, Phase] = field(default_factory=dict)  # state (the optimizer's), forward, backward, step
     peak_of: str = "process"  # on a GPU: tensors
+    held_bytes: int = 0  # this rank's copies in host memory, until the step was over; 0: they were on the disk
 
     def facts(self) -> dict[str, int | float]:
         """For the receipt."""
         seconds = {"step_seconds": round(self.step_seconds, 2), "save_seconds": round(self.save_seconds, 2)}
-        return {"tokens": self.tokens, **seconds, "peak_bytes": self.peak_bytes}
+        return {"tokens": self.tokens, **seconds, "peak_bytes": self.peak_bytes, "held_bytes": self.held_bytes}
 
     def __str__(self) -> str:
         tokens, gib = counted(self.tokens, "token"), self.peak_bytes / GIB
+        kept = "state kept in host memory and restored" if self.held_bytes else "saved and read back"
         return (
             f"worst step first: {tokens} forward, backward, updated and evaluated in "
-            f"{self.step_seconds:.1f} s, peak of {self.peak_of} {gib:.1f} GiB; saved and read back in "
+            f"{self.step_seconds:.1f} s, peak of {self.peak_of} {gib:.1f} GiB; {kept} in "
             f"{self.save_seconds:.1f} s"
         )
 
 
-def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path], None]) -> WorstStep:
+def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     """Try the step that takes most memory, then restore the state before it, to the bit. Every rank calls it.
 
     Args:
-        save: Writes a checkpoint of the present state and returns its folder.
-        restore: Verifies that checkpoint and fills weights and optimizer from it.
+        hold: Keeps the present weights and optimizer state, and proves that the disk has room for them.
 
     Raises:
         NotFinite: the loss or its gradient is not finite.
-        EnvironmentMismatch: the checkpoint cannot be written.
+        EnvironmentMismatch: the disk has no room, or cannot be written.
     """
     began = time.perf_counter()
-    run.output.terminal.progress("worst step first: saving a checkpoint to try")
+    run.output.terminal.progress("worst step first: keeping weights and optimizer state")
     scaler = scaler_state(run.parts.accelerator)
-    folder = save()
+    held = hold()
     saved = time.perf_counter()
     device = run.parts.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
@@ -99,12 +100,13 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
             run.output.terminal.progress("worst step first: evaluating the longest held-out rows")
             _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
-    run.output.terminal.progress("worst step first: reading the checkpoint back")
-    restore(folder)
+    run.output.terminal.progress("worst step first: restoring weights and optimizer state")
+    held.restore()
     load_scaler_state(run.parts.accelerator, scaler)
     restored = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
-    return WorstStep(tokens, stepped - saved, (saved - began) + (restored - stepped), peak, phases, peak_of(device))
+    seconds = stepped - saved, (saved - began) + (restored - stepped)
+    return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.nbytes)
 
 
 @contextmanager
@@ -218,9 +220,7 @@ def _evaluate(run: Run, rows: Rows) -> None:
 
 def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:
     """Add a note that measure/out_of_memory.py puts into its message."""
-    error.add_note(
-        f"{doing} on {counted(run.recipe.training.per_device_batch_size, 'row')} of {counted(tokens, 'token')}"
-    )
+    error.add_note(f"{doing} on {counted(run.recipe.training.rows_at_once, 'row')} of {counted(tokens, 'token')}")
 
 
 INSTEAD = {

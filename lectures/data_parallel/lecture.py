@@ -150,7 +150,7 @@ def _at_full_size(recipe: Recipe) -> Chapter:
     weights = FLOAT32 * count
     rows = []
     for number in _FULL_SIZE:
-        micro = recipe.training.per_device_batch_size * recipe.data.max_length
+        micro = recipe.training.rows_at_once * recipe.data.max_length
         logits = FLOAT32 * number * micro * int(config["vocab_size"])
         master, ring = master_bytes(weights, number), ring_bytes(weights, number)
         cells = (f"{master / GIB:.2f}", f"{ring / GIB:.2f}", f"{master / ring:.1f}", f"{logits / GIB:.2f}")

@@ -183,7 +183,7 @@ def _planned(recipe: Recipe, full_size: Mapping[str, FullSize], gpus: Gpus | Non
     if gpus is not None:
         rows.append((f"fits {gpus.gb:g} GB", *("yes" if each.fits else "no" for each in planned.values())))
     refused = [f"{name}: is not planned: {each.reason}" for name, each in full_size.items() if not each.planned]
-    tokens = recipe.training.per_device_batch_size * recipe.data.max_length
+    tokens = recipe.training.rows_at_once * recipe.data.max_length
     title = f"{recipe.model.name_or_path}, micro-batches of {tokens:,} tokens: planned GiB of a GPU at the peak"
     peaks = ", ".join(f"{name} in {each.peak[0]}" for name, each in planned.items())
     return Chapter(title, [*columns(("", *planned), rows), f"The peak is: {peaks}.", *refused])

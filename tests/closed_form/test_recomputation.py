@@ -11,9 +11,10 @@ import pytest
 
 from finetune.closed_form import recomputation
 from finetune.closed_form.estimate import estimate
-from finetune.closed_form.recomputation import choose_recomputation, chosen_words
+from finetune.closed_form.recomputation import MOST_TOKENS_AT_ONCE, choose_recomputation, chosen_words
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.sections.training import RECOMPUTATIONS
 
@@ -101,6 +102,48 @@ def test_the_line_says_why() -> None:
     assert choose_recomputation(recipe(), with_memory(20 * gib)).line == (
         f"activation checkpointing: all layers, because even so the plan may need {upper(True) / gib:.1f} of 20.0 GiB"
     )
+
+
+# Rows of a micro-batch and recomputation on 8, 24 and 80 GB. docs/recipes.md has the same table.
+TABLE = {
+    "llama3_1b_lora_1x8gb": [(1, False), (6, False), (8, False)],
+    "smollm2_1.7b_lora_1x8gb": [(4, True), (3, False), (8, False)],
+    "llama3_8b_lora_1x24gb": [(1, True), (1, True), (2, False)],
+    "llama3_fsdp": [(1, True), (2, True), (2, False)],
+    "smollm2_1.7b_full_text_1x48gb": [(1, True), (1, True), (4, False)],
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rows_by_memory(name: str) -> None:
+    """The most that fit, without recomputation first."""
+    asked = load_recipe(
+        ROOT / "recipes" / f"{name}.yaml",
+        ["training.per_device_batch_size=auto", "training.activation_checkpointing=auto"],
+    ).recipe
+    found = []
+    for size in ("8GB", "24GB", "80GB"):
+        gpus = parse_gpus(f"{asked.budget.gpus}x{size}")
+        assert gpus is not None
+        chosen = choose_recomputation(asked, gpus)
+        training = chosen.recipe.training
+        found.append((training.rows_at_once, training.activation_checkpointing))
+        assert training.rows_at_once * asked.data.row_tokens <= MOST_TOKENS_AT_ONCE
+        assert chosen.rows_facts["runs"] == training.rows_at_once
+        fixed = choose_recomputation(chosen.recipe, gpus)
+        assert (fixed.recipe, fixed.line) == (chosen.recipe, ""), "nothing is left to choose"
+    assert found == TABLE[name]
+    cells = [str(rows) + ", recomputed" * bool(recomputed) for rows, recomputed in found]
+    assert f"| `{name}` | {' | '.join(cells)} |" in (ROOT / "docs" / "recipes.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(("key", "value"), [("lora", {"lora_dropout": 0.1}), ("accelerate_config", "zero2")])
+def test_without_a_closed_form_it_is_one_row(key: str, value: Any) -> None:
+    asked = recipe(training={"per_device_batch_size": "auto"})
+    values = asked.model_dump(mode="json") | {key: value}
+    chosen = choose_recomputation(Recipe.model_validate(values), with_memory(10**15))
+    assert chosen.recipe.training.rows_at_once == 1
+    assert "there is no closed form for" in chosen.line
 
 
 @pytest.mark.parametrize("setting", [False, "selective", 2, 3, True])

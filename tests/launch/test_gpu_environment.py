@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, expands_segments, set_gpu_environment
+from finetune.launch.gpu_environment import (
+    ALLOCATOR_VARIABLES,
+    COMPILE_WORKERS,
+    CUBLAS_VARIABLE,
+    expands_segments,
+    set_gpu_environment,
+    share_compile_workers,
+)
+from finetune.measure.host_memory import usable_cores
 from finetune.strategies.gpu_needs import check_gpus
 from tests.support.runs.launching import ACCELERATE, ALONE, TORCHRUN
 from tests.support.runs.recipes import least, least_recipe, write_recipe
@@ -86,7 +94,11 @@ def test_every_rank_has_them_before_it_loads_torch(launcher: str, tmp_path: Path
     script, seen = tmp_path / "train.py", tmp_path / "seen"
     script.write_text(AT_TORCHS_IMPORT)
     seen.mkdir()
-    plain = {name: value for name, value in os.environ.items() if name not in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE)}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, COMPILE_WORKERS)
+    }
     plain |= {"SEEN_IN": str(seen), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = [[*words, str(script), str(recipe)] for words in LAUNCHERS[launcher]]
     if launcher == "finetune train":
@@ -101,6 +113,16 @@ def test_every_rank_has_them_before_it_loads_torch(launcher: str, tmp_path: Path
     assert len(found) == (1 if launcher == "python" else 2)
     for environment in found:
         assert environment.items() >= (EXPANDABLE | {CUBLAS_VARIABLE: ":4096:8"}).items()
+        assert environment[COMPILE_WORKERS] == str(min(8, max(1, usable_cores() // len(found))))
+
+
+@pytest.mark.parametrize(
+    ("cores", "chosen", "expected"), [(4, {}, "4"), (64, {}, "8"), (4, {COMPILE_WORKERS: "1"}, "1")]
+)
+def test_a_rank_compiles_on_its_own_cores(cores: int, chosen: dict[str, str], expected: str) -> None:
+    environment = dict(chosen)
+    share_compile_workers(cores, environment)
+    assert environment == {COMPILE_WORKERS: expected}
 
 
 ALLOCATES_AS = "import torch; print(torch._C._accelerator_getAllocatorSettings())"  # no public way to read it

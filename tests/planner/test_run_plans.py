@@ -177,8 +177,9 @@ def test_a_report_without_a_plan_says_why(write: Write, capsys: pytest.CaptureFi
         {},
         {"lora": None, "data": {"packing": False}, "training": {"activation_checkpointing": False}},
         {"training": {"mixed_precision": "bf16", "per_device_batch_size": 4}},
+        {"lora": None, "training": {"per_device_batch_size": "auto", "global_batch_size": 4}},
     ],
-    ids=["lora", "full, padded", "bf16"],
+    ids=["lora", "full, padded", "bf16", "rows by auto"],
 )
 def test_the_plan_is_the_run_to_the_byte(
     changed: dict[str, Any], write: Write, capsys: pytest.CaptureFixture[str]
@@ -197,6 +198,8 @@ def test_the_plan_is_the_run_to_the_byte(
     result = json.loads(capsys.readouterr().out)
     assert result["worst_error"] == 0.0
     plan = json.loads((run / PLAN_FILE).read_text())["plan"]
+    assert plan["held_bytes"] == receipt(recipe)["worst_step_first"]["held_bytes"] > 0
+    assert receipt(recipe)["rows"].get("runs") == (4 if "auto" in str(changed) else None)
     for name in ("forward", "backward", "step"):
         ran, expected = memory["measured"]["phases"][name], plan["phases"][name]
         assert (expected["peak_bytes"], expected["end_bytes"]) == (ran["peak_bytes"], ran["end_bytes"]), name

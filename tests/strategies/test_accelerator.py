@@ -15,8 +15,8 @@ from accelerate.commands.config import config_args
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
+from finetune.measure import host_memory
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
-from finetune.strategies import accelerator as accelerators
 from finetune.strategies.accelerator import check_launch, launch_notes, use_all_cores
 from finetune.training import session
 from tests.support.runs.launching import ALONE
@@ -122,7 +122,7 @@ def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
 def test_a_machines_cores_are_shared_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(accelerators, "usable_cores", lambda: 12)
+    monkeypatch.setattr(host_memory, "usable_cores", lambda: 12)
     launch = replace(TWO, threads_chosen=False, world_size=8, local_world_size=4, nodes=2)
     use_all_cores(launch, torch.device("cpu"))
     use_all_cores(replace(launch, threads_chosen=True), torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_so_are_they_where_ranks_on_gpus_work_on_the_host(monkeypatch: pytest.Mo
     """Launchers set one thread; AdamW over 8B weights in host memory takes half a minute by one."""
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(accelerators, "usable_cores", lambda: 64)
+    monkeypatch.setattr(host_memory, "usable_cores", lambda: 64)
     launch = replace(ALONE, threads_chosen=False, world_size=16, local_world_size=8, nodes=2)
     gpu = torch.device("cuda", 0)
     use_all_cores(launch, gpu)
@@ -148,7 +148,7 @@ def test_a_task_of_srun_has_the_cores_that_it_is_bound_to(monkeypatch: pytest.Mo
     """Not so the ranks that a launcher starts inside of one task, nor a task that sees the cores of all."""
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(accelerators, "usable_cores", lambda: 16)
+    monkeypatch.setattr(host_memory, "usable_cores", lambda: 16)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
     task = replace(ALONE, words=("srun", "python"), threads_chosen=False, world_size=8, local_world_size=8)
     use_all_cores(task, torch.device("cpu"))

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
-from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
+from finetune.run_folder.held_state import hold_state
+from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.strategies import fsdp, pieces
 from finetune.strategies.assemble import Assembled
@@ -102,10 +103,11 @@ def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
 
 def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> None:
     sharded.step([flat_batch(seed=0)])
-    folder, expected = save_temporary(sharded.recipe, sharded.parts), checkpointed(sharded.parts)
+    held, expected = hold_state(sharded.recipe, sharded.parts, on_host=True), checkpointed(sharded.parts)
+    assert held.nbytes > 0
     sharded.step([flat_batch(seed=1)])
     look(sharded)
-    restore_temporary(sharded.parts, folder)
+    held.restore()
     actual = checkpointed(sharded.parts)
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetune.errors import NotFinite
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.held_state import hold_state
 from finetune.run_folder.save_restore import Exported, save, weights_to_export
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import trained_pieces
@@ -65,6 +66,25 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
             assert set(counts) == {step}
             moved = max(float((now[name] - start[name]).abs().max()) for name in start)
             assert moved == pytest.approx(step * LEARNING_RATE, rel=0.01)  # AdamW's first steps, of about that each
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_worst_step_goes_back_to_the_bit(before: int, strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """From host memory, without and with moments."""
+    with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
+        for _ in range(before):
+            rank.step([flat_batch(seed=0)])
+        held = hold_state(rank.recipe, rank.parts, on_host=True)
+        assert held.nbytes > 0
+        expected = trained(rank)
+        rank.step([flat_batch(seed=1)])
+        assert any(
+            not torch.equal(tensor, expected[name]) for name, tensor in trained(rank).items() if name in expected
+        )
+        held.restore()
+        found = trained(rank)
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name] if name in expected else torch.zeros_like(tensor)), name
 
 
 def with_training(recipe: Recipe, **settings: Any) -> Recipe:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from finetune.closed_form import recomputation
+from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from finetune.training import worst_step
-from finetune.training.session import agree_on_recomputation
-from finetune.training.start import Start
+from finetune.training.batch_plan import plan_batches
+from finetune.training.session import agree_on_recomputation, agree_on_rows
+from finetune.training.start import Start, own_split
 from tests.support.models.tiny import write_chats
+from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe, tiny, write_recipe
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
@@ -79,6 +82,32 @@ def test_it_is_chosen_by_memory_and_said(
     assert main([str(recipe), "training.activation_checkpointing=selective"]) == 0
 
 
+def test_the_rows_of_a_micro_batch_are_chosen_kept_and_planned_to_the_byte(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the curve is that of every other choice."""
+    curves = {}
+    for asked, rows in (("auto", 2), ("1", 1), ("2", 2)):
+        free_memory(monkeypatch, 1000.0)
+        recipe = write(asked)
+        words = [str(recipe), f"training.per_device_batch_size={asked}"]
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        receipt = json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8"))
+        assert receipt["batch"]["per_device_batch_size"] == rows
+        assert ("per_device_batch_size: 2, because the plan needs at most" in out) == (asked == "auto")
+        assert (receipt["rows"].get("runs") == 2) == (asked == "auto")
+        curves[asked] = [each for pair in curve(recipe) for each in pair]
+    assert curves["auto"] == curves["2"] == pytest.approx(curves["1"], rel=1e-5)
+    loaded = load_recipe(words[0], ["training.per_device_batch_size=auto"]).recipe
+    for before, gib, kept in ((1, 1000.0, "began with it"), (2, 0.01, "; it was 2 before")):
+        free_memory(monkeypatch, gib)
+        began = loaded.model_copy(update={"output_dir": str(recipe.parent.parent / str(before) / "run")})
+        chosen, _, facts = own_split(began, ALONE)
+        assert chosen.training.rows_at_once == facts["runs"] == 1
+        assert kept in facts["line"]
+
+
 @pytest.mark.slow
 def test_where_its_choice_does_not_fit_the_message_names_it(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -125,6 +154,17 @@ def test_ranks_recompute_what_the_one_with_least_memory_has_to(
     else:
         assert found.recomputation["line"].endswith("because another rank's device has less memory")
         assert replace(found, recipe=start.recipe, recomputation=start.recomputation) == start
+
+
+def test_ranks_take_the_rows_of_the_one_with_least_memory(tmp_path: Path) -> None:
+    start = started(False, tmp_path)
+    plan = plan_batches(start.recipe, 8, world_size=2, rank=0, flat=True)
+    start = replace(start, plan=replace(plan, per_device_batch_size=4), rows={"runs": 4})
+    found = agree_on_rows(Ranks(2), start)  # type: ignore[arg-type]
+    rows = found.plan.per_device_batch_size, found.recipe.training.rows_at_once, found.rows["runs"]
+    assert rows == (2, 2, 2)
+    assert found.rows["line"].endswith("another rank's device has less memory")
+    assert agree_on_rows(Ranks(8), start) is start  # type: ignore[arg-type]
 
 
 def test_what_the_recipe_says_is_not_discussed(tmp_path: Path) -> None:

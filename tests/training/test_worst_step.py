@@ -22,7 +22,8 @@ from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
 from finetune.launch.signals import StopRequest
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
-from finetune.run_folder import checkpoint
+from finetune.run_folder import background, checkpoint, held_state
+from finetune.run_folder.held_state import Held
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
 from finetune.train import main
@@ -146,6 +147,37 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
     assert begun[0] == begun[1]
     assert not begun[0]["gradients"]
     assert left_by(recipes[0]) == left_by(recipes[1])
+
+
+@pytest.mark.parametrize("missing", ["nothing", "memory", "posix_fallocate"])
+def test_it_writes_nothing_where_memory_holds_the_state(
+    missing: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it goes through the disk, to the same bits."""
+    written: list[int] = []
+    save_file, first = checkpoint.save_file, session.worst_step_first
+    tried: list[WorstStep] = []
+
+    def real(*arguments: Any) -> WorstStep:
+        with monkeypatch.context() as patch:
+            if missing == "memory":
+                patch.setattr(held_state, "available_bytes", lambda: background.SPARE_BYTES)
+            if missing == "posix_fallocate":
+                patch.delattr(os, "posix_fallocate")
+            patch.setattr(checkpoint, "save_file", lambda found, path: (written.append(1), save_file(found, path)))
+            before = state_before_training(arguments[0], TrainState())
+            tried.append(first(*arguments))
+            after = state_before_training(arguments[0], TrainState())
+        assert {**after, "gradients": []} == {**before, "gradients": []}
+        return tried[-1]
+
+    monkeypatch.setattr(session, "worst_step_first", real)
+    recipe = write("run", max_steps=1)
+    assert main([str(recipe)]) == 0
+    facts = json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8"))["worst_step_first"]
+    assert bool(written) == (missing != "nothing")
+    assert facts["held_bytes"] == (4 * 139_584 if missing == "nothing" else 0)
+    assert not in_folder(recipe) & {f"{TEMPORARY_PREFIX}worst-step"}
 
 
 @pytest.mark.slow
@@ -282,19 +314,16 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 ) -> None:
     seen: list[Any] = []
     prefetch = worst_step.prefetch
-    real_save, real_read = session.save_temporary, session.restore_temporary
+    real_hold = session.hold_state
 
     def batches(rows: list[Any], *arguments: Any, **options: Any) -> Any:
         seen.append([int((batch["shift_labels"] != -100).numel()) for batch in rows])
         return prefetch(rows, *arguments, **options)
 
-    def save(*arguments: Any) -> Path:
-        seen.append("save")
-        return real_save(*arguments)
-
-    def read(parts: Any, folder: Path) -> None:
-        seen.append(sorted(path.name for path in folder.iterdir()))
-        real_read(parts, folder)
+    def hold(*arguments: Any, **options: Any) -> Held:
+        held = real_hold(*arguments, **options)
+        seen.append("hold")
+        return replace(held, restore=lambda: (seen.append("restore"), held.restore())[1])
 
     lengths: dict[str, list[int]] = {}
 
@@ -304,14 +333,12 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
         return worst_step.worst_step_first(run, *arguments)
 
     monkeypatch.setattr(worst_step, "prefetch", batches)
-    monkeypatch.setattr(session, "save_temporary", save)
-    monkeypatch.setattr(session, "restore_temporary", read)
+    monkeypatch.setattr(session, "hold_state", hold)
     monkeypatch.setattr(session, "worst_step_first", first)
     assert main([str(write("run", per_device_batch_size=per_device))]) == 0
-    files = ["MANIFEST.json", "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
     most = [sum(lengths[which][:rows]) for which in ("train", "eval")]
     assert len(seen.pop(0)) == 1, "the guard's few tokens"
-    assert seen == ["save", [most[0]] * times, [most[1]], files]
+    assert seen == ["hold", [most[0]] * times, [most[1]], "restore"]
     assert lengths["train"][0] > lengths["train"][-1]
 
 
@@ -337,13 +364,13 @@ def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, 
 def test_a_full_disk_ends_it_in_one_line(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        assert nbytes > 16_384, "bytes of the weights"
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     recipe = write("run")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(os, "posix_fallocate", full)
         code = main([str(recipe)])
     assert_it_failed_cleanly(recipe, code, 4, capfd.readouterr().err, "the disk is full")
     assert main([str(recipe)]) == 0, "with space the same command continues"
@@ -388,7 +415,7 @@ def test_a_terminal_shows_which_part_of_it_runs(write: Write, monkeypatch: pytes
     later = ("samples before training: ", "samples after training: ", "held-out loss: ")
     recipe = write("shown", max_steps=1)
     assert main([str(recipe)]) == 0
-    parts = ["saving a checkpoint to try", "a step on the longest rows", "evaluating the longest held-out rows"]
-    parts += ["reading the checkpoint back"]
+    parts = ["keeping weights and optimizer state", "a step on the longest rows"]
+    parts += ["evaluating the longest held-out rows", "restoring weights and optimizer state"]
     assert shown[: len(parts)] == [f"worst step first: {part}" for part in parts]
     assert all(text.startswith(later) for text in shown[len(parts) :]), "and nothing of the run's own step"

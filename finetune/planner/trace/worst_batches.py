@@ -28,7 +28,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     Each row is one document. The last row has two if attention needs a mask for a row with several documents, or for a
     padded one: masks take memory in every layer.
     """
-    rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
+    rows, tokens = recipe.training.rows_at_once, recipe.data.max_length
     strategy = strategy_of(recipe)
     count = math.ceil(recipe.training.global_batch_size / (rows * strategy.data_rank_count(ranks)))
     if not strategy.schedule:

@@ -60,7 +60,11 @@ class Training(Section):
     global_batch_size: Count = Field(
         16, description="Rows per optimizer step over all ranks; accumulation is derived. dpo: pairs."
     )
-    per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
+    per_device_batch_size: Count | Literal["auto"] = Field(
+        1,
+        description="Rows of one forward on one rank. auto: the most that fit by the closed form, first without "
+        "recomputation, up to 16,384 tokens; 1 without a closed form (dropout, ZeRO, pipelines).",
+    )
     num_train_epochs: float = Field(1.0, gt=0, le=1e6, description="Passes over the rows; max_steps wins.")
     max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
     learning_rate: float = Field(2e-4, gt=0, description="Peak of the schedule.")
@@ -111,6 +115,13 @@ class Training(Section):
         description="eval_loss: all held-out rows; eval_NAME_loss: the data.eval set NAME; eval_METRIC: a score of "
         "eval.generate.metrics, or under dpo and kto eval_reward_accuracy or eval_reward_margin.",
     )
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one forward on one rank. `auto` counts as 1 until a run resolves it."""
+        if self.per_device_batch_size == "auto":
+            return 1
+        return self.per_device_batch_size
 
     @property
     def recompute_every(self) -> int:

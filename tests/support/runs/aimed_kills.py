@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from finetune import files
 from finetune.files import read_lines
 from finetune.measure.phases import Phases
-from finetune.run_folder import checkpoint
-from finetune.run_folder import background
+from finetune.run_folder import background, checkpoint
 from finetune.training import loop, session
 from finetune.training.batch_plan import BatchPlan
 

@@ -28,13 +28,13 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
-from tests.support.runs.cells import ROOT
-from tests.support.models.chat_families import GEMMA, QWEN3
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
-from tests.support.runs.recipe_results import sha256_of
+from tests.support.models.chat_families import GEMMA, QWEN3
 from tests.support.models.thinking_families import GPT_OSS, QWEN35, SMOLLM3
+from tests.support.runs.cells import ROOT
+from tests.support.runs.recipe_results import sha256_of
 
 STEPS = 6  # of a recipe whose rows are the Hub's: so many rows are served
 HELD_OUT = 20  # rows of each other split

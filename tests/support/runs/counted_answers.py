@@ -1,4 +1,4 @@
-"""Trainings as tests/support/runs/cells.py runs them; every rank writes what its answers cost beside the runs, as JSON."""
+"""Trainings as tests/support/runs/cells.py runs them; every rank writes its answers' cost beside the runs, as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
 from finetune.files import append_lines
-from finetune.measure.phases import Phases
 from finetune.model.build import decoder_parts
-from finetune.strategies.assemble import Assembled
 from finetune.training import samples
 from finetune.training.start import Start
 from tests.support.runs.cells import main

@@ -16,8 +16,8 @@ from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
-from tests.support.runs.recipes import merged, tiny, write_recipe
 from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import merged, tiny, write_recipe
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 

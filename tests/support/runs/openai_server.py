@@ -49,7 +49,8 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
 
         def do_GET(self) -> None:
             if self.path != "/v1/models":
-                return self.send(404, b"{}")
+                self.send(404, b"{}")
+                return
             self.send(200, json.dumps({"data": [{"id": name} for name in state.models]}).encode())
 
         def do_POST(self) -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_checkpoint, step_folder
-from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 from tests.support.models.tiny import write_chats
+from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
 STEPS = 12
 

@@ -3,7 +3,7 @@ nobody killed: metrics (but for measured times), samples, adapter, weights and o
 
     python tests/support/runs/soak_resume.py --ways 2:ddp --kills 30              bitwise
     python tests/support/runs/soak_resume.py --ways 2:fsdp2,1:single --kills 5    on other ranks each time, to 1e-5
-    python tests/support/runs/soak_resume.py --disk-seconds 0.3                   each file of a checkpoint takes so long
+    python tests/support/runs/soak_resume.py --disk-seconds 0.3                   each file of a checkpoint takes that
 
 The libraries are imported once and each training is a fork, so that a kill costs the training and not the imports.
 Moments are drawn over the whole life of a run: loading, stepping, evaluating, saving, exporting. On a slow disk most
@@ -39,10 +39,10 @@ from finetune.files import TEMPORARY_PREFIX, read_lines
 from finetune.run_folder import checkpoint
 from finetune.run_folder.folder import read_state
 from finetune.train import main as train
+from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.cells import free_ports
 from tests.support.runs.recipes import tiny, write_recipe
 from tests.support.runs.saving import slow
-from tests.support.models.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
 HEAVY = "accelerate datasets peft finetune.tokens.batches finetune.run_folder.checkpoint finetune.model.build"

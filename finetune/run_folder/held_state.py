@@ -1,0 +1,156 @@
+"""Weights and optimizer state before the worst step, which goes back to them to the bit.
+
+Each rank copies its own shards to host memory, and nothing is written. The disk still proves that it has room for a
+checkpoint: posix_fallocate reserves the bytes without writing them. If a machine has no memory for the copies, or the
+file system cannot reserve, a temporary checkpoint on the disk takes their place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.files import TEMPORARY_PREFIX, disk_errors, remove_folder
+from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.background import machine_without_room
+from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
+from finetune.run_folder.save_restore import checkpoint_tensors, fill_from
+from finetune.run_folder.trained_tensors import model_tensors
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import Piece, Ranks, Stored, all_ranks, local_part, reshard
+
+# If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
+# weights' bytes. As much again is left to activations.
+COPIES_BESIDE_A_STEP = 8
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state before the worst step."""
+
+    restore: Callable[[], None]  # fills weights and optimizer from it; every rank calls it
+    nbytes: int = 0  # of this rank's copies in host memory, which live until the step is over; 0: it is on the disk
+
+
+def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
+    """Keep the present weights and optimizer state. Every rank calls it.
+
+    Args:
+        on_host: The step itself takes host memory.
+
+    Raises:
+        NotFinite: a tensor on any rank holds a NaN or an infinity.
+        EnvironmentMismatch: the disk has no room for a checkpoint, or cannot be written.
+    """
+    ranks, tensors = all_ranks(), checkpoint_tensors(parts)
+    refuse_not_finite(0, tensors, ranks)  # on the tensors' device
+    pieces = [tensor for own in own_pieces(tensors, ranks.rank).values() for tensor in own.tensors.values()]
+    live = _live_tensors(parts)
+    nbytes = sum(tensor.nbytes for tensor in (pieces if parts.engine is not None else live))
+    needed = nbytes * (COPIES_BESIDE_A_STEP if on_host else 1)
+    if parts.engine is not None:
+        needed -= nbytes  # its pieces are copies already
+    reserved = _disk_reserves(temporary_folder(recipe), sum(piece.nbytes for piece in pieces), ranks)
+    if reserved and machine_without_room(ranks, needed + bytes_below_peak(), available_bytes()) is None:
+        return Held(_from_engine(parts, tensors, ranks) if parts.engine is not None else _from_live(parts), nbytes)
+    folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
+
+    def restore() -> None:
+        fill_from(parts, folder, hashes=ranks.rank == 0)
+        ranks.gather(None)  # the files may be deleted only after every rank has read them
+
+    return Held(restore)
+
+
+def temporary_folder(recipe: Recipe) -> Path:
+    """Where the disk's room is proven. No start takes what is in it for a checkpoint."""
+    return Path(recipe.run_dir) / f"{TEMPORARY_PREFIX}worst-step"
+
+
+def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
+    """Whether every rank can reserve its bytes on the disk, all at once. Raises EnvironmentMismatch if it is full.
+
+    glibc writes one byte into each block if the file system has no such call.
+    """
+    own = folder / f"room-{ranks.rank:05d}"
+
+    def reserve() -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(own, "wb") as file:
+            if not hasattr(os, "posix_fallocate"):  # macOS
+                return False
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, nbytes))
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                    return False
+                raise
+        return True
+
+    with disk_errors(folder, "earlier checkpoints are intact; "):
+        try:
+            return all(act_on_every_rank(ranks, folder, reserve))
+        finally:
+            own.unlink(missing_ok=True)
+
+
+def _live_tensors(parts: Assembled) -> list[Tensor]:
+    reshard(parts.unwrapped_model)
+    states = [value for state in parts.optimizer.state.values() for value in state.values()]
+    tensors = [*model_tensors(parts.unwrapped_model).values(), *(each for each in states if isinstance(each, Tensor))]
+    return [local_part(tensor)[0] for tensor in tensors]
+
+
+def _from_live(parts: Assembled) -> Callable[[], None]:
+    def copy(value: Any) -> Any:
+        return local_part(value.detach())[0].to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    weights = {name: copy(weight) for name, weight in model_tensors(parts.unwrapped_model).items()}
+    optimizer = parts.optimizer.state
+    states = {parameter: {key: copy(value) for key, value in state.items()} for parameter, state in optimizer.items()}
+
+    @torch.no_grad()
+    def restore() -> None:
+        reshard(parts.unwrapped_model)
+        for name, weight in model_tensors(parts.unwrapped_model).items():
+            local_part(weight)[0].copy_(weights[name])
+        for parameter in [*optimizer]:
+            if parameter not in states:
+                del optimizer[parameter]
+                continue
+            for key, value in states[parameter].items():
+                if isinstance(value, Tensor):
+                    local_part(optimizer[parameter][key])[0].copy_(value)
+                else:
+                    optimizer[parameter][key] = value
+
+    return restore
+
+
+def _from_engine(parts: Assembled, tensors: Mapping[str, Mapping[str, Piece]], ranks: Ranks) -> Callable[[], None]:
+    # Rank 0 alone has the step counts, which every rank reads.
+    steps = ranks.gather({name: piece for name, piece in tensors["optimizer"].items() if name.endswith(":step")})[0]
+    held = [
+        {name: Stored.in_memory(name, piece) for name, piece in pieces.items()}
+        for pieces in (tensors["model"], {**tensors["optimizer"], **steps})
+    ]
+
+    def restore() -> None:
+        from finetune.strategies.zero_state import load_pieces
+
+        load_pieces(parts.engine, *held)
+
+    return restore
+
+
+def remove_temporary(recipe: Recipe) -> None:
+    """Delete what is left on the disk, complete or not. One rank calls it."""
+    remove_folder(temporary_folder(recipe))
