@@ -27,7 +27,7 @@ from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.plan_request import PlanRequest
-from finetune.training.start import own_recomputation
+from finetune.training.start import own_split
 from tests.support.runs import launching
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.runs.recipes import least_recipe
@@ -125,7 +125,8 @@ def test_ranks_compute_on_the_gpus_that_they_see(
         launch = replace(launching.ALONE, world_size=ranks, local_world_size=ranks, rank=rank, local_rank=rank)
         assert device_of(launch) == torch.device("cuda", expected[rank])
         check_gpus(least_recipe("x"), launch)
-        own_recomputation(least_recipe("x"), launch)  # the first that asks for the GPU's memory
+        # The first that asks for the GPU's memory.
+        own_split(least_recipe("x", output_dir="run", training={"activation_checkpointing": "auto"}), launch)
 
 
 @pytest.mark.usefixtures("gpus")
