@@ -51,7 +51,7 @@ REASONS: dict[str, str] = {
         "a GPU's answer is given in a process whose path is the test's: launch/test_local_ranks.py, ranks_on_gpus"
     ),
     "finetune/training/session.py try_worst_step: device.type != 'cuda'": (
-        "a GPU's answer needs less host memory for the state that the worst step keeps; slow recipes on stand-ins ask it"
+        "a GPU's answer needs less host memory for the state that the worst step keeps; slow tests on stand-ins ask it"
     ),
     "finetune/probe/probe.py probe: device.type == 'cpu'": (
         "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
