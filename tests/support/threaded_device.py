@@ -123,7 +123,7 @@ def endless_trial(run_dir: Path) -> None:
     from finetune.run_folder.watchdog import Progress, watchdog
 
     class Layer(nn.Module):
-        finetune_kind, gradient_checkpointing = "only", False
+        finetune_kind, finetune_trained, gradient_checkpointing = "only", False, False
 
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden * 2
