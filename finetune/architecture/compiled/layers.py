@@ -9,8 +9,9 @@ autograd.Function's results, such as the kit's adapters, although they are recom
 
 Before its first use each kind of layer is compared with the layer as written, in output and gradients. A compiler may
 be wrong without an error: torch 2.11's gave adapters gradients that were exactly zero. Kept bytes are compared too,
-because the plan counts on the written layer's. The guard (training/worst_step.py) does this on a few tokens before the
-worst step. A kind that it did not meet is compared on its first row.
+because the plan counts on the written layer's. The guard (training/worst_step.py) does this on the longest rows before
+the worst step, because the compiler chooses its kernels' blocks by the first sizes that it sees. A kind that the guard
+did not meet is compared on its first row.
 
 Only training layers run compiled. An evaluation, samples and rows with a single token run the layer as written, and so
 does the first layer of a model with adapters, whose input needs no gradient.
@@ -68,7 +69,6 @@ class CompiledLayers:
     applied: bool = False  # the layers of a model have been given to it
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
-    _before: Callable[[nn.Module], bool] = lambda _: True
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
@@ -84,14 +84,13 @@ class CompiledLayers:
         return type(layer).forward(layer, *args, **kwargs)
 
     @contextmanager
-    def comparing(self, reached: bool, before: Callable[[nn.Module], bool]) -> Iterator[None]:
+    def comparing(self, reached: bool) -> Iterator[None]:
         """Within the block, layers run as written, without gradients, and each kind is compared on its inputs.
 
         Args:
             reached: Whether the first layer's input needs a gradient.
-            before: Called with a layer before it is compiled; False if the layer as written is not right.
         """
-        self.reached, self._before = reached, before
+        self.reached = reached
         try:
             yield
         finally:
@@ -102,7 +101,7 @@ class CompiledLayers:
         output = type(layer).forward(layer, *args, **kwargs)
         reached = bool(self.reached)
         known = (layer.finetune_kind, reached) in self.seconds or self._alone(layer, reached)
-        if self.stopped is None and not known and self._before(layer):
+        if self.stopped is None and not known:
             self._tried(layer, reached, args, kwargs)
         self.reached = reached or any(each.requires_grad for each in layer.parameters())
         return output
@@ -130,11 +129,6 @@ class CompiledLayers:
             self.stop("another rank has stopped, for its own reason")
         if stopped and self.required:
             raise EnvironmentMismatch(f"training.compile: true: {self.stopped}; set training.compile: auto, or false")
-
-    def forget(self) -> None:
-        """Compare all kinds again, because the layers as they are written have changed."""
-        self.seconds.clear()
-        self.differences.clear()
 
     def facts(self) -> dict[str, Any]:
         """For the receipt."""
