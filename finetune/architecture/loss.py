@@ -26,7 +26,7 @@ CHUNK_BYTES = 256 * 2**20
 # A GPU computes a product in tiles of 128 or 256 rows, and a tile that is not full takes as long: 523 rows cost as much
 # as 640 or 768.
 TILE = 256
-BLOCKS = (512, 384, 256, 128, 64)  # columns; the vocabularies of models are multiples of one, as a rule
+BLOCKS = (256, 192, 128, 64)  # columns; the vocabularies of models are multiples of one, as a rule
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,7 @@ def _highest(values: Tensor) -> tuple[Tensor, Tensor]:
     is one pass over all values, and the indices are those of one block: 501 blocks of 256 for Llama 3's vocabulary.
     """
     rows, columns = values.shape
-    width = next((each for each in BLOCKS if columns % each == 0), None)
+    width = next((each for each in BLOCKS if columns % each == 0 and columns >= 100 * each), None)
     if width is None:
         return values.max(dim=1, keepdim=True)
     blocks = values.view(rows, columns // width, width)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class CompiledLayers:
     stopped: str | None = None  # why no layer is compiled, or none any more
     applied: bool = False  # the layers of a model have been given to it
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
+    graphs: Counter[str] = field(default_factory=Counter)  # `found` in the cache folder, and `made`
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
@@ -136,6 +138,7 @@ class CompiledLayers:
             "layers": self.stopped is None and bool(self.seconds),
             "kinds_of_layers": len(self.seconds),
             "first_seconds": round(sum(self.seconds.values()), 1),
+            "graphs": {"found": self.graphs["found"], "made": self.graphs["made"], "folder": _graph_folder()},
             "furthest": max((each.relative for each in self.differences), default=None),
             "left_off": self.stopped,
         }
@@ -144,7 +147,8 @@ class CompiledLayers:
         if self.stopped is not None or not self.seconds:
             return ""
         kinds = counted(len(self.seconds), "kind of layers", "kinds of layers")
-        return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s"
+        graphs = f"graphs: {self.graphs['found']} found, {self.graphs['made']} made, in {_graph_folder()}"
+        return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s; {graphs}"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in nested_tensors((args, kwargs)):
@@ -182,7 +186,7 @@ class CompiledLayers:
         kind = layer.finetune_kind, reached
         if self.stopped is not None or kind in self.seconds:
             return self.stopped is None
-        began, name = time.perf_counter(), type(layer).__name__
+        began, name, before = time.perf_counter(), type(layer).__name__, _cached_graphs()
         try:
             with limited(f"training.compile: {name}", "training.compile: false"):
                 difference, too_much = self._compared(layer, reached, args, kwargs)
@@ -197,6 +201,7 @@ class CompiledLayers:
             self.stop(reason)
             return False
         self.seconds[kind] = time.perf_counter() - began
+        self.graphs.update(_cached_graphs() - before)
         self.differences.append(difference)
         if difference.is_fault:
             self.stop(f"compiled, {name} computes something else: {difference}")
@@ -383,6 +388,19 @@ def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
     """Have compiled graphs kept in the kit's cache folder, so that the next start of the same training finds them; in
     another folder where the user has named one."""
     return Path(environment.setdefault(CACHE_VARIABLE, str(cache_folder() / "compiled")))
+
+
+def _graph_folder() -> str:
+    return os.environ.get(CACHE_VARIABLE, "")
+
+
+def _cached_graphs() -> Counter[str]:
+    """How many forward and backward graphs this process found in the cache folder, and how many it made.
+
+    torch counts both under names that are not documented; tests/architecture/test_compiled.py would turn red.
+    """
+    counts = torch._dynamo.utils.counters["inductor"]
+    return Counter(found=counts["fxgraph_cache_hit"], made=counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"])
 
 
 def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:

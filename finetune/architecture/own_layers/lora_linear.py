@@ -63,8 +63,9 @@ def share_inputs(model: nn.Module) -> None:
     """
     for module in model.modules():
         known: Any = module
+        children = dict(module.named_children())
         for names in SHARING:
-            sharing = tuple(name for name in names if _shares(getattr(known, name, None)))
+            sharing = tuple(name for name in names if _shares(children.get(name)))
             if len(sharing) < 2:
                 continue
             if not hasattr(known, "finetune_gate"):
@@ -78,7 +79,7 @@ def share_inputs(model: nn.Module) -> None:
 
 def sharing_modules(model: nn.Module) -> list[Any]:
     """The modules whose layers share products."""
-    shared: list[Any] = [module for module in model.modules() if hasattr(module, "finetune_sharing")]
+    shared: list[Any] = [module for module in model.modules() if "finetune_sharing" in vars(module)]
     return [module for module in shared if all(map(_shares, sharing_layers(module)))]
 
 
@@ -302,13 +303,12 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
         inner = _scaled(seen, down.T, scale)  # [tokens, ranks]
         del seen
     settings = _Settings(len(adapters), [each.unpack for each in adapters], scale, 1 - dropped)
+    casts = [None if cast is each else cast for cast, each in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
     joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
-        settings, flat, inner, mask, down, *downs, *ups, *biases, *cast_ups, *weights
+        settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
     )
-    products, ranks = [], [len(each) for each in downs]
-    for adapter, joint, part, up, weight in zip(
-        adapters, joints, inner.detach().split(ranks, 1), cast_ups, weights, strict=True
-    ):
+    products, parts = [], _columns(inner, [len(each) for each in downs])
+    for adapter, joint, part, up, weight in zip(adapters, joints, parts, cast_ups, weights, strict=True):
         known = [None if each is None else each.detach() for each in (flat, part, up, adapter.bias, weight)]
         product: Tensor = _Product.apply(joint, *known, adapter.base)  # type: ignore[no-untyped-call]
         products.append(product.view(*hidden.shape[:-1], product.shape[-1]))
@@ -332,14 +332,15 @@ class _KeptForBackward(torch.autograd.Function):
         flat: Tensor,
         inner: Tensor,  # x A^T, scaled
         mask: Tensor | None,
-        down: Tensor,  # all A in the products' number format, one below another
-        *of_adapters: Tensor | None,  # of each adapter: A, B, bias; B in the products' format; W
+        *of_adapters: Any,  # A, B and bias of each; all A and each B in the products' format, None: it is theirs; each W
     ) -> tuple[Tensor, ...]:
         count = settings.adapters
-        ctx.settings, ctx.formats = settings, [each.dtype for each in of_adapters[: 2 * count] if each is not None]
-        ctx.ranks = [len(each) for each in of_adapters[:count] if each is not None]
-        ctx.save_for_backward(flat, inner, mask, down, *of_adapters[3 * count :])
-        return tuple(inner.new_empty(()).expand(len(flat), len(up)) for up in of_adapters[count : 2 * count] if up is not None)
+        downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
+        factors = [own if cast is None else cast for own, cast in zip((downs[0], *ups), casts, strict=True)]
+        ctx.settings, ctx.formats = settings, [each.dtype for each in (*downs, *ups)]
+        ctx.ranks = [len(each) for each in downs]
+        ctx.save_for_backward(flat, inner, mask, *factors, *of_adapters[4 * count + 1 :])
+        return tuple(inner.new_empty(()).expand(len(flat), len(up)) for up in ups)
 
     @staticmethod
     @once_differentiable
@@ -347,14 +348,14 @@ class _KeptForBackward(torch.autograd.Function):
         (count, unpacks, scale, kept), ranks = ctx.settings, ctx.ranks
         flat, inner, mask, down, *rest = ctx.saved_tensors
         ups, weights = rest[:count], rest[count:]
-        of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[5:]
+        of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
         of_downs, of_ups, of_biases = (of_adapters[at * count : (at + 1) * count] for at in range(3))
         grad_flat, grad_downs = None, [None] * count
         grad_biases = [slope.sum(0) if wanted else None for slope, wanted in zip(slopes, of_biases, strict=True)]
         beside = None
         if count > 1 and torch.compiler.is_compiling():
             beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = beside.split([len(up) for up in ups], 1)
+            slopes = _columns(beside, [len(up) for up in ups])
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, torch.block_diag(*ups), scale)  # [tokens, ranks]
@@ -364,7 +365,7 @@ class _KeptForBackward(torch.autograd.Function):
                 del parts
             if any(of_downs):
                 seen = flat if mask is None else flat * mask
-                grad_downs = _scaled(through.T, seen, 1 / kept).to(ctx.formats[0]).split(ranks)
+                grad_downs = _rows(_scaled(through.T, seen, 1 / kept).to(ctx.formats[0]), ranks)
                 del seen
             if of_flat:
                 grad_flat = _scaled(through, down, 1 / kept)  # [tokens, inputs]
@@ -378,14 +379,14 @@ class _KeptForBackward(torch.autograd.Function):
         grad_ups = [None] * count
         if any(of_ups):
             if beside is not None:
-                rows = (beside.T @ inner).split([len(up) for up in ups])  # [all outputs, ranks]
-                grad_ups = [each.split(ranks, 1)[at] for at, each in enumerate(rows)]
+                blocks = _rows(beside.T @ inner, [len(up) for up in ups])  # of [all outputs, ranks]
+                grad_ups = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
             else:
-                parts = inner.split(ranks, 1)
-                grad_ups = [slope.T @ part for slope, part in zip(slopes, parts, strict=True)]
+                grad_ups = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
             grad_ups = [each.to(dtype) for each, dtype in zip(grad_ups, ctx.formats[count:], strict=True)]
         asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
-        return None, grad_flat, None, None, None, *(each if wanted else None for each, wanted in asked), *(None,) * (2 * count)
+        found = (each if wanted else None for each, wanted in asked)
+        return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
 
 
 class _Product(torch.autograd.Function):
@@ -430,6 +431,20 @@ def _plus(result: Tensor, bias: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return result + bias
     return result.add_(bias)
+
+
+def _rows(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Its stretches of rows: views. A single one is the matrix, which spares the host a call."""
+    if len(sizes) == 1:
+        return (matrix,)
+    return matrix.split(sizes)
+
+
+def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Its stretches of columns: views."""
+    if len(sizes) == 1:
+        return (matrix,)
+    return matrix.split(sizes, 1)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
