@@ -27,12 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import unwrap
+from itertools import accumulate
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of a packed layer, in that format
 
@@ -358,7 +360,7 @@ class _KeptForBackward(torch.autograd.Function):
             slopes = _columns(beside, [len(up) for up in ups])
         if of_flat or any(of_downs):
             if beside is not None:
-                through = _scaled(beside, torch.block_diag(*ups), scale)  # [tokens, ranks]
+                through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
             else:
                 parts = [_scaled(slope, up, scale) for slope, up in zip(slopes, ups, strict=True)]
                 through = parts[0] if count == 1 else torch.cat(parts, 1)
@@ -445,6 +447,15 @@ def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     if len(sizes) == 1:
         return (matrix,)
     return matrix.split(sizes, 1)
+
+
+def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
+    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks]. The compiler makes one kernel for each of
+    them; of `torch.block_diag` it makes five for two matrices and eleven for three."""
+    ranks = [each.shape[1] for each in matrices]
+    ends = list(accumulate(ranks))
+    padded = [F.pad(each, (end - rank, ends[-1] - end)) for each, rank, end in zip(matrices, ranks, ends, strict=True)]
+    return torch.cat(padded)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
