@@ -208,29 +208,21 @@ class Guard:
         return {"compared": self.compared, "furthest": self.furthest, "left_off": self.left_off}
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[Callable[[nn.Module], bool]]:
-        """Within the block, the first call of each kind of fast module, and of each attention, is compared.
-
-        Yields a function that ends the watching for modules inside another one, because the compiler must not see the
-        watcher. It returns whether all comparisons so far are right, so that the outer module may be compared too.
-        """
-        watched: dict[nn.Module, tuple[str, Any]] = {}
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, the first call of each kind of fast module, and of each attention, is compared."""
+        watched: dict[tuple[nn.Module, str], Any] = {}  # what computes it, by module and attribute
         seen: set[Any] = set()
 
-        def end(inside: nn.Module) -> bool:
-            for module in inside.modules():
-                if module in watched:
-                    attribute, own = watched.pop(module)
-                    setattr(module, attribute, own)
-            return not self.left_off
+        def end(module: nn.Module, attribute: str) -> None:
+            setattr(module, attribute, watched.pop((module, attribute)))
 
         def first_call(fast: FastModule, own: Call, *args: Any, **kwargs: Any) -> Any:
-            module = fast.module
-            if module in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
-                end(module)
+            place = fast.module, fast.attribute
+            if place in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
+                end(*place)
                 rows = [each.detach().flatten(0, -2)[:COMPARED_TOKENS].requires_grad_() for each in args]
                 difference = compare_computations(own, fast.librarys, rows, fast.parameters())
-                self.see(fast.path, type(module).__name__, difference)
+                self.see(fast.path, type(fast.module).__name__, difference)
             return own(*args, **kwargs)
 
         def attend(given: Mapping[str, Any], by_document: Call) -> None:
@@ -244,14 +236,14 @@ class Guard:
         for fast in fast_modules(model):
             if fast.kind not in seen:
                 seen.add(fast.kind)
-                own = getattr(fast.module, fast.attribute)
-                watched[fast.module] = fast.attribute, own
+                watched[fast.module, fast.attribute] = own = getattr(fast.module, fast.attribute)
                 setattr(fast.module, fast.attribute, partial(first_call, fast, own))
         try:
             with attention.observed(attend):
-                yield end
+                yield
         finally:
-            end(model)
+            for place in list(watched):
+                end(*place)
 
 
 def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Discrepancy:

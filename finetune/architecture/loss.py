@@ -26,6 +26,7 @@ CHUNK_BYTES = 256 * 2**20
 # A GPU computes a product in tiles of 128 or 256 rows, and a tile that is not full takes as long: 523 rows cost as much
 # as 640 or 768.
 TILE = 256
+BLOCKS = (256, 192, 128, 64)  # columns; the vocabularies of models are multiples of one, as a rule
 
 
 @dataclass(frozen=True)
@@ -409,7 +410,7 @@ def _loss_and_slope(
     wide = product if room is None else room[: len(product)].copy_(product)
     logits = transform.apply_(wide)  # one more such tensor where there is a cap
     # The log-sum-exp of logits z follows from their softmax p at any token, as z - log p; at the highest, p is not 0.
-    highest, where = (product if transform == AS_IT_IS else logits).max(dim=1, keepdim=True)
+    highest, where = _highest(product if transform == AS_IT_IS else logits)
     at = target.clamp(min=0).unsqueeze(1)
     below = highest.float() - logits.gather(1, at)
     slope = torch.softmax(logits, dim=1, out=logits)
@@ -426,3 +427,19 @@ def _loss_and_slope(
         slope.mul_(scale.unsqueeze(1))
     slope = transform.chain_(slope, wide)
     return lost, slope if room is None else product.copy_(slope)
+
+
+def _highest(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value in each row of [rows, columns], and one of its places, [rows, 1] each.
+
+    torch's maximum with indices takes one value at a time. So the rows' blocks give their maxima without indices, which
+    is one pass over all values, and the indices are those of one block: 501 blocks of 256 for Llama 3's vocabulary.
+    """
+    rows, columns = values.shape
+    width = next((each for each in BLOCKS if columns % each == 0 and columns >= 100 * each), None)
+    if width is None:
+        return values.max(dim=1, keepdim=True)
+    blocks = values.view(rows, columns // width, width)
+    block = blocks.amax(dim=2).argmax(dim=1).view(rows, 1, 1)
+    highest, inside = blocks.gather(1, block.expand(rows, 1, width)).squeeze(1).max(dim=1, keepdim=True)
+    return highest, inside + width * block.squeeze(1)

@@ -1,8 +1,9 @@
 """Worst step first: a run that would fail for memory, disk or data fails in its first minute, not in its tenth hour.
 
 First the guard compares each part chosen for speed with the library's module: one forward of a few tokens from the
-longest rows, without gradients. The optimizer's state is not allocated yet, and the guard holds one layer's activations
-and gradients at a time. So its peak stays below a step's. If a part differs, all ranks leave it out.
+longest rows, without gradients. If a part differs, all ranks leave it out. Then a forward of the whole longest rows
+compiles each kind of layer and compares it. The optimizer's state is not allocated yet, and the guard holds one layer's
+activations and gradients at a time. So its peak stays below a step's.
 
 Then it proves that the disk has room for a checkpoint, takes one optimizer step on the longest rows, evaluates the
 longest held-out rows, and restores weights and optimizer to the bit (run_folder/held_state.py).
@@ -239,13 +240,11 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
     left_off: dict[str, str] = {}
     while True:
         guard = Guard()
-        with kernel.active():
-            _forward(run, unwrapped, guard, compiled)
-        compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), run.parts.accelerator.device)
+        with kernel.active(), guard.watching(unwrapped):
+            _forward(run, COMPARED_TOKENS // run.plan.per_device_batch_size)
         found = _agreed(run, guard)
         if not found:
-            guard.left_off = left_off
-            return guard
+            break
         for path, reason in found.items():
             run.output.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
@@ -253,22 +252,25 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
             else:
                 leave_to_library(unwrapped, path)
         left_off |= found
-        compiled.forget()  # its graphs contain the wrong path
+    guard.left_off = left_off
+    if compiled.applied:
+        # On whole rows: a compiler chooses its kernels' blocks by the first sizes that it sees.
+        trained_embeddings = decoder_parts(unwrapped).get_input_embeddings().parameters()
+        with kernel.active(), compiled.comparing(any(each.requires_grad for each in trained_embeddings)):
+            _forward(run, int(run.train_rows.lengths.max()))
+        compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), run.parts.accelerator.device)
+    return guard
 
 
-def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
-    """One forward that compares every kind of module."""
-    decoder, device = decoder_parts(unwrapped), run.parts.accelerator.device
-    rows = FirstTokens(run.train_rows, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
+def _forward(run: Run, most: int) -> None:
+    """One forward, without gradients, of the longest rows' first tokens: `most` of each."""
+    device = run.parts.accelerator.device
+    rows = FirstTokens(run.train_rows, most, split=run.plan.flat)
     batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
-    trained_embeddings = any(each.requires_grad for each in decoder.get_input_embeddings().parameters())
-
     with (
         run.parts.phases("guard"),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.no_grad(),
-        guard.watching(unwrapped) as end,
-        compiled.comparing(trained_embeddings, before=end),
         run.parts.weights.cast(),
     ):
         for batch in prefetch(batches[:1], device, non_blocking=False):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by
+from finetune.architecture.own_layers.compute import ADAPTERS, compute_layers, fast_modules, leave_to_library
+from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by, sharing_module, sharing_modules
 from finetune.model.quantization import unpacked_weight
 
 INPUTS, INNER, RANK = 64, 128, 4  # whole blocks of 4-bit weights, which bitsandbytes needs on a CPU
@@ -410,3 +413,177 @@ def test_evaluation_is_training_without_dropout() -> None:
     own = owned(pefts)
     with torch.no_grad():
         assert torch.allclose(own(given()), pefts(given()), rtol=1e-5, atol=1e-5)
+
+
+# Layers with one input.
+
+
+class Attention(nn.Module):
+    """The names of transformers' attention and MLP, and what they compute of one input."""
+
+    def __init__(self, make: Callable[..., nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (make(INPUTS, INNER, bias=True) for _ in range(3))
+        self.o_proj = make(INNER, INPUTS, bias=False)
+        self.mlp = Gated(make)
+
+    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Tensor:
+        keys = self.k_proj(hidden if other is None else other)
+        result: Tensor = self.o_proj(self.q_proj(hidden) * torch.sigmoid(keys) + torch.tanh(self.v_proj(hidden)))
+        return hidden + self.mlp(hidden + result)
+
+
+class Gated(nn.Module):
+    def __init__(self, make: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = make(INPUTS, INNER, bias=False), make(INPUTS, INNER, bias=False)
+        self.down_proj, self.act_fn = make(INNER, INPUTS, bias=False), nn.SiLU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return result
+
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {  # settings, and how many layers each module shares among
+    "all": ({}, [3, 2]),
+    "q and v alone": ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, [2]),
+    "ranks": ({"rank_pattern": {"k_proj": 2, "up_proj": 8}, "lora_alpha": 3, "use_rslora": True}, [3, 2]),
+    "one scale, several ranks": ({"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 1}}, [3, 2]),
+    "biases": ({"lora_bias": True, "bias": "all", "target_modules": ["q_proj", "k_proj", "v_proj"]}, [3]),
+    "dropout": ({"lora_dropout": 0.3}, []),
+    "dora": ({"use_dora": True}, []),
+}
+
+
+def attention(make: Callable[..., nn.Module] = nn.Linear, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return adapted(Attention(make), **{"target_modules": SEVEN, "lora_alpha": 2} | settings)
+
+
+def sharing(model: Any) -> Any:
+    made = copy.deepcopy(model)
+    compute_layers(made, unpacked_weight)
+    return made
+
+
+@pytest.mark.parametrize(("settings", "shared"), SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_layers_that_share_products_compute_what_pefts_do(
+    settings: dict[str, Any], shared: list[int], dtype: torch.dtype
+) -> None:
+    pefts = attention(**settings).to(dtype)
+    own = sharing(pefts)
+    assert [len(each.finetune_sharing) for each in sharing_modules(own)] == shared
+    found, expected = learned(own, hidden=given(dtype)), learned(pefts, hidden=given(dtype))
+    assert furthest(found, expected) < {torch.float64: 1e-14, torch.float32: 1e-6}[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's compiler does so
+@pytest.mark.parametrize("case", ["all", "ranks", "one scale, several ranks", "biases"])
+def test_compiled_to_one_graph_they_compute_it_too(case: str) -> None:
+    """With gradients side by side, and B on the diagonal of one matrix."""
+    pefts = attention(**SHARED[case][0]).double()
+    own = sharing(pefts)
+    torch.compiler.reset()
+    run = torch.compile(own, backend="aot_eager", fullgraph=True)
+    found = learned(own, lambda hidden: run(hidden), given(torch.float64))
+    assert furthest(found, learned(pefts, hidden=given(torch.float64))) < 1e-14
+
+
+def test_they_have_47_products_instead_of_56() -> None:
+    counts = []
+    for prepare in (owned, sharing):
+        model = prepare(attention())
+        with products() as operations:
+            model(given()).sum().backward()
+        counts.append(len(operations.names))
+    assert counts == [56, 47]
+
+
+def test_under_autocast_sharing_is_no_further_from_float64_than_peft() -> None:
+    errors: Counter[str] = Counter()
+    for seed in range(3):
+        pefts, draw = attention().to(torch.bfloat16), torch.Generator().manual_seed(seed)
+        for parameter in pefts.parameters():
+            drawn = 0.1 * torch.randn(parameter.shape, generator=draw).to(torch.bfloat16)
+            parameter.data = drawn.float() if parameter.requires_grad else drawn
+        exact = learned(copy.deepcopy(pefts).double(), hidden=given(torch.bfloat16).detach().double().requires_grad_())
+        for name, model in (("own", sharing(pefts)), ("peft", pefts)):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = learned(model, hidden=given(torch.bfloat16))
+            assert {each.dtype for at, each in found.items() if "lora_" in at} == {torch.float32}
+            errors[name] += sum(float((found[at].double() - each).norm() / each.norm()) for at, each in exact.items())
+    assert errors["own"] < 1.05 * errors["peft"]
+
+
+def test_packed_layers_share_products() -> None:
+    torch.manual_seed(0)
+    base: Any = Attention(partial(Linear4bit, compute_dtype=torch.float32)).to("cpu")
+    base.is_loaded_in_4bit = True
+    pefts = adapted(base, target_modules=SEVEN, lora_alpha=2)
+    own = sharing(pefts)
+    assert [len(each.finetune_sharing) for each in sharing_modules(own)] == [3, 2]
+    with Operations() as operations:
+        found = learned(own)
+    assert operations.names.count("bitsandbytes::gemm_4bit") == 7
+    assert furthest(found, learned(pefts)) < 1e-6
+
+
+def test_recomputed_layers_that_share_are_the_same_to_the_bit() -> None:
+    own = sharing(attention())
+    again = copy.deepcopy(own)
+    plain = learned(own)
+    for name, each in learned(again, lambda hidden: checkpoint(again, hidden, use_reentrant=False)).items():
+        assert torch.equal(each, plain[name]), name
+
+
+def test_a_layer_with_another_input_computes_alone() -> None:
+    pefts = attention()
+    other = given().detach() + 1
+    found = [learned(model, lambda hidden, of=model: of(hidden, other)) for model in (sharing(pefts), pefts)]
+    assert furthest(*found) < 1e-6
+
+
+def test_shared_inputs_and_products_are_kept_once_and_freed() -> None:
+    model = sharing(attention()).to(torch.bfloat16)
+    hidden, inner = given(torch.bfloat16), model.base_model.model
+    tokens = hidden.numel() // INPUTS
+    storages = kept(lambda: torch.cat(inner.finetune_products(hidden)))
+    assert sorted(storages.values()) == sorted(
+        [
+            (2 * tokens * INPUTS, torch.bfloat16),
+            (2 * tokens * 3 * RANK, torch.bfloat16),
+            (2 * 3 * RANK * INPUTS, torch.bfloat16),  # all A, one below another
+        ]
+    )
+    stand_in = sharing_module(inner)
+    first = weakref.ref(stand_in.q_proj(hidden))
+    assert first() is None
+    assert set(stand_in.finetune_results) == {"k_proj", "v_proj"}
+
+
+def test_layers_left_to_peft_or_merged_share_nothing() -> None:
+    pefts = attention()
+    own = sharing(pefts)
+    kinds = [fast.attribute for fast in fast_modules(own) if fast.path == ADAPTERS]
+    assert kinds == ["finetune_products"] * 2 + ["forward"] * 2
+    with own.disable_adapter(), pefts.disable_adapter():
+        assert torch.allclose(own(given()), pefts(given()), rtol=1e-5, atol=1e-5)
+    leave_to_library(own, ADAPTERS)
+    assert sharing_modules(own) == [] == [each for each in fast_modules(own) if each.path == ADAPTERS]
+    assert torch.equal(own(given()), pefts(given()))
+    merged = sharing(pefts).merge_and_unload()
+    assert torch.allclose(merged(given()), pefts(given()), rtol=1e-4, atol=1e-4)
+
+
+class Child(Attention):
+    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(hidden, other)
+
+
+def test_a_forward_that_calls_its_parents_shares_nothing() -> None:
+    pefts = adapted(Child(), target_modules=SEVEN, lora_alpha=2)
+    own = sharing(pefts)
+    assert [type(each).__name__ for each in sharing_modules(own)] == ["Gated"]
+    assert furthest(learned(own), learned(pefts)) < 1e-6

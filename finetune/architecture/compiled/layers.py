@@ -9,8 +9,9 @@ autograd.Function's results, such as the kit's adapters, although they are recom
 
 Before its first use each kind of layer is compared with the layer as written, in output and gradients. A compiler may
 be wrong without an error: torch 2.11's gave adapters gradients that were exactly zero. Kept bytes are compared too,
-because the plan counts on the written layer's. The guard (training/worst_step.py) does this on a few tokens before the
-worst step. A kind that it did not meet is compared on its first row.
+because the plan counts on the written layer's. The guard (training/worst_step.py) does this on the longest rows before
+the worst step, because the compiler chooses its kernels' blocks by the first sizes that it sees. A kind that the guard
+did not meet is compared on its first row.
 
 Only training layers run compiled. An evaluation, samples and rows with a single token run the layer as written, and so
 does the first layer of a model with adapters, whose input needs no gradient.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,8 +69,8 @@ class CompiledLayers:
     stopped: str | None = None  # why no layer is compiled, or none any more
     applied: bool = False  # the layers of a model have been given to it
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
+    graphs: Counter[str] = field(default_factory=Counter)  # `found` in the cache folder, and `made`
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
-    _before: Callable[[nn.Module], bool] = lambda _: True
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
@@ -84,14 +86,13 @@ class CompiledLayers:
         return type(layer).forward(layer, *args, **kwargs)
 
     @contextmanager
-    def comparing(self, reached: bool, before: Callable[[nn.Module], bool]) -> Iterator[None]:
+    def comparing(self, reached: bool) -> Iterator[None]:
         """Within the block, layers run as written, without gradients, and each kind is compared on its inputs.
 
         Args:
             reached: Whether the first layer's input needs a gradient.
-            before: Called with a layer before it is compiled; False if the layer as written is not right.
         """
-        self.reached, self._before = reached, before
+        self.reached = reached
         try:
             yield
         finally:
@@ -102,7 +103,7 @@ class CompiledLayers:
         output = type(layer).forward(layer, *args, **kwargs)
         reached = bool(self.reached)
         known = (layer.finetune_kind, reached) in self.seconds or self._alone(layer, reached)
-        if self.stopped is None and not known and self._before(layer):
+        if self.stopped is None and not known:
             self._tried(layer, reached, args, kwargs)
         self.reached = reached or any(each.requires_grad for each in layer.parameters())
         return output
@@ -131,17 +132,13 @@ class CompiledLayers:
         if stopped and self.required:
             raise EnvironmentMismatch(f"training.compile: true: {self.stopped}; set training.compile: auto, or false")
 
-    def forget(self) -> None:
-        """Compare all kinds again, because the layers as they are written have changed."""
-        self.seconds.clear()
-        self.differences.clear()
-
     def facts(self) -> dict[str, Any]:
         """For the receipt."""
         return {
             "layers": self.stopped is None and bool(self.seconds),
             "kinds_of_layers": len(self.seconds),
             "first_seconds": round(sum(self.seconds.values()), 1),
+            "graphs": {"found": self.graphs["found"], "made": self.graphs["made"], "folder": _graph_folder()},
             "furthest": max((each.relative for each in self.differences), default=None),
             "left_off": self.stopped,
         }
@@ -150,7 +147,8 @@ class CompiledLayers:
         if self.stopped is not None or not self.seconds:
             return ""
         kinds = counted(len(self.seconds), "kind of layers", "kinds of layers")
-        return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s"
+        graphs = f"graphs: {self.graphs['found']} found, {self.graphs['made']} made, in {_graph_folder()}"
+        return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s; {graphs}"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in nested_tensors((args, kwargs)):
@@ -188,7 +186,7 @@ class CompiledLayers:
         kind = layer.finetune_kind, reached
         if self.stopped is not None or kind in self.seconds:
             return self.stopped is None
-        began, name = time.perf_counter(), type(layer).__name__
+        began, name, before = time.perf_counter(), type(layer).__name__, _cached_graphs()
         try:
             with limited(f"training.compile: {name}", "training.compile: false"):
                 difference, too_much = self._compared(layer, reached, args, kwargs)
@@ -203,6 +201,7 @@ class CompiledLayers:
             self.stop(reason)
             return False
         self.seconds[kind] = time.perf_counter() - began
+        self.graphs.update(_cached_graphs() - before)
         self.differences.append(difference)
         if difference.is_fault:
             self.stop(f"compiled, {name} computes something else: {difference}")
@@ -389,6 +388,19 @@ def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
     """Have compiled graphs kept in the kit's cache folder, so that the next start of the same training finds them; in
     another folder where the user has named one."""
     return Path(environment.setdefault(CACHE_VARIABLE, str(cache_folder() / "compiled")))
+
+
+def _graph_folder() -> str:
+    return os.environ.get(CACHE_VARIABLE, "")
+
+
+def _cached_graphs() -> Counter[str]:
+    """How many forward and backward graphs this process found in the cache folder, and how many it made.
+
+    torch counts both under names that are not documented; tests/architecture/test_compiled.py would turn red.
+    """
+    counts = torch._dynamo.utils.counters["inductor"]
+    return Counter(found=counts["fxgraph_cache_hit"], made=counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"])
 
 
 def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:

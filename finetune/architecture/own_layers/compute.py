@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from finetune.architecture.own_layers.lora_linear import Unpack, compute_adapters, leave_to_peft, own_adapters
+from finetune.architecture.own_layers.lora_linear import (
+    Unpack,
+    compute_adapters,
+    leave_to_peft,
+    own_adapters,
+    share_inputs,
+    sharing_layers,
+    sharing_modules,
+)
 from finetune.architecture.own_layers.norm_and_gate import (
     compute_norms_and_gates,
     librarys_gate,
@@ -24,6 +32,7 @@ def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | 
     """Let the kit compute adapters, norms and gates, if a layer allows it. Arguments as in `compute_adapters`."""
     compute_adapters(model, unpack, by_peft=adapters_by_peft)
     compute_norms_and_gates(model)
+    share_inputs(model)
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class FastModule:
     path: str  # ADAPTERS, NORMS or GATES
     module: Any
     attribute: str  # of the module: what is called
-    librarys: Callable[..., Tensor]  # in its place
+    librarys: Callable[..., Any]  # in its place
     tensors: int  # that both are called with, each [..., width]
 
     @property
@@ -53,12 +62,22 @@ class FastModule:
 
 def fast_modules(model: nn.Module) -> Iterator[FastModule]:
     """All modules in `model` that are computed here."""
+    together = set[nn.Module]()
+    for module in sharing_modules(model):
+        together.update(sharing_layers(module))
+        yield FastModule(ADAPTERS, module, "finetune_products", partial(_by_peft, module), 1)
     for module in own_adapters(model):
-        yield FastModule(ADAPTERS, module, "forward", partial(type(module).forward, module), 1)
+        if module not in together:
+            yield FastModule(ADAPTERS, module, "forward", partial(type(module).forward, module), 1)
     for module in own_norms(model):
         yield FastModule(NORMS, module, "forward", partial(type(module).forward, module), 1)
     for module in own_gates(model):
         yield FastModule(GATES, module, "finetune_gate", partial(librarys_gate, module), 2)
+
+
+def _by_peft(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """The library's form of `finetune_products`."""
+    return tuple(type(layer).forward(layer, hidden) for layer in sharing_layers(module))
 
 
 def leave_to_library(model: nn.Module, path: str) -> None:

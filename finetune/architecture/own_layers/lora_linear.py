@@ -7,24 +7,40 @@ each of q, k and v. It multiplies the adapter's result by s, adds it to the base
 Here x is kept as it came, and layers with the same input share it. Each product adds to the one before (`addmm`). W is
 frozen, so it has no gradient. The numbers are the same up to rounding, with fewer roundings.
 
+Layers that share their input also share products of the small factors: q, k and v, and a gated MLP's gate and up. With
+ranks r, their R = 3r columns are one product each of x A^T, of A's gradient, and of the input's gradient through A:
+
+    x A^T          [tokens, inputs] by [A_q; A_k; A_v]^T        ->  [tokens, R]
+    through        [g_q B_q, g_k B_k, g_v B_v]                   ->  [tokens, R]
+    gradient of A  through^T x                                   ->  [R, inputs]
+    gradient of x  through [A_q; A_k; A_v] + g_q W_q + g_k W_k + g_v W_v
+
+A decoder layer of Llama has 47 products instead of 56. In a compiled layer 41: the compiler writes g_q, g_k and g_v side
+by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
+
 Only instances change, so saving, merging and peft see the classes they know. peft still computes everything that
 `computed_by` names, and any call with several adapters, a merged or a disabled one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import unwrap
+from itertools import accumulate
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of a packed layer, in that format
 
 OWN = "own"  # what computes a layer: this module, or peft for a reason
+# Layers of one module that get the same input, by transformers' names. A layer that gets another one computes alone.
+SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = None) -> None:
@@ -40,6 +56,46 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
             (name,) = layer.lora_A
             layer.finetune_adapter = name, partial(unpack, layer.base_layer) if _is_packed(layer) else None
             layer.forward = MethodType(_forward, layer)
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let layers with one input share products, in every module that has several of SHARING.
+
+    After `compute_norms_and_gates`: the forward of a gated MLP asks `sharing_module` itself.
+    """
+    for module in model.modules():
+        known: Any = module
+        children = dict(module.named_children())
+        for names in SHARING:
+            sharing = tuple(name for name in names if _shares(children.get(name)))
+            if len(sharing) < 2:
+                continue
+            if not hasattr(known, "finetune_gate"):
+                forward = unwrap(type(known).forward)
+                # `super()` takes no stand-in. Another forward of this instance is not ours to replace.
+                if "forward" in vars(known) or "__class__" in forward.__code__.co_freevars:
+                    continue
+                known.forward = MethodType(_sharing_forward, known)
+            known.finetune_sharing, known.finetune_products = sharing, MethodType(_shared_products, known)
+
+
+def sharing_modules(model: nn.Module) -> list[Any]:
+    """The modules whose layers share products."""
+    shared: list[Any] = [module for module in model.modules() if "finetune_sharing" in vars(module)]
+    return [module for module in shared if all(map(_shares, sharing_layers(module)))]
+
+
+def sharing_layers(module: Any) -> list[Any]:
+    """The layers in this module that share products."""
+    return [getattr(module, name) for name in module.finetune_sharing]
+
+
+def _shares(layer: Any) -> bool:
+    """Whether a layer may share products: with dropout each layer sees other inputs."""
+    if getattr(layer, "finetune_adapter", None) is None:
+        return False
+    dropout = layer.lora_dropout[layer.finetune_adapter[0]]
+    return not (isinstance(dropout, nn.Dropout) and dropout.p)
 
 
 def own_adapters(model: nn.Module) -> list[Any]:
@@ -113,26 +169,97 @@ def _only_peft(layer: Any) -> str | None:
 
 def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """[..., inputs] to [..., outputs]."""
-    if layer.finetune_adapter is None:
+    adapter = None if args or kwargs else _adapter_now(layer, hidden)
+    if adapter is None:
         by_peft: Tensor = type(layer).forward(layer, hidden, *args, **kwargs)
         return by_peft
+    (product,) = _adapted_products(hidden, [adapter])
+    return product
+
+
+def _shared_products(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """The results of `sharing_layers`, each [..., outputs], of one input [..., inputs]."""
+    layers = sharing_layers(module)
+    adapters = [_adapter_now(layer, hidden) for layer in layers]
+    known = [each for each in adapters if each is not None and not each.dropped]
+    if len(known) == len(layers) and len({each.scale for each in known}) == 1:
+        return _adapted_products(hidden, known)
+    return tuple(layer(hidden) for layer in layers)
+
+
+def sharing_module(module: Any) -> Any:
+    """What stands for `module` in one call of its forward: its layers with one input share products."""
+    if hasattr(module, "finetune_sharing"):
+        return _Sharing(module)
+    return module
+
+
+def _sharing_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(sharing_module(module), *args, **kwargs)
+
+
+class _Sharing:
+    """Stands for a module as `self` in one call of its forward. All is the module's, except layers that share products:
+    the first one that is called computes all of them, and the others return theirs if they get the same tensor.
+
+    It is made anew in each call, so a compiled or recomputed layer changes nothing outside of itself.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.finetune_module = module
+        self.finetune_input: Tensor | None = None
+        self.finetune_results: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.finetune_module.finetune_sharing:
+            return partial(_product_of, self, name)
+        return getattr(self.finetune_module, name)
+
+
+def _product_of(sharing: Any, name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The result of the layer called `name`. No result stays after it was asked for."""
+    module, results = sharing.finetune_module, sharing.finetune_results
+    if sharing.finetune_input is None and not args and not kwargs:
+        sharing.finetune_input = hidden
+        for each, product in zip(module.finetune_sharing, module.finetune_products(hidden), strict=True):
+            results[each] = product
+    if sharing.finetune_input is hidden and name in results and not args and not kwargs:
+        found: Tensor = results.pop(name)
+        return found
+    alone: Tensor = getattr(module, name)(hidden, *args, **kwargs)
+    return alone
+
+
+class _Adapter(NamedTuple):
+    """A layer's adapter, as it computes in one call."""
+
+    base: Any
+    unpack: Callable[[torch.dtype], Tensor] | None  # for 4-bit weights
+    down: Tensor  # A [rank, inputs], as it is trained
+    up: Tensor  # B [outputs, rank]
+    bias: Tensor | None  # the sum of both, in the products' number format
+    scale: float
+    dropped: float  # the share of inputs that dropout sets to zero
+
+
+def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
+    """The layer's adapter for this input; None: peft computes it."""
+    if getattr(layer, "finetune_adapter", None) is None:
+        return None
     name, unpack = layer.finetune_adapter
     dtype = _product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
-    as_peft = args or kwargs or layer.merged or layer.disable_adapters or layer.active_adapters != [name]
-    if as_peft or not _one_format(hidden, dtype, down.weight, None if unpack else base.weight):
-        result: Tensor = type(layer).forward(layer, hidden, *args, **kwargs)
-        return result
+    if layer.merged or layer.disable_adapters or layer.active_adapters != [name]:
+        return None
+    if not _one_format(hidden, dtype, down.weight, None if unpack else base.weight):
+        return None
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     dropped = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     bias = None if base.bias is None or unpack else base.bias.to(dtype)  # a packed layer adds its own
     if up.bias is not None:
         own = scale * up.bias.to(dtype)
         bias = own if bias is None else bias + own
-    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
-    adapter = _Adapter(down.weight.to(dtype), up.weight.to(dtype), scale, dropped)
-    product = _adapted_product(flat, base, unpack, adapter, bias)
-    return product.view(*hidden.shape[:-1], product.shape[-1])
+    return _Adapter(base, unpack, down.weight, up.weight, bias, scale, dropped)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -152,78 +279,116 @@ def _one_format(hidden: Tensor, dtype: torch.dtype, down: Tensor, weight: Tensor
     return down.dtype == dtype and (weight is None or weight.dtype == dtype)
 
 
-class _Adapter(NamedTuple):
-    down: Tensor  # A [rank, inputs]
-    up: Tensor  # B [outputs, rank]
-    scale: float
-    dropped: float  # the share of inputs that dropout sets to zero
+def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Tensor, ...]:
+    """[..., inputs] to [..., outputs] of each adapter. Several have one scale and no dropout.
 
+    Everything that backward needs is saved before the large products, and apart from them:
 
-def _adapted_product(flat: Tensor, base: Any, unpack: Unpack | None, adapter: _Adapter, bias: Tensor | None) -> Tensor:
-    """[tokens, inputs] to [tokens, outputs].
-
-    Everything that backward needs is saved before the large product, and apart from it:
-
-        saved:    x, A, B  ->  x A^T            (step 1, small)
-        product:  x W^T + (x A^T) B^T           (step 2, large, saves nothing)
-        joint:    one element, expanded to the result's shape, links step 2's gradient to step 1
+        saved:     x, A, B  ->  x A^T            (step 1, small)
+        products:  x W^T + (x A^T) B^T           (step 2, large, saves nothing)
+        joints:    one element, expanded to each result's shape, links step 2's gradient to step 1
 
     torch's non-reentrant checkpoint recomputes a layer until all saved tensors are there again, then stops. Nothing is
     saved in step 2, so a layer's last product, a quarter of Llama's forward, is not computed again.
     """
-    weight = None if unpack else base.weight
+    dtype = _product_dtype(hidden)
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
+    scale, dropped = adapters[0].scale, adapters[0].dropped
+    downs, ups, biases = [each.down for each in adapters], [each.up for each in adapters], [x.bias for x in adapters]
+    weights = [None if each.unpack else each.base.weight for each in adapters]
     with torch.no_grad():
         seen, mask = flat, None
-        if adapter.dropped:  # where peft draws it: after the layers before, by the generator of the device
-            seen, mask = torch.native_dropout(flat, adapter.dropped, train=True)
-        inner = _scaled(seen, adapter.down.T, adapter.scale)  # [tokens, rank]
+        if dropped:  # where peft draws it: after the layers before, by the generator of the device
+            seen, mask = torch.native_dropout(flat, dropped, train=True)
+        down = downs[0].to(dtype) if len(downs) == 1 else torch.cat([each.to(dtype) for each in downs])
+        cast_ups = [each.to(dtype) for each in ups]
+        inner = _scaled(seen, down.T, scale)  # [tokens, ranks]
         del seen
-    joint = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
-        flat, adapter.down, adapter.up, bias, inner, mask, weight, unpack, adapter.scale, 1 - adapter.dropped
+    settings = _Settings(len(adapters), [each.unpack for each in adapters], scale, 1 - dropped)
+    casts = [None if cast is each else cast for cast, each in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
+    joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
+        settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
     )
-    known = [None if each is None else each.detach() for each in (flat, inner, adapter.up, bias, weight)]
-    return cast(Tensor, _Product.apply(joint, *known, base))  # type: ignore[no-untyped-call]
+    products, parts = [], _columns(inner, [len(each) for each in downs])
+    for adapter, joint, part, up, weight in zip(adapters, joints, parts, cast_ups, weights, strict=True):
+        known = [None if each is None else each.detach() for each in (flat, part, up, adapter.bias, weight)]
+        product: Tensor = _Product.apply(joint, *known, adapter.base)  # type: ignore[no-untyped-call]
+        products.append(product.view(*hidden.shape[:-1], product.shape[-1]))
+    return tuple(products)
+
+
+class _Settings(NamedTuple):
+    """What `_KeptForBackward` needs besides tensors."""
+
+    adapters: int
+    unpacks: list[Callable[[torch.dtype], Tensor] | None]
+    scale: float
+    kept: float  # the share of inputs that dropout keeps
 
 
 class _KeptForBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        settings: _Settings,
         flat: Tensor,
-        down: Tensor,
-        up: Tensor,
-        bias: Tensor | None,
-        inner: Tensor,
+        inner: Tensor,  # x A^T, scaled
         mask: Tensor | None,
-        weight: Tensor | None,
-        unpack: Callable[[torch.dtype], Tensor] | None,
-        scale: float,
-        kept: float,
-    ) -> Tensor:
-        ctx.save_for_backward(flat, down, up, inner, mask, weight)
-        ctx.unpack, ctx.scale, ctx.kept = unpack, scale, kept
-        return inner.new_empty(()).expand(len(flat), len(up))
+        *of_adapters: Any,  # A, B and bias of each; all A and each B in the products' format, None: it is theirs; each W
+    ) -> tuple[Tensor, ...]:
+        count = settings.adapters
+        downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
+        factors = [own if cast is None else cast for own, cast in zip((downs[0], *ups), casts, strict=True)]
+        ctx.settings, ctx.formats = settings, [each.dtype for each in (*downs, *ups)]
+        ctx.ranks = [len(each) for each in downs]
+        ctx.save_for_backward(flat, inner, mask, *factors, *of_adapters[4 * count + 1 :])
+        return tuple(inner.new_empty(()).expand(len(flat), len(up)) for up in ups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        flat, down, up, inner, mask, weight = ctx.saved_tensors
-        of_flat, of_down, of_up, of_bias, *rest = ctx.needs_input_grad
-        through = _scaled(slope, up, ctx.scale) if of_flat or of_down else None  # [tokens, rank]
-        grad_flat = grad_down = None
-        if of_down:
-            assert through is not None
-            grad_down = _scaled(through.T, flat if mask is None else flat * mask, 1 / ctx.kept)
-        if of_flat:
-            assert through is not None
-            grad_flat = _scaled(through, down, 1 / ctx.kept)  # [tokens, inputs]
-            if mask is not None:
-                grad_flat.mul_(mask)
-            matrix = weight.to(slope.dtype) if ctx.unpack is None else ctx.unpack(slope.dtype)
-            grad_flat.addmm_(slope, matrix)
-        grad_up = slope.T @ inner if of_up else None
-        grad_bias = slope.sum(0) if of_bias else None
-        return grad_flat, grad_down, grad_up, grad_bias, *(None for _ in rest)
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        (count, unpacks, scale, kept), ranks = ctx.settings, ctx.ranks
+        flat, inner, mask, down, *rest = ctx.saved_tensors
+        ups, weights = rest[:count], rest[count:]
+        of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
+        of_downs, of_ups, of_biases = (of_adapters[at * count : (at + 1) * count] for at in range(3))
+        grad_flat, grad_downs = None, [None] * count
+        grad_biases = [slope.sum(0) if wanted else None for slope, wanted in zip(slopes, of_biases, strict=True)]
+        beside = None
+        if count > 1 and torch.compiler.is_compiling():
+            beside = torch.cat(slopes, 1)  # [tokens, all outputs]
+            slopes = _columns(beside, [len(up) for up in ups])
+        if of_flat or any(of_downs):
+            if beside is not None:
+                through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
+            else:
+                parts = [_scaled(slope, up, scale) for slope, up in zip(slopes, ups, strict=True)]
+                through = parts[0] if count == 1 else torch.cat(parts, 1)
+                del parts
+            if any(of_downs):
+                seen = flat if mask is None else flat * mask
+                grad_downs = _rows(_scaled(through.T, seen, 1 / kept).to(ctx.formats[0]), ranks)
+                del seen
+            if of_flat:
+                grad_flat = _scaled(through, down, 1 / kept)  # [tokens, inputs]
+                if mask is not None:
+                    grad_flat.mul_(mask)
+                del through
+                for slope, weight, unpack in zip(slopes, weights, unpacks, strict=True):
+                    matrix = weight.to(slope.dtype) if unpack is None else unpack(slope.dtype)
+                    grad_flat.addmm_(slope, matrix)
+                    del matrix
+        grad_ups = [None] * count
+        if any(of_ups):
+            if beside is not None:
+                blocks = _rows(beside.T @ inner, [len(up) for up in ups])  # of [all outputs, ranks]
+                grad_ups = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
+            else:
+                grad_ups = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
+            grad_ups = [each.to(dtype) for each, dtype in zip(grad_ups, ctx.formats[count:], strict=True)]
+        asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
+        found = (each if wanted else None for each, wanted in asked)
+        return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
 
 
 class _Product(torch.autograd.Function):
@@ -268,6 +433,29 @@ def _plus(result: Tensor, bias: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return result + bias
     return result.add_(bias)
+
+
+def _rows(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Its stretches of rows: views. A single one is the matrix, which spares the host a call."""
+    if len(sizes) == 1:
+        return (matrix,)
+    return matrix.split(sizes)
+
+
+def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Its stretches of columns: views."""
+    if len(sizes) == 1:
+        return (matrix,)
+    return matrix.split(sizes, 1)
+
+
+def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
+    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks]. The compiler makes one kernel for each of
+    them; of `torch.block_diag` it makes five for two matrices and eleven for three."""
+    ranks = [each.shape[1] for each in matrices]
+    ends = list(accumulate(ranks))
+    padded = [F.pad(each, (end - rank, ends[-1] - end)) for each, rank, end in zip(matrices, ranks, ends, strict=True)]
+    return torch.cat(padded)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from finetune.architecture.own_layers.lora_linear import sharing_module
+
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 EPSILONS = ("variance_epsilon", "eps")  # the attributes that transformers' norms keep theirs in
 # Added to the weight, and the product rounded once: 1.0 as in Gemma, 0.0 as in OLMo 2 and Gemma 4. None as in Llama:
@@ -216,11 +218,12 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 
 def _gated(module: Any, hidden: Tensor) -> Tensor:
     """[..., width] to [..., width]."""
+    own = sharing_module(module)
     if torch.compiler.is_compiling() or module.finetune_gate is None:
-        result: Tensor = type(module).forward(module, hidden)
+        result: Tensor = type(module).forward(own, hidden)
         return result
     # Do not bind gate and up to names: that would keep both [tokens, ffn] tensors alive during down_proj.
-    product: Tensor = module.down_proj(module.finetune_gate(module.gate_proj(hidden), module.up_proj(hidden)))
+    product: Tensor = module.down_proj(module.finetune_gate(own.gate_proj(hidden), own.up_proj(hidden)))
     return product
 
 
