@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.closed_form import constants as c
-from finetune.closed_form.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
+from finetune.closed_form.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows, loss_gradient_rows
 from finetune.closed_form.layer import NORMS, LayerStep
 from finetune.closed_form.rank import Bytes, RankSizes
 
@@ -129,7 +129,11 @@ def _loss(rank: RankSizes) -> Iterator[int]:
     states = HALF * chunk * shape.hidden
     live_states = (2 + (rank.tokens > chunk)) * states
     # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
-    yield head_gradient + live_states + (HALF + FLOAT32) * logits
+    at_once = HALF * logits
+    rows = min(rank.tokens, loss_gradient_rows(shape.vocabulary, shape.hidden))
+    if rank.base_trained and rows > chunk:  # bfloat16 [rows, vocabulary], and the hidden states [rows, h]
+        at_once = HALF * rows * (shape.vocabulary + shape.hidden)
+    yield head_gradient + live_states + at_once + FLOAT32 * logits
     if rank.base_trained:  # the head's gradient [vocabulary, h] in bfloat16
         yield head_gradient + HALF * table + 2 * states
 
