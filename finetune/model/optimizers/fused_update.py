@@ -1,10 +1,11 @@
-"""RoundedAdamW's update as one kernel, made by torch.compile: the same random bits, 14 bytes of traffic a weight.
+"""RoundedAdamW's and BlockwiseAdamW's updates as one kernel each, made by torch.compile: the same random bits.
 
-As written (`update_in_chunks`), the update is 66 kernels that read and write 576 bytes a weight. Here everything
-between reading a weight and writing it back stays in registers. Per launch the kernel reads bfloat16 weight, gradient
-and two moments, and writes three of them back.
+As written (`update_in_chunks`), RoundedAdamW's update is 66 kernels that read and write 576 bytes a weight. Here
+everything between reading a weight and writing it back stays in registers. Per launch the kernel reads bfloat16 weight,
+gradient and two moments, and writes three of them back: 14 bytes. BlockwiseAdamW's moments are one byte each and a
+scale for 256: 10 bytes. Its kernel has a block in each row, whose largest magnitudes it needs.
 
-There is one graph for each pair of number formats (weight's, gradient's). All numbers that change from step to step or
+There is one graph for each pair of number formats (weight's, gradient's), and for each length of blocks. All numbers that change from step to step or
 from weight to weight are tensors: keys, first index, factors. The number of rows is a symbol. So nothing is compiled
 again during a run.
 
@@ -90,6 +91,92 @@ def update_factors(group: dict[str, Any], step: int) -> list[float]:
     (beta1, beta2), rate = group["betas"], group["lr"]
     corrected_rate, correction = -rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
     return [1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, correction, group["eps"], corrected_rate]
+
+
+def update_block_rows(
+    weight: Tensor,
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    books: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: Tensor,
+    first: Tensor,
+    factors: Tensor,
+) -> None:
+    """BlockwiseAdamW's update of some blocks in place, computed in float32, by the arithmetic of blocks.py.
+
+    Args:
+        weight, codes, gradient: [blocks, elements of a block]; codes of both moments, uint8.
+        scales: float32 [blocks], of both moments.
+        books: Values and edges of the first moment's book, then of the second's.
+        keys: int32 [CHUNKS + 1, 2], of each chunk: `multiplier_and_offset`.
+        first: int32 [], the first block's number, counted from the first chunk that `keys` has.
+        factors: float32 [7], as `update_factors` has them.
+    """
+    decay, to_average, keep_square, to_square, correction, epsilon, rate = factors.unbind()
+    slope = gradient.float()
+    mean = books[0][codes[0].int()] * scales[0][:, None]
+    mean = mean + to_average * (slope - mean)
+    variance = books[2][codes[1].int()] * scales[1][:, None]
+    variance = variance * keep_square + to_square * slope * slope
+    denominator = variance.sqrt() / correction + epsilon
+    value = weight.float() * decay + rate * mean / denominator
+    if weight.dtype == torch.bfloat16:
+        block = weight.shape[1]
+        number = first + torch.arange(weight.shape[0], dtype=torch.int32, device=weight.device)
+        chunk = number // (ROUNDED_CHUNK // block)
+        begin = (number - chunk * (ROUNDED_CHUNK // block)) * block
+        index = begin[:, None] + torch.arange(block, dtype=torch.int32, device=weight.device)
+        bits = hashed(index * keys[chunk, 0][:, None] + keys[chunk, 1][:, None])
+        value = ((value.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
+    weight.copy_(value)
+    for held, scale, edges, moment in zip(codes, scales, (books[1], books[3]), (mean, variance), strict=True):
+        largest = moment.abs().amax(1).clamp_min(SMALLEST)
+        scale.copy_(largest)
+        held.copy_(torch.bucketize(moment / largest[:, None], edges, out_int32=True))
+
+
+class FusedBlocks:
+    """Updates a weight's blocks as BlockwiseAdamW does, in one call of `compute` for up to CHUNKS chunks.
+
+    Args:
+        compute: `update_block_rows`, compiled. The planner has a stand-in.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def __call__(
+        self,
+        weights: Tensor,
+        moments: Sequence[Moment],
+        gradient: Tensor,
+        range_: Range,
+        group: dict[str, Any],
+        step: int,
+        seed: int,
+    ) -> None:
+        device, key, block = gradient.device, key_of(seed, step, range_.place), moments[0].block
+        chunk_blocks = ROUNDED_CHUNK // block
+        books = [each for moment in moments for each in moment.book]
+        factors = torch.tensor(update_factors(group, step), dtype=torch.float32).to(device, non_blocking=True)
+        for launch, first, begin, end in chunks(range_, CHUNKS * chunk_blocks * block):
+            if end - begin == block and end < range_.end:  # a graph takes two blocks at least
+                raise AssertionError("a launch ends within a weight after one block")
+            numbers = (key_of(key, launch * CHUNKS + chunk, 0) for chunk in range(CHUNKS + 1))
+            keys = torch.tensor([multiplier_and_offset(each) for each in numbers], dtype=torch.int32)
+            rows = [tensor[begin:end].view(-1, block).data for tensor in (weights, *(m.held for m in moments), gradient)]
+            scales = [moment.scales[begin // block : end // block].data for moment in moments]  # type: ignore[index]
+            self._compute(
+                rows[0],
+                (rows[1], rows[2]),
+                (scales[0], scales[1]),
+                rows[3],
+                tuple(books),
+                keys.to(device, non_blocking=True),
+                torch.tensor(first // block, dtype=torch.int32),
+                factors,
+            )
 
 
 class FusedUpdate:
