@@ -303,7 +303,7 @@ def build(opened: Session) -> Built:
     kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    if recipe.training.pure_bf16:
+    if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
         from finetune.model.optimizers.fused_update import choose_update
 
         with deterministic_algorithms(recipe.training.deterministic, accelerator.device):

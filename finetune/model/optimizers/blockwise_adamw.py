@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 
 
 # Updates whole blocks of weight and moments, flat, in place: weight, moments, gradient, the range, the parameter group,
-# the step's number, the seed. Two blocks at least.
+# the step's number, the seed.
 UpdateBlocks = Callable[[Tensor, Sequence[Moment], Tensor, Range, dict[str, Any], int, int], None]
 
 
@@ -80,6 +80,11 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         # In place of the update as written (fused_update.py): for moments in float32, and for those in one byte.
         self.update_range: UpdateRange | None = None
         self.update_blocks: UpdateBlocks | None = None
+
+    @property
+    def block_lengths(self) -> set[int]:
+        """Elements per block, over all weights; 0 where some have float32 moments."""
+        return {self._block(parameter) for group in self.param_groups for parameter in group["params"]}
 
     @torch.no_grad()
     def init_state(self, _group: dict[str, Any], parameter: Tensor, *_places: int) -> None:
@@ -117,7 +122,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
             held = [weights, *(moment.held for moment in moments)]
             self.update_range(held, gradient, all_of_them, group, step, self._seed)
             return
-        if block > 1 and self.update_blocks is not None and len(weights) >= 2 * block:
+        if block > 1 and self.update_blocks is not None:
             self.update_blocks(weights, moments, gradient, all_of_them, group, step, self._seed)
             return
         whole_blocks = ROUNDED_CHUNK // block * block

@@ -22,12 +22,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
+from finetune.model.optimizers.blocks import SMALLEST
+from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW, Moment
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
@@ -40,6 +43,7 @@ FEWEST_ROWS = 2
 # what a launch costs the host.
 CHUNKS = 16
 VECTOR_BYTES = 16
+MOST_LENGTHS = 4  # of blocks, with moments in float32; most models have three: 256, 16 (adapters' second matrices), none
 # By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
 # some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
 IN_ONE_KERNEL = {
@@ -161,22 +165,28 @@ class FusedBlocks:
         books = [each for moment in moments for each in moment.book]
         factors = torch.tensor(update_factors(group, step), dtype=torch.float32).to(device, non_blocking=True)
         for launch, first, begin, end in chunks(range_, CHUNKS * chunk_blocks * block):
-            if end - begin == block and end < range_.end:  # a graph takes two blocks at least
-                raise AssertionError("a launch ends within a weight after one block")
             numbers = (key_of(key, launch * CHUNKS + chunk, 0) for chunk in range(CHUNKS + 1))
             keys = torch.tensor([multiplier_and_offset(each) for each in numbers], dtype=torch.int32)
-            rows = [tensor[begin:end].view(-1, block).data for tensor in (weights, *(m.held for m in moments), gradient)]
-            scales = [moment.scales[begin // block : end // block].data for moment in moments]  # type: ignore[index]
+            parts = [weights, *(moment.held for moment in moments), gradient]
+            parts = [part[begin:end].view(-1, block).data for part in parts]
+            scales = [moment.scales[begin // block : end // block].data for moment in moments if moment.scales is not None]
+            few = len(parts[0]) < FEWEST_ROWS  # one block: torch.compile would make a graph of its own
+            held = [*parts[:3], *scales]
+            if few:
+                parts, scales = ([torch.cat([each, each]) for each in some] for some in (parts, scales))
             self._compute(
-                rows[0],
-                (rows[1], rows[2]),
+                parts[0],
+                (parts[1], parts[2]),
                 (scales[0], scales[1]),
-                rows[3],
+                parts[3],
                 tuple(books),
                 keys.to(device, non_blocking=True),
                 torch.tensor(first // block, dtype=torch.int32),
                 factors,
             )
+            if few:
+                for each, updated in zip(held, [*parts[:3], *scales], strict=True):
+                    each.copy_(updated[:1])
 
 
 class FusedUpdate:
@@ -230,22 +240,32 @@ class FusedUpdate:
 
 def compiled_update(backend: Any = "inductor") -> Compute:
     """`update_rows` compiled, one graph for any number of rows."""
-    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
-    compiled = torch.compile(update_rows, backend=backend, fullgraph=True, options=options)
+    return _compiled(update_rows, backend)
 
-    def compute(*tensors: Tensor) -> None:
-        for rows in tensors[:4]:
-            torch._dynamo.mark_dynamic(rows, 0)  # torch documents it under this name
-        compiled(*tensors)
+
+def compiled_blocks(backend: Any = "inductor") -> Compute:
+    """`update_block_rows` compiled, one graph for any number of blocks of a length."""
+    return _compiled(update_block_rows, backend)
+
+
+def _compiled(update: Callable[..., None], backend: Any) -> Compute:
+    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
+    compiled = torch.compile(update, backend=backend, fullgraph=True, options=options)
+
+    def compute(*given: Any) -> None:
+        for each in given[:4]:  # weight, moments and gradient, or codes and scales of moments
+            for rows in each if isinstance(each, tuple) else (each,):
+                torch._dynamo.mark_dynamic(rows, 0)  # torch documents it under this name
+        compiled(*given)
 
     return compute
 
 
 @dataclass
 class UpdateKernel:
-    """A run's RoundedAdamW, and whether its update is one kernel: decided once, for all steps."""
+    """A run's RoundedAdamW or BlockwiseAdamW, and whether its update is one kernel: decided once, for all steps."""
 
-    optimizer: RoundedAdamW
+    optimizer: RoundedAdamW | BlockwiseAdamW
     required: bool  # what cannot be compiled, or not rightly, is an error
     stopped: str | None = None  # why the update runs as written
     seconds: float = 0.0  # of compiling and comparing
@@ -260,6 +280,8 @@ class UpdateKernel:
         if stopped and self.stopped is None:
             self.stopped = "another rank cannot, for its own reason"
             self.optimizer.update_range = None
+            if isinstance(self.optimizer, BlockwiseAdamW):
+                self.optimizer.update_blocks = None
         if stopped and self.required:
             raise EnvironmentMismatch(
                 f"training.compile: true: the optimizer's update: {self.stopped}; set training.compile: auto, or false"
@@ -285,29 +307,42 @@ class UpdateKernel:
 def choose_update(
     recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device, backend: Any = "inductor"
 ) -> UpdateKernel | None:
-    """Fuse RoundedAdamW's update, where the recipe allows it, on a GPU, after it has matched the update as written.
+    """Fuse the update of RoundedAdamW or BlockwiseAdamW, where the recipe allows it, on a GPU, after it has matched the
+    update as written.
 
     None for other optimizers, which have kernels of their own.
 
     Args:
         backend: torch.compile's.
     """
-    if not isinstance(optimizer, RoundedAdamW):
+    if not isinstance(optimizer, RoundedAdamW | BlockwiseAdamW):
         return None
     chosen = UpdateKernel(optimizer, required=recipe.training.compile is True and device.type == "cuda")
+    lengths = {0}
+    if isinstance(optimizer, BlockwiseAdamW):
+        lengths = optimizer.block_lengths
     if device.type != "cuda":
         chosen.stopped = "on a CPU"
     elif recipe.training.compile is False:
         chosen.stopped = "training.compile: false"
+    elif len(lengths) > MOST_LENGTHS:  # each would be compiled and compared for seconds
+        chosen.stopped = f"moments in blocks of {len(lengths)} lengths, more than {MOST_LENGTHS}"
     if chosen.stopped is not None:
         return chosen
     began, update = time.perf_counter(), FusedUpdate(compiled_update(backend))
+    blocks = FusedBlocks(compiled_blocks(backend))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    dtypes = sorted({weight.dtype for weight in weights}, key=str)
     try:
         with limited("training.compile: the optimizer's update", "training.compile: false"):
-            for dtype in sorted({weight.dtype for weight in weights}, key=str):
-                chosen.formats.append(str(dtype).removeprefix("torch."))
-                chosen.others = max(chosen.others, compare_updates(update, dtype, device))
+            for dtype, length in product(dtypes, sorted(lengths)):
+                in_blocks = f" in blocks of {length}" if length else ""
+                chosen.formats.append(str(dtype).removeprefix("torch.") + in_blocks)
+                if length:
+                    others = compare_updates(blocks, dtype, device, length)
+                else:
+                    others = compare_updates(update, dtype, device)
+                chosen.others = max(chosen.others, others)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
@@ -315,29 +350,40 @@ def choose_update(
         return chosen
     chosen.seconds = time.perf_counter() - began
     optimizer.update_range = update
+    if isinstance(optimizer, BlockwiseAdamW):
+        optimizer.update_blocks = blocks
     return chosen
 
 
-def compare_updates(update: FusedUpdate, dtype: torch.dtype, device: torch.device) -> float:
+def compare_updates(
+    update: FusedUpdate | FusedBlocks, dtype: torch.dtype, device: torch.device, block: int = 0
+) -> float:
     """The share of elements of a weight and its moments that `update` rounds to the other neighbour.
 
     Raises ValueError where anything else differs from the update as written, or where memory is allocated for it.
+
+    Args:
+        block: Elements that share a scale, of moments in one byte; 0: the moments have the weight's format.
     """
-    as_written, _ = _updated(None, dtype, device)
-    _updated(update, dtype, device)  # compiles it
-    fused, allocated = _updated(update, dtype, device)
+    as_written, _ = _updated(None, dtype, device, block)
+    _updated(update, dtype, device, block)  # compiles it
+    fused, allocated = _updated(update, dtype, device, block)
     if allocated > MOST_ALLOCATED:
-        raise ValueError(f"compiled, it allocates {allocated:,} bytes for {TRIAL_ELEMENTS:,} elements")
+        raise ValueError(f"compiled, it allocates {allocated:,} bytes for {fused['the weight'].numel():,} elements")
     others = 0.0
     for name, expected in as_written.items():
-        found, expected = fused[name].double(), expected.double()
+        found, given = fused[name].double(), expected.dtype
+        expected = expected.double()
         # Neighbours are 2^-8 to 2^-7 apart. Where terms cancel, the last bit of a term is more than that.
-        allowed = expected.abs() * (2.0**-7 if dtype == torch.bfloat16 else 1e-5) + 1e-6 * expected.abs().max()
+        allowed = expected.abs() * (2.0**-7 if given == torch.bfloat16 else 1e-5) + 1e-6 * expected.abs().max()
+        if given == torch.uint8:
+            allowed = torch.ones_like(expected)  # the next code
         if not bool(((found - expected).abs() <= allowed).all()):
             furthest = float((found - expected).abs().max())
-            raise ValueError(f"compiled, {name} in {dtype} differs by up to {furthest:.2g}")
-        others = max(others, float((found != expected).double().mean()))
-    if dtype == torch.bfloat16 and others > MOST_OTHERS:
+            raise ValueError(f"compiled, {name} in {given} differs by up to {furthest:.2g}")
+        if given in (torch.bfloat16, torch.uint8):
+            others = max(others, float((found != expected).double().mean()))
+    if others > MOST_OTHERS:
         raise ValueError(f"compiled, {others:.1%} of the elements are rounded otherwise")
     return others
 
@@ -349,23 +395,33 @@ def allocated_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
-def _updated(update: FusedUpdate | None, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """A weight and its moments after two steps, and bytes that the second one allocated. `update` computes that."""
+def _updated(
+    update: FusedUpdate | FusedBlocks | None, dtype: torch.dtype, device: torch.device, block: int
+) -> tuple[dict[str, Tensor], int]:
+    """A weight and its state after two steps, and bytes that the second one allocated. `update` computes that."""
     generator = torch.Generator().manual_seed(0)
+    shape = (-(-TRIAL_ELEMENTS // block), block) if block else (TRIAL_ELEMENTS,)
+    start = ROUNDED_CHUNK - TRIAL_BEFORE_EDGE
+    if block:
+        start = (ROUNDED_CHUNK // block - TRIAL_BEFORE_EDGE // block) * block
 
     def drawn() -> Tensor:
-        return torch.randn(TRIAL_ELEMENTS, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     weight = nn.Parameter(drawn())
-    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = RoundedAdamW(
-        [weight], seed=1, local_part=lambda tensor: (tensor, ROUNDED_CHUNK - TRIAL_BEFORE_EDGE), **settings
-    )
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "seed": 1}
+    settings["local_part"] = lambda tensor: (tensor, start)
+    optimizer: Any = RoundedAdamW([weight], **settings)
+    if block:
+        optimizer = BlockwiseAdamW([weight], in_float32=(), **settings)
     for chosen in (None, update):
-        optimizer.update_range = chosen
+        setattr(optimizer, "update_blocks" if block else "update_range", chosen)
         weight.grad = drawn()
         before = allocated_bytes(device)
         optimizer.step()
     allocated, state = allocated_bytes(device) - before, optimizer.state[weight]
-    names = {"the first moment": "exp_avg", "the second moment": "exp_avg_sq"}
-    return {"the weight": weight.detach()} | {name: state[key] for name, key in names.items()}, allocated
+    names = {"exp_avg": "the first moment", "exp_avg_sq": "the second moment"}
+    names |= {"state1": "the first moment", "state2": "the second moment"}
+    names |= {"absmax1": "the first moment's scales", "absmax2": "the second moment's scales"}
+    held = {names[key]: value for key, value in state.items() if key in names}
+    return {"the weight": weight.detach()} | held, allocated
