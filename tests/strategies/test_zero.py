@@ -175,7 +175,17 @@ def test_buckets_follow_the_model(layers: int, hidden: int, vocabulary: int) -> 
     assert actual["stage3_prefetch_bucket_size"] == layer
     assert actual["stage3_max_live_parameters"] == 2 * layer + max(layer - 12 * hidden, vocabulary * hidden)
     assert 12 * hidden < actual["stage3_param_persistence_threshold"] < hidden * hidden, "biases stay whole, no matrix"
-    assert set(buckets(model, 2)) == {"reduce_bucket_size", "allgather_bucket_size"}
+    unsharded = buckets(model, 2)
+    assert set(unsharded) == {"reduce_bucket_size", "allgather_bucket_size"}
+    size = unsharded["reduce_bucket_size"]
+    assert trained / 24 <= size or size >= SMALLEST_BUCKET
+    assert size <= max(1.4 * trained / 24, SMALLEST_BUCKET), "two buffers are under 12 % of the gradients"
+    filled, counted = 0, 1
+    for parameter in reversed(list(model.parameters())):  # as backward reaches them
+        if filled + parameter.numel() > size and filled:
+            filled, counted = 0, counted + 1
+        filled += parameter.numel()
+    assert counted <= 24
 
 
 def test_buckets_see_what_is_trained() -> None:
