@@ -80,9 +80,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
     return next((why for applies, why in reasons if applies), None)
 
 
-def estimate(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False
-) -> Estimate:
+def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False) -> Estimate:
     """Estimate one rank. `unsupported` must return None for the recipe.
 
     Args:

@@ -38,9 +38,7 @@ class Bytes(Counter[str]):
 class RankSizes:
     """The tensors of one recipe on one rank: how many weights, and how many bytes."""
 
-    def __init__(
-        self, recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False
-    ) -> None:
+    def __init__(self, recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False) -> None:
         training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
         self.recipe, self.strategy, self.shape = recipe, strategy, shape_of(recipe, config)
         self.sharded = strategy.shards_parameters

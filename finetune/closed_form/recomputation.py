@@ -29,8 +29,8 @@ from finetune.model.known_configs import planned_config
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy
 from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED, Recomputation
+from finetune.recipe.strategy import Strategy
 from finetune.wording import counted, recomputation_in_words
 
 ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
@@ -84,7 +84,9 @@ class Reduction:
         return {"once": self.once, "why": self.why, "line": f"gradients: reduced {how}, because {self.why}"}
 
 
-def choose_reduction(recipe: Recipe, strategy: Strategy, gpus: Gpus | None, *, ranks: int, memory: int) -> Reduction | None:
+def choose_reduction(
+    recipe: Recipe, strategy: Strategy, gpus: Gpus | None, *, ranks: int, memory: int
+) -> Reduction | None:
     """Whether gradients are reduced once a step: they take 4 bytes for each trained weight until then.
 
     None where nothing is to decide: shards that one rank has alone or the host keeps, a step of one micro-batch, and

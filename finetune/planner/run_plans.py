@@ -137,9 +137,7 @@ def plan_run(request: PlanRequest) -> Plan:
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
         place: dict[str, Any] = {"ranks": ranks, "node": request.ranks_of_node}
-        return plan_recipe(
-            recipe, None, batches=batches, stage=stage, keeps_gradients=request.keeps_gradients, **place
-        )
+        return plan_recipe(recipe, None, batches=batches, stage=stage, keeps_gradients=request.keeps_gradients, **place)
     return plan_recipe(
         recipe, gpus_of_run(request), batches=batches, stage=stage, keeps_gradients=request.keeps_gradients
     )

@@ -298,7 +298,8 @@ def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     """The context for every micro-batch in a step except the last.
 
     Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time, unless all of
-    them fit unsharded (closed_form/recomputation.py): in float32 an 8B model's take 30 GiB on each GPU, its adapters' 0.2.
+    them fit unsharded (closed_form/recomputation.py). In float32 an 8B model's take 30 GiB on each GPU, its adapters'
+    0.2.
     Weights that stay gathered from forward to backward stay so until the last backward, so they are gathered once a
     step. At the peak, where backward begins, all of them are there anyway.
     """

@@ -104,7 +104,7 @@ def _precision(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
 def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     """Sizes of DeepSpeed's buffers for this model, in elements.
 
-    Under ZeRO-1 and 2 a backward has at most MOST_BUCKETS reductions. Their two buffers take 8 to 11 % of as many bytes
+    Under ZeRO-1 and 2 a backward has at most MOST_BUCKETS reductions. Their two buffers take 8 to 12 % of as many bytes
     as all gradients. ZeRO-3 waits for no device: a reduction holds 1/256 of the trained weights, within [2^20, 2^26].
     ZeRO-3 keeps the layer in use and the one fetched ahead, beside the largest single tensor (embedding or head).
     """
@@ -114,7 +114,7 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
         in_backward = [size for parameter, size in sizes.items() if parameter.requires_grad][::-1]
         bucket = max(-(-trained // MOST_BUCKETS), min(trained, SMALLEST_BUCKET))
         while _reductions(in_backward, bucket) > MOST_BUCKETS:
-            bucket += -(-bucket // 16)
+            bucket += -(-bucket // 64)
     else:
         bucket = min(max(trained // 256, min(trained, SMALLEST_BUCKET)), LARGEST_BUCKET)
     bucket += bucket % 2  # DeepSpeed wants two elements to a bucket's unit

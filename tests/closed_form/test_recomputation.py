@@ -54,7 +54,8 @@ def with_memory(nbytes: int) -> Gpus:
     [
         ("fsdp2", "4x24GB", {}, True),  # adapters: 0.2 GB unsharded
         ("hsdp", "2x4x24GB", {}, True),
-        ("fsdp2", "8x80GB", {"lora": None}, False),  # 32 GB
+        ("fsdp2", "8x80GB", {"lora": None}, True),  # 32 GB
+        ("fsdp2", "8x48GB", {"lora": None}, False),
         ("fsdp2", "8x80GB", {"lora": None, "model": "meta-llama/Llama-3.2-1B"}, True),
         ("fsdp2", "4x24GB", {"training": {"global_batch_size": 4}}, None),  # one micro-batch
         ("fsdp2_offload", "4x24GB", {}, None),

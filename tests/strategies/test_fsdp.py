@@ -179,8 +179,10 @@ def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_ll
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_grad_op"])
 def test_gradients_kept_until_the_last_micro_batch(name: str, tiny_llama: Path, tmp_path: Path) -> None:
-    """A third of the reductions, and the weights of steps whose gradients were reduced after each of three micro-batches:
-    both add them in float32, in the same order. Another step begins without any."""
+    """A third of the reductions, and the same weights as with a reduction after each of three micro-batches.
+
+    Both add gradients in float32, in the same order. Another step begins without any.
+    """
     found: list[tuple[int, dict[str, Tensor]]] = []
     for keeps in (False, True):
         reductions = list[str]()

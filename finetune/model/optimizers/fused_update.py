@@ -5,9 +5,9 @@ everything between reading a weight and writing it back stays in registers. Per 
 gradient and two moments, and writes three of them back: 14 bytes. BlockwiseAdamW's moments are one byte each and a
 scale for 256: 10 bytes. Its kernel has a block in each row, whose largest magnitudes it needs.
 
-There is one graph for each pair of number formats (weight's, gradient's), and for each length of blocks. All numbers that change from step to step or
-from weight to weight are tensors: keys, first index, factors. The number of rows is a symbol. So nothing is compiled
-again during a run.
+There is one graph for each pair of number formats (weight's, gradient's), and for each length of blocks. All numbers
+that change from step to step or from weight to weight are tensors: keys, first index, factors. The number of rows is a
+symbol. So nothing is compiled again during a run.
 
     elements      0 .. 15 | 16 .. 31 | ... | a rest below one row
                   `rows` rows, at least 2 (torch.compile makes a graph of its own for 1)
@@ -43,7 +43,8 @@ FEWEST_ROWS = 2
 # what a launch costs the host.
 CHUNKS = 16
 VECTOR_BYTES = 16
-MOST_LENGTHS = 4  # of blocks, with moments in float32; most models have three: 256, 16 (adapters' second matrices), none
+# Lengths of blocks, with none (moments in float32). Most models have three: 256, 16 (adapters' second matrices), none.
+MOST_LENGTHS = 4
 # By default inductor writes a value that several others need to memory, from so many operations on. Rounding needs
 # some twice: torch 2.11 made three temporaries of 4 bytes a weight. These limits keep all in one kernel's registers.
 IN_ONE_KERNEL = {
@@ -169,7 +170,9 @@ class FusedBlocks:
             keys = torch.tensor([multiplier_and_offset(each) for each in numbers], dtype=torch.int32)
             parts = [weights, *(moment.held for moment in moments), gradient]
             parts = [part[begin:end].view(-1, block).data for part in parts]
-            scales = [moment.scales[begin // block : end // block].data for moment in moments if moment.scales is not None]
+            scales = [
+                moment.scales[begin // block : end // block].data for moment in moments if moment.scales is not None
+            ]
             few = len(parts[0]) < FEWEST_ROWS  # one block: torch.compile would make a graph of its own
             held = [*parts[:3], *scales]
             if few:
@@ -255,7 +258,9 @@ def _compiled(update: Callable[..., None], backend: Any) -> Compute:
     def compute(*given: Any) -> None:
         for each in given[:4]:  # weight, moments and gradient, or codes and scales of moments
             for rows in each if isinstance(each, tuple) else (each,):
-                torch._dynamo.mark_dynamic(rows, 0)  # torch documents it under this name
+                torch._dynamo.mark_dynamic(rows, 0)  # torch documents both under these names
+                if rows.dim() > 1:  # else a third length gets a graph for any length, whose blocks fit no row
+                    torch._dynamo.mark_static(rows, 1)
         compiled(*given)
 
     return compute
