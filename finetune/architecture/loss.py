@@ -343,7 +343,7 @@ def _pass(
             if by_token:
                 lost_of_chunks.append(lost.squeeze(1))
             del lost
-            del product  # frees it before the next chunk allocates its own
+            del product, room_of_product  # frees it before the next chunk allocates its own
             if slope is None:
                 continue
             through_rows = None if rows is None else rows.take_slope_(slope, part)

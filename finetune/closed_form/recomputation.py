@@ -108,6 +108,8 @@ def choose_reduction(
     estimated = _estimated(recipe, recipe.training.activation_checkpointing, gpus)
     if why := unsupported(estimated, config, room):
         return Reduction(False, f"there is no closed form for {why}")
+    if recipe.preferences is not None and recipe.lora is None:  # its backward computes the head's logits once more
+        return Reduction(False, "there is no closed form for pairs under all weights")
     found = estimate(estimated, config, room, keeps_gradients=True)
     need = found.upper if gpus else ON_HOST * found.needed
     sizes = f"{need / GIB:.1f} of {room.memory / GIB:.1f} GiB"

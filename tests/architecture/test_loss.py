@@ -383,6 +383,21 @@ def test_bytes_a_logit(dtype: torch.dtype, transform: LogitTransform, each: int)
     assert each - 0.05 < peak_in_forward(dtype, transform) < each + 0.05
 
 
+def test_slopes_that_waited_are_freed_before_the_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained head's peak is its float32 gradient and the copy in 16 bits. A GPU's product needs no memory."""
+    vocabulary, size, chunk = 4096, 64, 16
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda _: chunk)
+    monkeypatch.setattr(loss_module, "_add_product", lambda *_: None)
+    hidden = torch.zeros(5 * chunk, size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(vocabulary, size, dtype=torch.bfloat16, requires_grad=True)
+    assert loss_module.gradient_rows(vocabulary, size) == 2 * chunk
+    phases = Phases(torch.device("cpu"), enabled=True)
+    with phases("forward"):
+        summed_cross_entropy(hidden, weight, torch.zeros(5 * chunk, dtype=torch.int64), None, torch.arange(5 * chunk))
+    beside = phases.take()["forward"].peak_bytes - (2 + 4 + 2) * weight.numel()
+    assert beside < 8 * hidden.nbytes < 2 * chunk * vocabulary
+
+
 def test_float32_logits_are_written_twice_and_read_twice() -> None:
     """As they are made, by the softmax in place, and by the cast of their gradient. The highest are of 16 bits."""
     whole = 8 * VOCABULARY
