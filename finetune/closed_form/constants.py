@@ -16,8 +16,8 @@ FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on
 SORTED_TOKENS = 3072  # the embeddings' backward sorts token ids where there are more than these
 # torch/csrc/distributed/c10d/reducer.hpp: a bucket is full when it has reached these bytes.
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
-# architecture/loss.py: CHUNK_BYTES and TILE, which imports torch; test_closed_form.py compares
-LOSS_CHUNK_BYTES, LOSS_TILE = 256 * 2**20, 256
+# architecture/loss.py: CHUNK_BYTES, TILE and GRADIENT_TOKENS, which imports torch; test_closed_form.py compares
+LOSS_CHUNK_BYTES, LOSS_TILE, LOSS_GRADIENT_TOKENS = 256 * 2**20, 256, 2048
 ROUNDED_AT_ONCE = 2**23  # elements: ROUNDED_CHUNK of model/optimizers/rounded_adamw.py, compared there too
 
 # A tensor's purpose. Every byte in a plan has one of these components.
@@ -41,6 +41,12 @@ COMPONENTS = (
 def loss_chunk_rows(vocabulary: int) -> int:
     """Tokens to which the loss applies the head at once; architecture/loss.py: chunk_rows."""
     return max(1, LOSS_CHUNK_BYTES // (FLOAT32 * vocabulary * LOSS_TILE)) * LOSS_TILE
+
+
+def loss_gradient_rows(vocabulary: int, hidden: int) -> int:
+    """Tokens whose slopes wait for one addition to a trained head's gradient; architecture/loss.py: gradient_rows."""
+    chunk = loss_chunk_rows(vocabulary)
+    return max(1, min(LOSS_GRADIENT_TOKENS, hidden - 2 * chunk) // chunk) * chunk
 
 
 def rounded_up(number: int, multiple: int) -> int:

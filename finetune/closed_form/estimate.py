@@ -80,9 +80,13 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
     return next((why for applies, why in reasons if applies), None)
 
 
-def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
-    """Estimate one rank. `unsupported` must return None for the recipe."""
-    rank = RankSizes(recipe, config, gpus)
+def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False) -> Estimate:
+    """Estimate one rank. `unsupported` must return None for the recipe.
+
+    Args:
+        keeps_gradients: FSDP2 keeps unsharded gradients until a step's last micro-batch.
+    """
+    rank = RankSizes(recipe, config, gpus, keeps_gradients=keeps_gradients)
     phases: dict[str, Mapping[str, int]] = {
         "load": _load(rank),
         "forward": _largest(forward(rank)),

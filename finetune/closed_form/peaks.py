@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.closed_form import constants as c
-from finetune.closed_form.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
+from finetune.closed_form.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows, loss_gradient_rows
 from finetune.closed_form.layer import NORMS, LayerStep
 from finetune.closed_form.rank import Bytes, RankSizes
 
@@ -33,8 +33,9 @@ def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: in
 
 def _before_backward(rank: RankSizes, *, activations: int, casts: int) -> Bytes:
     """The bytes in a step's last micro-batch, before its backward makes a gradient."""
-    gradients = rank.gradient_bytes * rank.gradients_exist
+    gradients = rank.gradient_bytes * (rank.gradients_exist and not rank.keeps_gradients)
     live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
+    live = live.plus({c.UNSHARDED_GRADIENTS: rank.unsharded_gradient_bytes})
     if rank.data_parallel and rank.micro_steps > 1:
         # Earlier micro-batches' gradients, which are not views of DDP's buckets.
         live = live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes})
@@ -48,7 +49,10 @@ def forward(rank: RankSizes) -> Iterator[Bytes]:
         return
     # The first micro-batch gathers, and there are no gradients; later ones find all weights gathered.
     for moment in _forward(rank):
-        yield moment.plus({c.GRADIENTS: -rank.gradient_bytes})
+        none_yet = {c.GRADIENTS: -rank.gradient_bytes}
+        if rank.keeps_gradients:
+            none_yet = {c.UNSHARDED_GRADIENTS: -rank.unsharded_gradient_bytes}
+        yield moment.plus(none_yet)
     everything = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
     for moment in _forward(rank):
         yield Bytes(moment | {c.GATHERED_LAYERS: rank.always_gathered_bytes + everything, c.COMMUNICATION_BUFFERS: 0})
@@ -129,7 +133,11 @@ def _loss(rank: RankSizes) -> Iterator[int]:
     states = HALF * chunk * shape.hidden
     live_states = (2 + (rank.tokens > chunk)) * states
     # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
-    yield head_gradient + live_states + (HALF + FLOAT32) * logits
+    at_once = HALF * logits
+    rows = min(rank.tokens, loss_gradient_rows(shape.vocabulary, shape.hidden))
+    if rank.base_trained and rows > chunk:  # bfloat16 [rows, vocabulary], and the hidden states [rows, h]
+        at_once = HALF * rows * (shape.vocabulary + shape.hidden)
+    yield head_gradient + live_states + at_once + FLOAT32 * logits
     if rank.base_trained:  # the head's gradient [vocabulary, h] in bfloat16
         yield head_gradient + HALF * table + 2 * states
 
@@ -172,7 +180,8 @@ def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
     shard = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden) * rank.base_trained
     return live.plus(
         {
-            c.UNSHARDED_GRADIENTS: HALF * unsharded,  # [vocabulary, h] bfloat16
+            # [vocabulary, h] bfloat16; where gradients are kept, it has been added to the float32 one.
+            c.UNSHARDED_GRADIENTS: HALF * unsharded * (not rank.keeps_gradients),
             c.COMMUNICATION_BUFFERS: FLOAT32 * (unsharded + shard),  # the collective's input, and its output
             c.BACKWARD_WORKSPACE: HALF * shard * (rank.trained_weight_bytes == HALF),  # the output, cast
         }
@@ -198,10 +207,13 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     activations, casts = rank.saved_by_layers(layer)
     activations += rank.residual_bytes  # its input [T, h]
     finished = rank.shape.layers - 1 - layer  # layers behind this one: their backward is over
-    gradients = rank.gradient_bytes
-    if not rank.gradients_exist:
-        gradients = rank.trained_weight_bytes * rank.reduced_weights(finished)
+    gradients, reduced = rank.gradient_bytes, rank.reduced_weights(finished)
+    if not rank.gradients_exist or rank.keeps_gradients:
+        gradients = rank.trained_weight_bytes * reduced
     live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
+    if rank.keeps_gradients:  # of layers whose backward is still to come, in the last micro-batch
+        waiting = rank.unsharded_gradient_bytes - FLOAT32 * reduced * rank.shards
+        live = live.plus({c.UNSHARDED_GRADIENTS: waiting})
     live = live.plus({c.BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
     live = _with_head_gradient(rank, live)
     if rank.sharded:
@@ -265,6 +277,11 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
         workspace += 32 * rank.tokens + rank.tokens * 11 // 10 * shape.hidden * FLOAT32
     live = _always_live(rank, gradients=rank.gradient_bytes, activations=0, casts=0)
     table = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
+    if rank.keeps_gradients:
+        if rank.micro_steps > 2:  # a micro-batch between the first and the last
+            between = {c.GRADIENTS: -rank.gradient_bytes, c.UNSHARDED_GRADIENTS: rank.unsharded_gradient_bytes + table}
+            yield live.plus({**between, c.BACKWARD_WORKSPACE: workspace, c.GATHERED_LAYERS: table * (not shape.tied)})
+        live = live.plus({c.UNSHARDED_GRADIENTS: 2 * table})  # the embeddings' [vocabulary, h] float32
     if rank.sharded:
         yield from _sharded_embeddings(rank, live, workspace, table)
         if rank.weights_kept:  # in a micro-batch before the last

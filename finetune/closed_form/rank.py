@@ -38,7 +38,7 @@ class Bytes(Counter[str]):
 class RankSizes:
     """The tensors of one recipe on one rank: how many weights, and how many bytes."""
 
-    def __init__(self, recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> None:
+    def __init__(self, recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gradients: bool = False) -> None:
         training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
         self.recipe, self.strategy, self.shape = recipe, strategy, shape_of(recipe, config)
         self.sharded = strategy.shards_parameters
@@ -57,9 +57,12 @@ class RankSizes:
         self.gradients_exist = self.micro_steps > 1 or self.data_parallel
         # Whether later micro-batches find all weights gathered.
         self.weights_kept = self.micro_steps > 1 and strategy.gathers_once
+        # Whether FSDP2 keeps unsharded gradients until the last micro-batch.
+        self.keeps_gradients = keeps_gradients and self.sharded and self.micro_steps > 1
         # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
         # until backward ends. A weight's first float32 gradient is this buffer itself.
-        self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)
+        adds_to_shards = self.micro_steps > 1 and not self.keeps_gradients
+        self.keeps_all_reduce_buffers = strategy.replicates and (adds_to_shards or training.pure_bf16)
         self.recompute_period = training.recompute_every  # every n-th layer, in backward; 0: none
         self.keeps_products = training.keeps_products  # of recomputed layers
 
@@ -247,6 +250,14 @@ class RankSizes:
     def gradient_bytes(self) -> int:
         """The whole model's gradients on this rank, as the optimizer reads them."""
         return self.trained_weight_bytes * self.trained_weights
+
+    @cached_property
+    def unsharded_gradient_bytes(self) -> int:
+        """The whole model's unsharded gradients in float32, which FSDP2 adds up until a step's last micro-batch."""
+        weights = self.trained_layer_weights * self.shape.layers
+        if self.base_trained:
+            weights = self.shape.total_weights
+        return FLOAT32 * weights * self.keeps_gradients
 
     @cached_property
     def ddp_buckets(self) -> dict[str, int]:

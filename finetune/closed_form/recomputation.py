@@ -1,6 +1,8 @@
-"""`activation_checkpointing: auto` and `per_device_batch_size: auto`, by the closed form with its margin.
+"""What a run decides by the closed form with its margin: `activation_checkpointing: auto`, `per_device_batch_size:
+auto`, and whether FSDP2 reduces gradients once a step.
 
-Recomputation is the least that fits, and a micro-batch has the most rows that fit with it.
+Recomputation is the least that fits, and a micro-batch has the most rows that fit with it. Gradients are reduced once a
+step where all of them fit unsharded beside that.
 
 On a GPU layers are compiled unless the recipe says otherwise, so selective recomputation is not a candidate there.
 
@@ -28,6 +30,7 @@ from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED, Recomputation
+from finetune.recipe.strategy import Strategy
 from finetune.wording import counted, recomputation_in_words
 
 ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
@@ -65,6 +68,54 @@ class Chosen:
     def line(self) -> str:
         """For the terminal; empty where nothing was chosen."""
         return "\n".join(facts["line"] for facts in (self.rows_facts, self.facts) if facts)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Whether FSDP2 adds up unsharded gradients over a step's micro-batches, and reduces them in the last one."""
+
+    once: bool
+    why: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the receipt and JSON."""
+        how = "once a step" if self.once else "after each micro-batch"
+        return {"once": self.once, "why": self.why, "line": f"gradients: reduced {how}, because {self.why}"}
+
+
+def choose_reduction(
+    recipe: Recipe, strategy: Strategy, gpus: Gpus | None, *, ranks: int, memory: int
+) -> Reduction | None:
+    """Whether gradients are reduced once a step: they take 4 bytes for each trained weight until then.
+
+    None where nothing is to decide: shards that one rank has alone or the host keeps, a step of one micro-batch, and
+    other strategies.
+
+    Args:
+        gpus: None: a CPU, whose `memory` in all `ranks` share. Free memory would differ from start to start, and with
+            it the order in which a resumed run adds gradients up.
+    """
+    room = gpus or Gpus(ranks, memory // ranks, "host memory")
+    shards = strategy.shards_modules and not strategy.offloaded and room.count * room.nodes > 1
+    per_step = recipe.training.rows_at_once * room.count * room.nodes
+    if not shards or recipe.training.global_batch_size <= per_step:
+        return None
+    try:
+        config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    except FinetuneError:
+        return Reduction(False, "the configuration of the model is not known")
+    estimated = _estimated(recipe, recipe.training.activation_checkpointing, gpus)
+    if why := unsupported(estimated, config, room):
+        return Reduction(False, f"there is no closed form for {why}")
+    if recipe.preferences is not None and recipe.lora is None:  # its backward computes the head's logits once more
+        return Reduction(False, "there is no closed form for pairs under all weights")
+    found = estimate(estimated, config, room, keeps_gradients=True)
+    need = found.upper if gpus else ON_HOST * found.needed
+    sizes = f"{need / GIB:.1f} of {room.memory / GIB:.1f} GiB"
+    if need > room.memory:
+        return Reduction(False, f"until the last one the plan may need {sizes}")
+    return Reduction(True, f"the plan needs at most {sizes} with all of them unsharded")
 
 
 def rows_facts(rows: int, why: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from finetune.closed_form.constants import CUDA_CONTEXT, NCCL_BUFFERS
+from finetune.closed_form.recomputation import choose_reduction
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.known_configs import planned_config
@@ -117,6 +118,7 @@ def plan_recipe(
     node: int | None = None,
     stage: int | None = None,
     must_fit: bool = False,
+    keeps_gradients: bool | None = None,
 ) -> Plan:
     """Plan one rank by a trace; in a pipeline the stage that needs most. It takes seconds.
 
@@ -129,6 +131,7 @@ def plan_recipe(
             traced at full depth, so that the plan equals the run.
         stage: Plan this pipeline stage alone, from 0 on.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
+        keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
     """
     strategy = strategy_of(recipe)
     check_packages(recipe, strategy, plan=True)
@@ -155,6 +158,11 @@ def plan_recipe(
         worst = max(stages, key=lambda each: max(each.needed, each.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
+    reduction = None
+    if keeps_gradients is None and gpus is not None:
+        reduction = choose_reduction(recipe, strategy, gpus, ranks=ranks, memory=gpus.memory)
+        keeps_gradients = reduction is not None and reduction.once
+    strategy = dataclasses.replace(strategy, keeps_gradients=bool(keeps_gradients))
     assumed_rows = {
         "pairs": "pairs of two answers, each of data.max_length",
         "judged": "answers of data.max_length",
@@ -165,6 +173,8 @@ def plan_recipe(
         notes.append(f"model.adapter: {recipe.model.adapter} is frozen, in memory beside the new adapter")
     elif recipe.model.adapter is not None:
         notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")
+    if reduction is not None:
+        notes.append(reduction.facts["line"])
     if recipe.training.mixed_precision == "fp16":
         training = recipe.training.model_copy(update={"mixed_precision": "bf16"})
         recipe = recipe.model_copy(update={"training": training})

@@ -28,7 +28,7 @@ from finetune.closed_form.constants import STEP_PHASES
 from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.plan_recipe import Layout, Plan
 from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
-from finetune.planner.trace.step_work import StepWork
+from finetune.planner.trace.step_work import GATHERS, StepWork
 from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
 from finetune.wording import counted
 
@@ -129,11 +129,16 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
     micro_steps = layout.micro_steps
     sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
     gatherings = 1 if layout.gathers_once else micro_steps
-    reductions = 1 if layout.reduces_once else micro_steps
-    communication = gatherings * sent["forward"] + reductions * sent["backward"] + sent["step"]
+    # The last backward sends everything. If gradients are reduced once, those before it gather weights at most.
+    before = sent["backward"]
+    if layout.reduces_once:
+        gathered = {name: each for name, each in work.collectives.get("backward", {}).items() if name in GATHERS}
+        before = _ring_seconds(gathered, chip, layout)
+    communication = gatherings * sent["forward"] + (micro_steps - 1) * before + sent["backward"] + sent["step"]
     exposed = (
         gatherings * not_overlapped(sent["forward"], forward, layout.layers)
-        + reductions * not_overlapped(sent["backward"], backward, layout.layers)
+        + (micro_steps - 1) * not_overlapped(before, backward, layout.layers)
+        + not_overlapped(sent["backward"], backward, layout.layers)
         + sent["step"]
     )
     copied = {phase: shard_ratio * work.nbytes(phase, COPY) / chip.host for phase in STEP_PHASES}
@@ -284,11 +289,12 @@ def roofline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
         facts: The plan's `roofline_json`.
     """
     work, layout, speed = planned.work, planned.layout, facts["speed"]
-    once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
+    once = {"step", *["forward"] * layout.gathers_once}
     for phase in STEP_PHASES:
         for name, each in work.collectives.get(phase, {}).items():
             if each.payload_bytes >= 2**20:
-                times = "step" if phase in once else "micro-step"
+                reduced = phase == "backward" and layout.reduces_once and name not in GATHERS
+                times = "step" if phase in once or reduced else "micro-step"
                 yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
     for phase in STEP_PHASES:
         times = "step" if phase == "step" else "micro-step"

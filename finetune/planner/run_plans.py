@@ -136,8 +136,11 @@ def plan_run(request: PlanRequest) -> Plan:
     stage = 0 if strategy_of(recipe).schedule else None
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
-        return plan_recipe(recipe, None, batches=batches, ranks=ranks, node=request.ranks_of_node, stage=stage)
-    return plan_recipe(recipe, gpus_of_run(request), batches=batches, stage=stage)
+        place: dict[str, Any] = {"ranks": ranks, "node": request.ranks_of_node}
+        return plan_recipe(recipe, None, batches=batches, stage=stage, keeps_gradients=request.keeps_gradients, **place)
+    return plan_recipe(
+        recipe, gpus_of_run(request), batches=batches, stage=stage, keeps_gradients=request.keeps_gradients
+    )
 
 
 def gpus_of_run(request: PlanRequest) -> Gpus:

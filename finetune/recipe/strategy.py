@@ -47,6 +47,9 @@ class Strategy:
     num_processes: int | None
     settings: dict[str, Any]  # the decisive settings, by Accelerate's names: recipe/accelerate_file.py
     notes: tuple[str, ...] = ()  # settings in the file that the recipe overrules
+    # FSDP2: unsharded gradients stay until a step's last micro-batch, which reduces them. A run or a plan decides it
+    # (closed_form/recomputation.py), no file does.
+    keeps_gradients: bool = False
 
     @property
     def pipelines(self) -> Pipelines | None:
@@ -112,7 +115,7 @@ class Strategy:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced once an optimizer step, in its last micro-step."""
-        return self.gradient_buckets or self.zero_stage == 1 or self.schedule is not None
+        return self.gradient_buckets or self.zero_stage == 1 or self.schedule is not None or self.keeps_gradients
 
     @property
     def gathers_once(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -297,21 +297,30 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
 def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> AbstractContextManager[Any]:
     """The context for every micro-batch in a step except the last.
 
-    Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time: unsharded they
-    would take 15 GiB more on each of 8 GPUs for an 8B model. Weights that stay gathered from forward to backward stay
-    so until the last backward, so they are gathered once a step. At the peak, where backward begins, all of them are
-    there anyway.
+    Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time, unless all of
+    them fit unsharded (closed_form/recomputation.py). In float32 an 8B model's take 30 GiB on each GPU, its adapters'
+    0.2.
+    Weights that stay gathered from forward to backward stay so until the last backward, so they are gathered once a
+    step. At the peak, where backward begins, all of them are there anyway.
     """
     if strategy.uses_engine:  # DeferredStepEngine sees to it itself
         return nullcontext()
     if strategy.shards_modules:
-        if strategy.gathers_once:
-            from finetune.strategies.fsdp import weights_kept
-
-            return weights_kept(model)
-        return nullcontext()
+        return _accumulating_shards(strategy, model)
     context: AbstractContextManager[Any] = accelerator.no_sync(model)
     return context
+
+
+@contextmanager
+def _accumulating_shards(strategy: Strategy, model: nn.Module) -> Iterator[None]:
+    from finetune.strategies import fsdp
+
+    with ExitStack() as stack:
+        if strategy.gathers_once:
+            stack.enter_context(fsdp.weights_kept(model))
+        if strategy.keeps_gradients:
+            stack.enter_context(fsdp.gradients_kept(model))
+        yield
 
 
 def silence_libraries(launch: Launch) -> None:

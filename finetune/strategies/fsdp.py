@@ -107,6 +107,19 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
             unit.set_reshard_after_backward(True, recurse=False)
 
 
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Within, backward reduces no gradients: it adds them up unsharded, in the format that they are reduced in."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
 def reduced_in(model: nn.Module) -> set[torch.dtype]:
     """Number formats other than their own that gradients are reduced in, by the policy of each sharded unit.
 

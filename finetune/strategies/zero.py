@@ -30,6 +30,9 @@ from finetune.strategies.zero_state import load_masters
 
 # Elements of one reduction: smaller ones are bound by latency, larger ones are not faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
+# Reductions of a backward under ZeRO-1 and 2, at most. Before each of them DeepSpeed 0.19 waits for the whole device
+# (stage_1_and_2.py: allreduce_and_copy), and then the device waits for the host's next kernel.
+MOST_BUCKETS = 24
 
 
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
@@ -101,14 +104,19 @@ def _precision(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
 def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     """Sizes of DeepSpeed's buffers for this model, in elements.
 
-    A reduction holds 1/256 of the trained weights, so its two buffers cost under 1 % of the gradients. ZeRO-3 keeps the
-    layer in use and the one fetched ahead, beside the largest single tensor (embedding or head).
-
-    Llama 3 8B, all weights trained: 8.03e9 / 256 = 31.4 million elements, within [2^20, 2^26]; in float32 125 MB each.
+    Under ZeRO-1 and 2 a backward has at most MOST_BUCKETS reductions. Their two buffers take 8 to 12 % of as many bytes
+    as all gradients. ZeRO-3 waits for no device: a reduction holds 1/256 of the trained weights, within [2^20, 2^26].
+    ZeRO-3 keeps the layer in use and the one fetched ahead, beside the largest single tensor (embedding or head).
     """
     sizes = {parameter: full_numel(parameter) for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    bucket = min(max(trained // 256, min(trained, SMALLEST_BUCKET)), LARGEST_BUCKET)
+    if stage < 3:
+        in_backward = [size for parameter, size in sizes.items() if parameter.requires_grad][::-1]
+        bucket = max(-(-trained // MOST_BUCKETS), min(trained, SMALLEST_BUCKET))
+        while _reductions(in_backward, bucket) > MOST_BUCKETS:
+            bucket += -(-bucket // 64)
+    else:
+        bucket = min(max(trained // 256, min(trained, SMALLEST_BUCKET)), LARGEST_BUCKET)
     bucket += bucket % 2  # DeepSpeed wants two elements to a bucket's unit
     settings = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage < 3:
@@ -122,6 +130,19 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
         "stage3_param_persistence_threshold": max(vectors, default=0) + 1,  # norms and biases stay unsharded
         "sub_group_size": max(largest, LARGEST_BUCKET),
     }
+
+
+def _reductions(sizes: Iterable[int], bucket: int) -> int:
+    """Buckets that DeepSpeed fills with gradients of these sizes, in this order. A larger one has a bucket of its own.
+
+    Llama 3 8B has 8.03e9 weights. Its head and embeddings, 0.53e9 each, are alone; layers fill buckets of 0.34e9.
+    """
+    count, filled = 0, bucket
+    for size in sizes:
+        if filled + size > bucket:
+            count, filled = count + 1, 0
+        filled += size
+    return count
 
 
 def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:

@@ -37,6 +37,7 @@ def plan_request(start: Start) -> PlanRequest:
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         memory=memory_of(device).total,
         width=start.plan.width,
+        keeps_gradients=start.strategy.keeps_gradients,
     )
 
 

@@ -42,6 +42,7 @@ class PlanRequest:
     device: str  # cpu, or the GPU's name
     memory: int  # bytes of one device: a GPU's, or this machine's
     width: int | None = None  # tokens that a pipeline's micro-batches are padded to
+    keeps_gradients: bool = False  # FSDP2 reduces gradients in a step's last micro-batch alone
 
     def facts(self) -> dict[str, Any]:
         """For the receipt: everything that the run's own recipe does not say."""

@@ -26,6 +26,7 @@ from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
+from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.model.base_identity import COVERS, base_identity
 from finetune.model.build import build_model, decoder_parts
@@ -53,7 +54,7 @@ from finetune.run_folder.save_restore import (
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import describe_change, refuse_unchanged, trained_checksums
 from finetune.run_folder.watchdog import Progress, watchdog
-from finetune.strategies.accelerator import build_accelerator, load_scaler_state, use_all_cores
+from finetune.strategies.accelerator import build_accelerator, holds_on_all, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.cast_weights import cast_weights
@@ -63,7 +64,7 @@ from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
-from finetune.training.start import BASE_FORMATS, Start
+from finetune.training.start import BASE_FORMATS, Start, own_gpus
 from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
@@ -123,6 +124,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
             return
         check_same_formats(accelerator, start.recipe, start.formats)
         start = agree_on_rows(accelerator, agree_on_recomputation(accelerator, start))
+        start = agree_on_reduction(accelerator, start)
         device, progress = accelerator.device, Progress(step=first_step)
         output.terminal.memory_of = peak_of(device)
         # Loading and the worst step are always measured. On CUDA this is free, because the allocator counts its peak.
@@ -226,6 +228,22 @@ def agree_on_rows(accelerator: Accelerator, start: Start) -> Start:
     )
 
 
+def agree_on_reduction(accelerator: Accelerator, start: Start) -> Start:
+    """FSDP2 reduces gradients once a step if all of them fit unsharded on every rank. Every rank calls it."""
+    if not start.strategy.shards_modules:
+        return start
+    from finetune.closed_form.recomputation import Reduction, choose_reduction
+
+    ranks, memory = start.launch.local_world_size, memory_of(accelerator.device).total
+    chosen = choose_reduction(start.recipe, start.strategy, own_gpus(start.launch), ranks=ranks, memory=memory)
+    once = holds_on_all(accelerator, chosen is not None and chosen.once)
+    if chosen is None:
+        return start
+    if chosen.once and not once:
+        chosen = Reduction(False, "another rank's device has less memory")
+    return replace(start, strategy=replace(start.strategy, keeps_gradients=once), reduction=chosen.facts)
+
+
 def build(opened: Session) -> Built:
     """Model, optimizer and receipt as of the first step. Every rank calls it."""
     start, accelerator, output, phases = opened.start, opened.accelerator, opened.output, opened.phases
@@ -285,7 +303,7 @@ def build(opened: Session) -> Built:
     kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    if recipe.training.pure_bf16:
+    if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
         from finetune.model.optimizers.fused_update import choose_update
 
         with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
@@ -341,6 +359,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
         "probe": start.probed,
         "recomputation": start.recomputation,
         "rows": start.rows,
+        "reduction": start.reduction,
         "formats": start.formats.facts,
         "data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts},
     }
@@ -349,7 +368,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
     lines = [describe(content)]
     if start.formats.line:
         lines.append(start.formats.line)
-    lines += [facts["line"] for facts in (start.rows, start.recomputation) if facts]
+    lines += [facts["line"] for facts in (start.rows, start.recomputation, start.reduction) if facts]
     if start.adapter is not None:
         lines.append(start.adapter.note(start.recipe))
     output.terminal.log("\n".join([*lines, *start.prepared.notes]))

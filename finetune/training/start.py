@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
+from finetune.recipe.gpus import Gpus
 from finetune.recipe.mixed_precision import (
     BASE_FORMAT,
     MUCH_SLOWER,
@@ -108,6 +109,7 @@ class Start:
     recomputation: Mapping[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
     rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     formats: ChosenFormats  # what `auto` chose
+    reduction: Mapping[str, Any] = field(default_factory=dict)  # how often FSDP2 reduces gradients, and why
     scored: ScoredSet | None = None  # rows whose answers are scored in training
 
     @property
@@ -237,11 +239,7 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
         return recipe, {}, {}
     from finetune.closed_form.recomputation import choose_recomputation, rows_facts
 
-    device, gpus = device_of(launch), None
-    if device.type == "cuda":
-        from finetune.recipe.gpus import Gpus
-
-        gpus = Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
+    gpus = own_gpus(launch)
     chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
     rows, before = dict(chosen.rows_facts), _rows_of_run(recipe)
     if rows and before is not None and before < rows["runs"]:
@@ -253,6 +251,14 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
     elif rows and before is not None and before > rows["runs"]:
         rows["line"] += f"; it was {before} before"
     return chosen.recipe, chosen.facts, rows
+
+
+def own_gpus(launch: Launch) -> Gpus | None:
+    """The GPUs that this launch runs on, each with this rank's memory; None: a CPU."""
+    device = device_of(launch)
+    if device.type != "cuda":
+        return None
+    return Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
 
 
 def _rows_of_run(recipe: Recipe) -> int | None:

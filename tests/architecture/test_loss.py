@@ -312,6 +312,49 @@ def test_a_gpu_adds_the_heads_gradient_inside_of_the_product(
         assert 1e-4 < relative(cpus, ours.double()) < 4e-3  # a CPU rounds each chunk's part
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
+def test_several_chunks_are_added_to_the_heads_gradient_at_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, indexed: bool
+) -> None:
+    """A bfloat16 head with chunks of 8 tokens and 16 slopes: each product takes two chunks, the last one the rest."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 8)
+    assert loss_module.gradient_rows(VOCABULARY, HIDDEN) == 16
+    products = list[int]()
+    add = loss_module._add_product
+
+    def noted(total: Tensor, slope: Tensor, part: Tensor) -> None:
+        products.append(len(part))
+        add(total, slope.float(), part.float())  # a GPU's product is added in float32
+
+    monkeypatch.setattr(loss_module, "_add_product", noted)
+    hidden, weight, _, targets = inputs(dtype, bias=False)
+    where = positions(targets) if indexed else None
+    expected, gradients = reference(hidden, weight, None, targets)
+    loss = summed_cross_entropy(hidden, weight, targets, None, where)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    tokens = SUPERVISED if indexed else ALL
+    assert products == [16] * (tokens // 16) + [tokens % 16]
+    (loss * 0.3).backward()
+    for ours, theirs in zip((hidden, weight), gradients, strict=True):
+        assert ours.grad is not None
+        assert relative(ours.grad, theirs) < 5e-3
+
+
+def test_slopes_wait_where_the_copy_of_the_gradient_will_be() -> None:
+    """The slopes of all that wait and one chunk's float32 logits, against the head's gradient in 16 bits."""
+    several = 0
+    for vocabulary in (32_000, 49_152, 128_256, 151_936, 262_144):
+        for hidden in (576, 1024, 2048, 3072, 4096, 5120, 8192):
+            rows, chunk = loss_module.gradient_rows(vocabulary, hidden), chunk_rows(vocabulary)
+            assert rows % chunk == 0
+            assert rows == chunk or 2 * rows * vocabulary + 4 * chunk * vocabulary <= 2 * vocabulary * hidden
+            assert chunk <= rows <= max(chunk, 2048)
+            several += rows > chunk
+    assert several > 10
+    assert [loss_module.gradient_rows(128_256, hidden) for hidden in (1024, 2048, 4096)] == [512, 1024, 2048]
+
+
 def peak_in_forward(dtype: torch.dtype, transform: LogitTransform = AS_IT_IS) -> float:
     """Bytes a logit of a chunk that are live at once, of five chunks; without what is as long as the hidden states."""
     vocabulary, rows, size = 4096, 64, 8
@@ -338,6 +381,21 @@ def peak_in_forward(dtype: torch.dtype, transform: LogitTransform = AS_IT_IS) ->
 )
 def test_bytes_a_logit(dtype: torch.dtype, transform: LogitTransform, each: int) -> None:
     assert each - 0.05 < peak_in_forward(dtype, transform) < each + 0.05
+
+
+def test_slopes_that_waited_are_freed_before_the_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained head's peak is its float32 gradient and the copy in 16 bits. A GPU's product needs no memory."""
+    vocabulary, size, chunk = 4096, 64, 16
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda _: chunk)
+    monkeypatch.setattr(loss_module, "_add_product", lambda *_: None)
+    hidden = torch.zeros(5 * chunk, size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(vocabulary, size, dtype=torch.bfloat16, requires_grad=True)
+    assert loss_module.gradient_rows(vocabulary, size) == 2 * chunk
+    phases = Phases(torch.device("cpu"), enabled=True)
+    with phases("forward"):
+        summed_cross_entropy(hidden, weight, torch.zeros(5 * chunk, dtype=torch.int64), None, torch.arange(5 * chunk))
+    beside = phases.take()["forward"].peak_bytes - (2 + 4 + 2) * weight.numel()
+    assert beside < 8 * hidden.nbytes < 2 * chunk * vocabulary
 
 
 def test_float32_logits_are_written_twice_and_read_twice() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER, ROUNDED_AT_ONCE, loss_chunk_rows
+from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER, ROUNDED_AT_ONCE, loss_chunk_rows, loss_gradient_rows
 from finetune.closed_form.estimate import RESERVED, estimate, unsupported
 from finetune.closed_form.rank import RankSizes, read_strategy
 from finetune.closed_form.shape import shape_of
@@ -97,6 +97,25 @@ def test_selective_recomputation_traced_now(point: tuple[Any, ...]) -> None:
     assert expected["traced_upper"] <= found["closed_upper"]
 
 
+KEPT: list[tuple[Any, ...]] = [
+    ("meta-llama/Llama-3.2-1B", "full", ("fsdp2", "8x80GB", 1), 2048, 1, True),
+    ("meta-llama/Llama-3.2-3B", "full", ("fsdp2", "8x80GB", 1), 2048, 4, 2),
+    ("meta-llama/Llama-3.1-8B", "lora", ("fsdp2", "8x80GB", 1), 2048, 1, True),
+    ("Qwen/Qwen3-4B", "full pure", ("fsdp2_grad_op", "8x80GB", 1), 2048, 1, False),
+    ("meta-llama/Llama-3.2-3B", "full pure", ("hsdp", "8x80GB", 2), 512, 4, True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", KEPT, ids=key_of)
+def test_gradients_that_are_reduced_once_traced_now(point: tuple[Any, ...]) -> None:
+    found, expected = closed(point, keeps_gradients=True), traced(point, keeps_gradients=True)
+    assert found["closed_bytes"] == pytest.approx(expected["traced_bytes"], rel=LARGEST)
+    assert expected["traced_upper"] <= found["closed_upper"]
+    each = closed(point)
+    assert each["closed_bytes"] < found["closed_bytes"]
+
+
 @pytest.mark.parametrize("model", WEIGHTS)
 def test_published_numbers_of_weights(model: str) -> None:
     assert shape_of(recipe(model), full_config(model)[0]).total_weights == WEIGHTS[model]
@@ -170,10 +189,12 @@ def test_it_takes_no_time() -> None:
 
 
 def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
-    from finetune.architecture.loss import chunk_rows
+    from finetune.architecture.loss import chunk_rows, gradient_rows
 
     for vocabulary in (*range(1, 400_000, 997), 128_256, 151_936, 262_144, 262_208):
         assert loss_chunk_rows(vocabulary) == chunk_rows(vocabulary)
+        for hidden in (64, 576, 2048, 4096, 8192):
+            assert loss_gradient_rows(vocabulary, hidden) == gradient_rows(vocabulary, hidden)
 
 
 def test_an_update_in_bfloat16_holds_what_is_planned() -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from finetune.closed_form import recomputation
 from finetune.closed_form.estimate import estimate
-from finetune.closed_form.recomputation import MOST_TOKENS_AT_ONCE, choose_recomputation, chosen_words
+from finetune.closed_form.recomputation import MOST_TOKENS_AT_ONCE, choose_recomputation, choose_reduction, chosen_words
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Data, DataSet, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.sections.training import RECOMPUTATIONS
+from finetune.recipe.strategy import read_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -46,6 +47,47 @@ def with_memory(nbytes: int) -> Gpus:
     gpus = parse_gpus("80GB")
     assert gpus is not None
     return dataclasses.replace(gpus, memory=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "keys", "expected"),
+    [
+        ("fsdp2", "4x24GB", {}, True),  # adapters: 0.2 GB unsharded
+        ("hsdp", "2x4x24GB", {}, True),
+        ("fsdp2", "8x80GB", {"lora": None}, True),  # 32 GB
+        ("fsdp2", "8x48GB", {"lora": None}, False),
+        ("fsdp2", "8x80GB", {"lora": None, "model": "meta-llama/Llama-3.2-1B"}, True),
+        ("fsdp2", "4x24GB", {"training": {"global_batch_size": 4}}, None),  # one micro-batch
+        ("fsdp2_offload", "4x24GB", {}, None),
+        ("fsdp2", "1x80GB", {}, None),
+        ("ddp", "4x24GB", {}, None),
+        ("zero2", "4x24GB", {}, None),
+        ("fsdp2", "4x24GB", {"lora": Lora(lora_dropout=0.1)}, False),
+    ],
+)
+def test_gradients_are_reduced_once_a_step_where_they_fit(
+    strategy: str, gpus: str, keys: dict[str, Any], expected: bool | None
+) -> None:
+    training = {"global_batch_size": 64} | keys.get("training", {})
+    asked = recipe(True, **{**keys, "training": training, "accelerate_config": strategy})
+    room = parse_gpus(gpus)
+    assert room is not None
+    found = choose_reduction(asked, read_strategy(strategy), room, ranks=room.count, memory=0)
+    assert (found and found.once) == expected
+    if found is not None:
+        how = "once a step" if found.once else "after each micro-batch"
+        assert found.facts["line"].startswith(f"gradients: reduced {how}, because ")
+
+
+def test_a_cpus_ranks_share_its_memory_and_what_is_free_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "available_bytes", lambda: 0)
+    asked = recipe(True, accelerate_config="fsdp2", training={"global_batch_size": 8})
+    room = Gpus(2, 1 << 60, "host memory")
+    needed = 2 * estimate(asked, full_config(MODEL)[0], room, keeps_gradients=True).needed
+    for memory, expected in ((2 * needed, True), (2 * needed - 2, False)):
+        found = choose_reduction(asked, read_strategy("fsdp2"), None, ranks=2, memory=memory)
+        assert found is not None
+        assert found.once == expected
 
 
 def test_it_is_the_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 
 from finetune import trial_limit
 from finetune.errors import EnvironmentMismatch
-from finetune.model.optimizers import fused_update, rounded_adamw
+from finetune.model.optimizers import blockwise_adamw, fused_update, rounded_adamw
+from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.model.optimizers.fused_update import (
     ROW,
+    FusedBlocks,
     FusedUpdate,
     UpdateKernel,
     choose_update,
     compare_updates,
+    compiled_blocks,
     compiled_update,
+    update_block_rows,
     update_rows,
 )
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset, random_bits
@@ -316,6 +321,128 @@ def test_a_cpu_and_a_recipe_without_compiling_keep_the_update_as_written(tmp_pat
         assert chosen.facts()["left_off"] == ("on a CPU" if device == CPU else "training.compile: false")
     others = torch.optim.AdamW(weights_of())
     assert choose_update(float32_recipe(tmp_path), others, GPU, failing) is None
+
+
+# A book's 256 codes at 16 bits a scale: a block of 256, of 192, of 16, and vectors with float32 moments.
+BLOCK_SHAPES = (16, 512), (32, 192), (512, 16), (100,)
+
+
+def blockwise(compute: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> BlockwiseAdamW:
+    """An optimizer of BLOCK_SHAPES, whose update is as written if `compute` is None."""
+    weights = [nn.Parameter(some(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(BLOCK_SHAPES)]
+    optimizer = BlockwiseAdamW(weights, seed=1, in_float32=(), **(SETTINGS | changes))
+    if compute is not None:
+        optimizer.update_blocks, optimizer.update_range = FusedBlocks(compute), FusedUpdate(update_rows)
+    return optimizer
+
+
+def blocks_of(optimizer: BlockwiseAdamW, steps: range) -> list[Tensor]:
+    """Weights, codes and scales after these steps."""
+    train(optimizer, steps)
+    weights = optimizer.param_groups[0]["params"]
+    states = [optimizer.state[each] for each in weights]
+    names = "state1", "state2", "absmax1", "absmax2"
+    return [each.detach() for each in weights] + [state[name] for state in states for name in names if name in state]
+
+
+def assert_same_blocks(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Codes at most one apart, in few elements; bfloat16 as in `assert_neighbours`; scales in float32."""
+    codes = [(a, b) for a, b in zip(found, expected, strict=True) if a.dtype == torch.uint8]
+    apart = torch.cat([(a.int() - b.int()).abs().view(-1) for a, b in codes])
+    assert len(codes) == 6
+    assert int(apart.max()) <= 1
+    assert float(apart.double().mean()) < 0.005
+    halves = [(a, b) for a, b in zip(found, expected, strict=True) if a.dtype == torch.bfloat16]
+    if halves:
+        assert_neighbours([a for a, _ in halves], [b for _, b in halves])
+    for a, b in zip(found, expected, strict=True):
+        if a.dtype == torch.float32:
+            # A code that is one apart is up to 2 % of its block's largest, and the next step's moment has it.
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_uncompiled_are_the_update_as_written(dtype: torch.dtype) -> None:
+    expected = blocks_of(blockwise(None, dtype), range(2))
+    assert_same_blocks(blocks_of(blockwise(update_block_rows, dtype), range(2)), expected)
+
+
+def test_blocks_of_a_shard_are_those_of_the_full_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, in launches of four chunks of five blocks of 192; a shard of a single block goes through copies."""
+    for module in (fused_update, blockwise_adamw):
+        monkeypatch.setattr(module, "ROUNDED_CHUNK", 1000)
+    monkeypatch.setattr(fused_update, "CHUNKS", 4)
+    values, gradients = some(64, 192), [some(64, 192, seed=seed) for seed in (1, 2)]
+
+    def result(first: int, end: int) -> list[Tensor]:
+        weight = nn.Parameter(values.clone())
+        local = lambda tensor: (tensor[first:end], first * tensor.shape[1])  # noqa: E731
+        optimizer = BlockwiseAdamW([weight], seed=1, in_float32=(), local_part=local, **SETTINGS)
+        optimizer.update_blocks = FusedBlocks(update_block_rows)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        state = optimizer.state[weight]
+        return [each[first:end] for each in (weight.detach(), state["state1"], state["state2"], state["absmax2"])]
+
+    full = result(0, 64)
+    for first, end in ((0, 13), (13, 14), (14, 50), (50, 64), (64, 64)):
+        for ours, theirs in zip(result(first, end), full, strict=True):
+            assert torch.equal(ours, theirs[first:end]), (first, end)
+
+
+def test_one_graph_serves_all_blocks_of_a_length() -> None:
+    counting = Counting()
+    compute = compiled_blocks(counting)
+    expected = blocks_of(blockwise(None), range(3))
+    assert_same_blocks(blocks_of(blockwise(compute), range(3)), expected)
+    assert counting.graphs == 3, "of 256, 192 and 16"
+
+
+def test_blocks_resume_bitwise() -> None:
+    compute = compiled_blocks("aot_eager")
+    whole = blocks_of(blockwise(compute), range(5))
+    optimizer = blockwise(compute)
+    blocks_of(optimizer, range(2))
+    resumed = blockwise(compute)
+    for ours, theirs in zip(resumed.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+        ours.data.copy_(theirs)
+        resumed.state[ours] = copy.deepcopy(optimizer.state[theirs])
+    assert all(torch.equal(a, b) for a, b in zip(blocks_of(resumed, range(2, 5)), whole, strict=True))
+
+
+def wrong_scale(*given: Any) -> None:
+    update_block_rows(*given)
+    given[2][1].mul_(1.01)
+
+
+@pytest.mark.parametrize("length", [16, 192, 256])
+def test_a_wrong_kernel_of_blocks_is_found(length: int) -> None:
+    assert compare_updates(FusedBlocks(update_block_rows), torch.bfloat16, CPU, length) < 0.005
+    with pytest.raises(ValueError, match=r"the second moment's scales in torch\.float32 differs"):
+        compare_updates(FusedBlocks(wrong_scale), torch.bfloat16, CPU, length)
+
+
+def test_a_gpu_gets_the_kernel_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = lambda update, dtype, _, block=0: compare_updates(update, dtype, CPU, block)  # noqa: E731
+    monkeypatch.setattr(fused_update, "compare_updates", on_host)
+    chosen = choose_update(float32_recipe(tmp_path, compile="auto"), blockwise(None), GPU, "eager")
+    assert chosen is not None
+    kinds = ["bfloat16", *(f"bfloat16 in blocks of {length}" for length in (16, 192, 256))]
+    assert (chosen.stopped, chosen.formats) == (None, kinds)
+    optimizer = chosen.optimizer
+    assert isinstance(optimizer, BlockwiseAdamW)
+    assert isinstance(optimizer.update_blocks, FusedBlocks)
+    chosen.agree(lambda own: own + 1, CPU)
+    assert (optimizer.update_blocks, optimizer.update_range) == (None, None)
+
+
+def test_many_lengths_of_blocks_are_not_compiled(tmp_path: Path) -> None:
+    weights = [nn.Parameter(some(8192 // length, length)) for length in (8, 16, 32, 64, 128)]
+    optimizer = BlockwiseAdamW(weights, seed=1, in_float32=(), **SETTINGS)
+    chosen = choose_update(float32_recipe(tmp_path, compile="auto"), optimizer, GPU, failing)
+    assert chosen is not None
+    assert chosen.stopped == "moments in blocks of 5 lengths, more than 4"
 
 
 def test_chunks_are_as_the_kernel_counts_them() -> None:

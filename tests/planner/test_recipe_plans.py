@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from finetune.closed_form.estimate import estimate, unsupported
-from finetune.closed_form.recomputation import choose_recomputation
+from finetune.closed_form.recomputation import choose_recomputation, choose_reduction
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy import strategy_of
 from tests.support.runs.recipe_plans import NAME, on_page, plan, table
 from tests.support.runs.recipe_results import known, recipes, sha256_of
 
@@ -29,7 +30,9 @@ def closed_ones() -> dict[str, int]:
         gpus, config = gpus_of(asked.budget), full_config(asked.model.name_or_path)[0]
         recipe = choose_recomputation(asked, gpus).recipe if gpus else asked
         if gpus is not None and unsupported(recipe, config, gpus) is None:
-            found[name] = estimate(recipe, config, gpus).needed
+            kept = choose_reduction(recipe, strategy_of(recipe), gpus, ranks=gpus.count, memory=gpus.memory)
+            keeps = kept is not None and kept.once
+            found[name] = estimate(recipe, config, gpus, keeps_gradients=keeps).needed
     return found
 
 

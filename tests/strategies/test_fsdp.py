@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
+from finetune.planner.trace.recorder import OnOperations
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.held_state import hold_state
 from finetune.run_folder.save_restore import checkpoint_tensors
@@ -174,6 +175,32 @@ def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_ll
                 assert gathered(rank) == []
             weights.append(exported(rank.parts))
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_grad_op"])
+def test_gradients_kept_until_the_last_micro_batch(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """A third of the reductions, and the same weights as with a reduction after each of three micro-batches.
+
+    Both add gradients in float32, in the same order. Another step begins without any.
+    """
+    found: list[tuple[int, dict[str, Tensor]]] = []
+    for keeps in (False, True):
+        reductions = list[str]()
+
+        def note(func: Any, _: Any, __: Any, run: Callable[[], Any], seen: list[str] = reductions) -> Any:
+            if func.namespace == "fsdp" and "chunk_cat" in str(func):  # a unit's gradients, for its reduce-scatter
+                seen.append(str(func))
+            return run()
+
+        with one_rank(half_recipe(tiny_llama, tmp_path, name)) as rank:
+            for step in range(2):
+                batches = [flat_batch(seed=3 * step + micro) for micro in range(3)]
+                with OnOperations(note):
+                    rank.step(batches, keeps_gradients=keeps)
+            found.append((len(reductions), exported(rank.parts)))
+    (each, first), (once, second) = found
+    assert each == 3 * once > 0
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
 @pytest.mark.sample(2)

@@ -175,14 +175,26 @@ def test_buckets_follow_the_model(layers: int, hidden: int, vocabulary: int) -> 
     assert actual["stage3_prefetch_bucket_size"] == layer
     assert actual["stage3_max_live_parameters"] == 2 * layer + max(layer - 12 * hidden, vocabulary * hidden)
     assert 12 * hidden < actual["stage3_param_persistence_threshold"] < hidden * hidden, "biases stay whole, no matrix"
-    assert set(buckets(model, 2)) == {"reduce_bucket_size", "allgather_bucket_size"}
+    unsharded = buckets(model, 2)
+    assert set(unsharded) == {"reduce_bucket_size", "allgather_bucket_size"}
+    size = unsharded["reduce_bucket_size"]
+    assert trained / 24 <= size or size >= SMALLEST_BUCKET
+    assert size <= max(1.44 * trained / 24, SMALLEST_BUCKET), "two buffers are at most 12 % of the gradients"
+    filled, counted = 0, 1
+    for parameter in reversed(list(model.parameters())):  # as backward reaches them
+        if filled + parameter.numel() > size and filled:
+            filled, counted = 0, counted + 1
+        filled += parameter.numel()
+    assert counted <= 24
 
 
 def test_buckets_see_what_is_trained() -> None:
     model = Shaped(16, 2048, 128_256)
     model.requires_grad_(False)
     model.layers[0].requires_grad_(True)
-    assert buckets(model, 2)["reduce_bucket_size"] == SMALLEST_BUCKET
+    trained = 12 * 2048 * 2048 + 12 * 2048
+    assert buckets(model, 3)["reduce_bucket_size"] == SMALLEST_BUCKET
+    assert trained / 24 <= buckets(model, 2)["reduce_bucket_size"] <= trained / 24 + 2
 
 
 def refusals(tmp_path: Path, strategy: str, *words: str) -> list[str]:

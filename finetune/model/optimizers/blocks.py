@@ -20,7 +20,7 @@ LONGEST_BLOCK = 256  # elements, at most
 SHORTEST_BLOCK = 8  # the scales of shorter ones would take more than half a byte an element
 FEWEST = 4096  # elements of a tensor whose moments are in one byte; bitsandbytes' threshold too
 BLOCKWISE = (("state1", "absmax1"), ("state2", "absmax2"))  # the first and second moment in a state, and their scales
-_SMALLEST = torch.finfo(torch.float32).tiny  # a divisor for zeros
+SMALLEST = torch.finfo(torch.float32).tiny  # a divisor for zeros
 
 
 class Book(NamedTuple):
@@ -81,7 +81,7 @@ def encode(values: Tensor, block: int, book: Book) -> tuple[Tensor, Tensor]:
     A scale is its block's largest magnitude. The last block may be shorter. A code is the nearest value's.
     """
     blocks = _blocks(values, block)  # [blocks, block]
-    scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_min_(_SMALLEST)
+    scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_min_(SMALLEST)
     scaled = blocks.div_(scales[:, None]).view(-1)[: len(values)]
     return torch.bucketize(scaled, book.edges, out_int32=True), scales
 

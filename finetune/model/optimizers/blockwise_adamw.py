@@ -7,7 +7,7 @@ the update for each shape, without a choice, and wants the learning rate as a te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from finetune.model.optimizers.rounded_adamw import (
     ROUNDED_CHUNK,
     LocalPart,
     Range,
+    UpdateRange,
     adamw_update,
     all_of,
     chunks,
@@ -26,7 +27,7 @@ from finetune.model.optimizers.rounded_adamw import (
 )
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
     """This rank's elements of a moment, flat: float32 values, or codes with their blocks' scales."""
 
     held: Tensor
@@ -52,6 +53,11 @@ class _Moment(NamedTuple):
         return scales[begin // self.block : end // self.block]
 
 
+# Updates whole blocks of weight and moments, flat, in place: weight, moments, gradient, the range, the parameter group,
+# the step's number, the seed.
+UpdateBlocks = Callable[[Tensor, Sequence[Moment], Tensor, Range, dict[str, Any], int, int], None]
+
+
 class BlockwiseAdamW(torch.optim.Optimizer):
     """AdamW, computed in float32, that keeps moments in one byte with one scale per block (blocks.py).
 
@@ -71,6 +77,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         self._seed, self._local_part = seed, local_part
         self._in_float32 = {id(parameter) for parameter in in_float32}
         self._books: dict[torch.device, list[Book]] = {}
+        # In place of the update as written (fused_update.py): for moments in float32, and for those in one byte.
+        self.update_range: UpdateRange | None = None
+        self.update_blocks: UpdateBlocks | None = None
+
+    @property
+    def block_lengths(self) -> set[int]:
+        """Elements per block, over all weights; 0 where some have float32 moments."""
+        return {self._block(parameter) for group in self.param_groups for parameter in group["params"]}
 
     @torch.no_grad()
     def init_state(self, _group: dict[str, Any], parameter: Tensor, *_places: int) -> None:
@@ -103,25 +117,33 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         local, start = self._local_part(parameter)
         gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
         weights, key = local.view(-1), key_of(self._seed, step, place)
+        all_of_them = Range(place, start, 0, len(weights))
+        if block == 1 and self.update_range is not None:
+            held = [weights, *(moment.held for moment in moments)]
+            self.update_range(held, gradient, all_of_them, group, step, self._seed)
+            return
+        if block > 1 and self.update_blocks is not None:
+            self.update_blocks(weights, moments, gradient, all_of_them, group, step, self._seed)
+            return
         whole_blocks = ROUNDED_CHUNK // block * block
-        for chunk, first, begin, end in chunks(Range(place, start, 0, len(weights)), whole_blocks):
+        for chunk, first, begin, end in chunks(all_of_them, whole_blocks):
             part = weights[begin:end]
             values = [part.float(), *(moment.read(begin, end) for moment in moments)]
             adamw_update(values, gradient[begin:end].to(torch.float32, copy=True), group, step)
             if part.dtype == torch.bfloat16:
-                round_at_random(values[0], random_bits(key_of(key, chunk), first, end - begin, part.device))
+                round_at_random(values[0], random_bits(key_of(key, chunk, 0), first, end - begin, part.device))
                 part.copy_(values[0])
             for moment, updated in zip(moments, values[1:], strict=True):
                 moment.write(begin, end, updated)
 
-    def _moments(self, parameter: Tensor) -> list[_Moment]:
+    def _moments(self, parameter: Tensor) -> list[Moment]:
         """The first and the second one of this rank's elements."""
         state, block, device = self.state[parameter], self._block(parameter), parameter.device
         if device not in self._books:
             self._books[device] = [book_on(device, signed=signed) for signed in (True, False)]
         flat = {name: self._local_part(each)[0].view(-1) for name, each in state.items() if name != "step"}
         return [
-            _Moment(flat[moment], flat.get(scales), block, book)
+            Moment(flat[moment], flat.get(scales), block, book)
             for (moment, scales), book in zip(BLOCKWISE, self._books[device], strict=True)
         ]
 

@@ -50,14 +50,14 @@ NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 # Where an operation runs: on the device, on the host (an offloaded update), or as a copy between the two.
 ON_DEVICE, ON_HOST, COPY = "device", "host", "copy"
 _COPIES = ("copy_", "_to_copy")
-FUSED_UPDATE = "fused_update"  # RoundedAdamW's: stand_ins.py
+FUSED_UPDATE, FUSED_BLOCKS = "fused_update", "fused_blocks"  # RoundedAdamW's and BlockwiseAdamW's: stand_ins.py
 
 
 class Operation(NamedTuple):
     """Operations that cost the same."""
 
     phase: str  # forward, backward, step
-    kind: str  # product, attention, FUSED_UPDATE or other
+    kind: str  # product, attention, FUSED_UPDATE, FUSED_BLOCKS or other
     flops: int
     nbytes: int  # read and written; a copy between host and device counts the bytes that cross, once
     itemsize: int  # bytes of the first operand's numbers
@@ -156,8 +156,8 @@ def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
     """An operation's kind, and its floating-point operations."""
-    if name == FUSED_UPDATE:
-        return FUSED_UPDATE, 0
+    if name in (FUSED_UPDATE, FUSED_BLOCKS):
+        return name, 0
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
     name = name.removesuffix("_")  # in place

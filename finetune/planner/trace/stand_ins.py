@@ -1,8 +1,8 @@
 """DeepSpeed's engine on tensors without data. Its own code runs, for rank 0 among any number of ranks.
 
 The engine is Python over torch's operations, so it can be traced like the rest. Only its compiled parts cannot. An NVMe
-offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it. RoundedAdamW's update is
-compiled on a GPU; `fuse_update` makes it one operation.
+offload is traced as one to host memory. DDP's reducer is C++ too; `Replica` replaces it. The update of the
+kit's own optimizers is compiled on a GPU; `fuse_update` makes it one operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
-from finetune.model.optimizers.fused_update import FusedUpdate
+from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
+from finetune.model.optimizers.fused_update import FusedBlocks, FusedUpdate
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
@@ -32,9 +33,28 @@ SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use; communication of 
 
 
 def fuse_update(optimizer: torch.optim.Optimizer) -> None:
-    """RoundedAdamW's update in one operation, as its kernel on a GPU: it reads and writes, and allocates nothing."""
-    if isinstance(optimizer, RoundedAdamW):
+    """The update of the kit's own optimizers in one operation, as their kernels on a GPU: it reads and writes, and
+    allocates nothing."""
+    if isinstance(optimizer, RoundedAdamW | BlockwiseAdamW):
         optimizer.update_range = FusedUpdate(_fused_update)
+    if isinstance(optimizer, BlockwiseAdamW):
+        optimizer.update_blocks = FusedBlocks(_update_blocks)
+
+
+def _update_blocks(weight: Tensor, codes: Any, scales: Any, gradient: Tensor, *_: Any) -> None:
+    _fused_blocks(weight, *codes, *scales, gradient)
+
+
+@torch.library.custom_op("finetune::fused_blocks", mutates_args=("weight", "first", "second", "scales1", "scales2"))
+def _fused_blocks(
+    weight: Tensor, first: Tensor, second: Tensor, scales1: Tensor, scales2: Tensor, gradient: Tensor
+) -> None:
+    raise AssertionError("a trace computes nothing")
+
+
+@_fused_blocks.register_fake
+def _no_blocks(*_: Tensor) -> None:
+    pass
 
 
 @torch.library.custom_op("finetune::fused_update", mutates_args=("weight", "average", "square"))

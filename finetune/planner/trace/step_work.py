@@ -14,6 +14,7 @@ from finetune.planner.trace.flops import FUSED_UPDATE, Operation
 # Bytes that an update reads and writes for one bfloat16 weight: RoundedAdamW's fused kernel, and the update as it is
 # written, with its kernels for each chunk (tests/planner/test_speed.py counts them).
 FUSED_BYTES, WRITTEN_BYTES, WRITTEN_KERNELS = 14, 576, 66
+GATHERS = ("all_gather",)  # of weights, which every backward may gather again
 STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/update.py reduces once a step
 
 
@@ -68,14 +69,12 @@ def per_step(
 
     Args:
         gathers_once: Forward sends in the first micro-step alone, so its collectives are per step.
-        reduces_once: Backward sends in the last micro-step alone, so its collectives are per step.
+        reduces_once: Backward gathers weights in each micro-step at most. All else that it sends is per step.
     """
     times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
     done = {op: count / times[op.phase] for op, count in operations.items() if op.phase in times}
     if gathers_once:
         times["forward"] = steps
-    if reduces_once:
-        times["backward"] = steps
     sent: dict[str, dict[str, CollectiveStats]] = {}
     for phase, named in collectives.items():
         if phase not in times:
@@ -83,7 +82,8 @@ def per_step(
         sent[phase] = {}
         for name, stats in named.items():
             # The nearest integers. Half a message, if only the first of two steps sends it, counts as none.
-            counts = (math.ceil(number / times[phase] - 0.5) for number in astuple(stats))
+            every = steps if phase == "backward" and reduces_once and name not in GATHERS else times[phase]
+            counts = (math.ceil(number / every - 0.5) for number in astuple(stats))
             sent[phase][name] = CollectiveStats(*counts)
     return StepWork(done, sent, compiles)
 

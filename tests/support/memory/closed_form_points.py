@@ -71,10 +71,10 @@ def key_of(point: tuple[Any, ...]) -> str:
     return f"{model} {method} {strategy} {nodes}x{gpus} {rows}x{length} checkpointing={every}"
 
 
-def traced(point: tuple[Any, ...]) -> dict[str, Any]:
+def traced(point: tuple[Any, ...], *, keeps_gradients: bool = False) -> dict[str, Any]:
     recipe, gpus = recipe_of(point)
     begun = time.perf_counter()
-    planned = plan_recipe(recipe, gpus)
+    planned = plan_recipe(recipe, gpus, keeps_gradients=keeps_gradients)
     return {
         "traced_bytes": planned.needed,
         "traced_peaks": {name: phase.peak.nbytes for name, phase in planned.phases.items()},
@@ -84,11 +84,11 @@ def traced(point: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def closed(point: tuple[Any, ...]) -> dict[str, Any]:
+def closed(point: tuple[Any, ...], *, keeps_gradients: bool = False) -> dict[str, Any]:
     recipe, gpus = recipe_of(point)
     config = full_config(recipe.model.name_or_path)[0]
     begun = time.perf_counter()
-    found = estimate(recipe, config, gpus)
+    found = estimate(recipe, config, gpus, keeps_gradients=keeps_gradients)
     return {
         "closed_bytes": found.needed,
         "closed_peaks": found.peaks,

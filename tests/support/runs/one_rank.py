@@ -94,9 +94,16 @@ class OneRank:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = LEARNING_RATE
 
-    def step(self, batches: Sequence[Any], model: nn.Module | None = None, phases: Phases | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Any],
+        model: nn.Module | None = None,
+        phases: Phases | None = None,
+        *,
+        keeps_gradients: bool = False,
+    ) -> StepResult:
         """One optimizer step, without clipping; `model` stands before the one that is trained."""
-        strategy = read_strategy(self.recipe.accelerate_config)
+        strategy = replace(read_strategy(self.recipe.accelerate_config), keeps_gradients=keeps_gradients)
         parts = StepParts(
             accelerator=self.accelerator,
             model=model or self.parts.model,
