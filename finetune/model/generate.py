@@ -78,7 +78,7 @@ def greedy_answers(
     device: torch.device,
     together: bool = False,
     cached: bool = True,
-    show: Callable[[int], None] | None = None,
+    show: Callable[[int], bool | None] | None = None,
 ) -> list[Answer]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
@@ -89,15 +89,15 @@ def greedy_answers(
         device: Computes the answers; weights may be in host memory.
         together: All ranks ask the same prompts and run forwards until the last one has its answers.
         cached: Keys and values are kept; otherwise each new token computes all tokens again.
-        show: Called with the number of new tokens after each one.
+        show: Called with the number of new tokens after each one; True ends all rows there.
     """
     batch = left_padded(prompts, device)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
     if show is not None:
 
         def show_and_go_on(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-            show(tokens.shape[1] - batch["input_ids"].shape[1])
-            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            ends = bool(show(tokens.shape[1] - batch["input_ids"].shape[1]))
+            return torch.full((len(tokens),), ends, device=tokens.device)
 
         options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
     return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
