@@ -101,7 +101,7 @@ def test_the_base_answers_alike_whatever_run_it_is_compared_with(
     monkeypatch.setattr(evaluation, "models_of", opened)
     asked = EvalRequest(general=True, generate=False)
     with pytest.raises(NotImplementedError):
-        evaluation.measure(load_run(run), torch.device("cpu"), asked, print, print)
+        evaluation.measure(load_run(run), Computing(torch.device("cpu")), asked, print, print)
     assert opened.call_args.kwargs == {"with_loss": True}
 
 
