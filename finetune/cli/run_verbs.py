@@ -217,9 +217,7 @@ def evaluate(
             progress.clear()
             print_line(text)
 
-        figures = finished_run.evaluate_finished(
-            run, request, say_result, progress.progress, step=step, launch=launch
-        )
+        figures = finished_run.evaluate_finished(run, request, say_result, progress.progress, step=step, launch=launch)
         if not speaks:
             raise typer.Exit
         if not as_json and figures.get("ok", True):  # a failed gate names no next step

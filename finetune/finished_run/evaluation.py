@@ -21,7 +21,7 @@ from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
-from finetune.finished_run.endpoint import Endpoint, conversations, endpoint_answers
+from finetune.finished_run.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.finished_run.export_step import run_at
 from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
@@ -49,7 +49,7 @@ from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.model.generate import Answer, may_share_a_batch
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import read_run, require_run_folder
+from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
 from finetune.strategies.assemble import Assembled
@@ -217,6 +217,7 @@ def _measured_there(
     result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
     rows: list[dict[str, Any]] = []
     file = str(request.file) if request.file else recipe.eval.generate.file
+    kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
     for question in questions:
         asked: list[tuple[str, Chat | Passage]]
         if isinstance(question, General):
@@ -229,11 +230,12 @@ def _measured_there(
             def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
                 show(f"{name} model, {what}: {text}")
 
-            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model)
+            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
         outcome = question.compare(answers["base"], answers["tuned"] or [])
         result[question.key] = outcome.figures
         rows += outcome.rows
         say(outcome.words)
+    kept.forget()
     return result, rows
 
 

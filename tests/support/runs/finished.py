@@ -56,7 +56,7 @@ def _export(recipe: Recipe, move: float) -> None:
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     """Held-out loss and perplexity of the base and the tuned model."""
-    figures: dict[str, Any] = measure(run, Computing(device), EvalRequest(generate=False), lambda _: None, lambda _: None)[0][
-        "held_out"
-    ]
+    figures: dict[str, Any] = measure(
+        run, Computing(device), EvalRequest(generate=False), lambda _: None, lambda _: None
+    )[0]["held_out"]
     return figures
