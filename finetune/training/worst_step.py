@@ -36,7 +36,7 @@ from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import ChosenRows
-from finetune.training.run import Run
+from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
 from finetune.training.update import keep_refusal_flag, updates_on_device
 from finetune.wording import counted
@@ -231,7 +231,7 @@ INSTEAD = {
 }
 
 
-def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
+def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
     """Compare until every remaining path is right. Every rank calls this, and all ranks end with the same paths.
 
     Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
@@ -241,13 +241,13 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
         guard = Guard()
         with kernel.active():
             _forward(run, unwrapped, guard, compiled)
-        compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), run.parts.accelerator.device)
+        compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
         found = _agreed(run, guard)
         if not found:
             guard.left_off = left_off
             return guard
         for path, reason in found.items():
-            run.output.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
+            run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:
@@ -256,34 +256,32 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
         compiled.forget()  # its graphs contain the wrong path
 
 
-def _forward(run: Run, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
+def _forward(run: Forwards, unwrapped: nn.Module, guard: Guard, compiled: CompiledLayers) -> None:
     """One forward that compares every kind of module."""
-    decoder, device = decoder_parts(unwrapped), run.parts.accelerator.device
-    rows = FirstTokens(run.train_rows, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
-    batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
+    decoder, device = decoder_parts(unwrapped), run.accelerator.device
+    rows = FirstTokens(run.train, COMPARED_TOKENS // run.plan.per_device_batch_size, split=run.plan.flat)
+    batches = run.plan.micro_batches(rows, longest_rows(run.train, run.plan))
     trained_embeddings = any(each.requires_grad for each in decoder.get_input_embeddings().parameters())
 
     with (
-        run.parts.phases("guard"),
+        run.phases("guard"),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.no_grad(),
         guard.watching(unwrapped) as end,
         compiled.comparing(trained_embeddings, before=end),
-        run.parts.weights.cast(),
+        run.weights.cast(),
     ):
         for batch in prefetch(batches[:1], device, non_blocking=False):
-            run.parts.model(**batch)
+            run.model(**batch)
 
 
-def _agreed(run: Run, guard: Guard) -> dict[str, str]:
+def _agreed(run: Forwards, guard: Guard) -> dict[str, str]:
     """The paths that any rank has to leave off, with reasons; equal on all ranks."""
     paths = list(INSTEAD)
-    flags = torch.tensor(
-        [path in guard.left_off for path in paths], dtype=torch.int32, device=run.parts.accelerator.device
-    )
-    if not run.parts.accelerator.reduce(flags, reduction="sum").any():
+    flags = torch.tensor([path in guard.left_off for path in paths], dtype=torch.int32, device=run.accelerator.device)
+    if not run.accelerator.reduce(flags, reduction="sum").any():
         return {}
-    rank, ranks = run.parts.accelerator.process_index, run.parts.accelerator.num_processes
+    rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
     on_rank = f" on rank {rank}" if ranks > 1 else ""
     found: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
     return {path: next(each[path] for each in found if path in each) for path in paths if any(path in e for e in found)}
