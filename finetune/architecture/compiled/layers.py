@@ -365,13 +365,12 @@ def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     compiled: CompiledLayers = layer.finetune_compiled
     hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
-    if layer.training and hidden.shape[:2].numel() > 1:
-        if compiled.reached is not None:
+    if hidden.shape[:2].numel() > 1:
+        if layer.training and compiled.reached is not None:
             return compiled.look(layer, args, kwargs)
-        if compiled.stopped is None and torch.is_grad_enabled():
+        if layer.training and compiled.stopped is None and torch.is_grad_enabled():
             return compiled.run(layer, hidden, args, kwargs)
-    elif compiled.forwards_too and compiled.stopped is None and not torch.is_grad_enabled():
-        if hidden.shape[:2].numel() > 1:
+        if compiled.forwards_too and compiled.stopped is None and not torch.is_grad_enabled():
             return compiled.run_forward(layer, args, kwargs)
     return type(layer).forward(layer, *args, **kwargs)
 
