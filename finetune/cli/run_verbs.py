@@ -16,8 +16,6 @@ from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_v
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.finished_run import ENGINES
-from finetune.launch.launcher import take_out_left_over
-from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
 from finetune.run_folder.facts import require_run_folder
 
 OnServer = Annotated[
@@ -177,6 +175,9 @@ def evaluate(
     """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
 
     def work() -> dict[str, Any]:
+        from finetune.launch.launcher import take_out_left_over
+        from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
+
         resolved = require_run_folder(run)  # before torch is imported
         launch = None
         if left_over := take_out_left_over():
@@ -187,6 +188,9 @@ def evaluate(
 
             launch = set_up_process(recipe_from_resolved(resolved))
         elif processes > 1:
+            if tasks is not None or endpoint is not None:
+                named = "--tasks" if tasks is not None else "--endpoint"
+                raise FinetuneError(f"{named}: is asked by one process; leave --processes out")
             gpus = count_gpus()
             check_rank_count(processes, gpus=gpus)
             command = [sys.executable, "-m", "finetune.cli.main", *sys.argv[1:]]

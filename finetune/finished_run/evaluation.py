@@ -95,7 +95,7 @@ def evaluate_finished(
         return _evaluated(run_at(run_dir, step), Computing(best_device()), request, say, show)
     if request.tasks or request.endpoint is not None:
         named = "--tasks" if request.tasks else "--endpoint"
-        raise FinetuneError(f"{named}: is asked by one process, and {launch.world_size} ranks were started; start one")
+        raise FinetuneError(f"{named}: is asked by one process; {launch.world_size} were started")
     with one_rank_speaks(), computing_ranks(recipe_of_run(require_run_folder(run_dir)), launch) as by:
         folder = rank_0_first(by, lambda: run_at(run_dir, step))
         if launch.is_main:
