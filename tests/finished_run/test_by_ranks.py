@@ -140,8 +140,8 @@ def test_refused_before_any_rank_starts(
 @pytest.mark.parametrize(("strategy", "names"), [("fsdp2", True), ("gpipe", True), ("single", False)])
 def test_a_model_that_does_not_fit_names_the_command(strategy: str, names: bool, base: Path, tmp_path: Path) -> None:
     run = load_run(made(tmp_path / "made", base, strategy, None))
-    with pytest.raises(DoesNotFit, match="the model does not fit into the memory of cpu; ") as caught:
-        with fitting(torch.device("cpu"), run):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    line = "the model does not fit into the memory of cpu; "
+    with pytest.raises(DoesNotFit, match=line) as caught, fitting(torch.device("cpu"), run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
     assert (f"`finetune eval {run.folder} --processes 2` spreads it over GPUs" in str(caught.value)) is names
     assert "--endpoint URL asks a server" in str(caught.value)
