@@ -48,7 +48,7 @@ def made(folder: Path, base: Path, strategy: str, lora: dict[str, Any] | None) -
 def evaluated(run: Path, words: list[str], code: int = 0) -> tuple[dict[str, Any], list[Any], str]:
     """eval.json and the answers of `python WORDS eval RUN`, and what was printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    asked = ["eval", str(run), "--max-new-tokens", "8", "--metric", "exact", "--metric", "rouge_l"]
+    asked = ["eval", str(run), "--max-new-tokens", "8", "--metric", "exact", "--metric", "chrf"]
     done = subprocess.run(
         [sys.executable, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
