@@ -102,10 +102,12 @@ class CompiledLayers:
             return type(layer).forward(layer, *args, **kwargs)
 
         def compiled() -> Any:
-            given = self._without_lengths(kwargs)
-            for tensor in nested_tensors((args, given)):
+            # The first layer's input requires a gradient where layers are recomputed. That would be a second graph.
+            given = _mapped(args, Tensor.detach)
+            options = _mapped(self._without_lengths(kwargs), Tensor.detach)
+            for tensor in nested_tensors((given, options)):
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))  # as in _call
-            return self._function(type(layer))(layer, *args, **given)
+            return self._function(type(layer))(layer, *given, **options)
 
         if layer.finetune_kind in self.forward_seconds:
             return compiled()
