@@ -94,6 +94,19 @@ def compare_computations(
     return worst
 
 
+def compare_outputs(found: Call, expected: Call, inputs: Sequence[Tensor]) -> Discrepancy:
+    """Compare the outputs alone of two ways to compute one thing, without gradients."""
+    with torch.no_grad():
+        expects, finds = (list(nested_tensors(call(*inputs))) for call in (expected, found))
+    eps = torch.finfo(_computed_in(inputs, {})).eps
+    worst = Discrepancy("output", 0.0, LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS)
+    for expect, find in zip(expects, finds, strict=True):
+        difference = _relative(_distance(find, expect), float(expect.float().norm()))
+        if not difference <= worst.relative:
+            worst = Discrepancy("output", difference, worst.allowed)
+    return worst
+
+
 def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Outputs and gradients, by name. Every call draws the same random numbers, and leaves the generators alone."""
     device = inputs[0].device

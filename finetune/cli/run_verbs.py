@@ -164,6 +164,9 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Rows, and questions of each task; 200, all.", show_default=False)
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Ranks that share rows, and the weights where training sharded them.")
+    ] = 1,
     endpoint: OnServer = None,
     model: OnServerTuned = None,
     base_model: OnServerBase = None,
@@ -172,7 +175,27 @@ def evaluate(
     """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
 
     def work() -> dict[str, Any]:
-        require_run_folder(run)  # before torch is imported
+        from finetune.launch.launcher import take_out_left_over
+        from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
+
+        resolved = require_run_folder(run)  # before torch is imported
+        launch = None
+        if left_over := take_out_left_over():
+            say(left_over, err=True)
+        if is_rank_already():
+            from finetune.recipe.loader import recipe_from_resolved
+            from finetune.train import set_up_process
+
+            launch = set_up_process(recipe_from_resolved(resolved))
+        elif processes > 1:
+            if tasks is not None or endpoint is not None:
+                named = "--tasks" if tasks is not None else "--endpoint"
+                raise FinetuneError(f"{named}: is asked by one process; leave --processes out")
+            gpus = count_gpus()
+            check_rank_count(processes, gpus=gpus)
+            command = [sys.executable, "-m", "finetune.cli.main", *sys.argv[1:]]
+            # The ranks have printed everything, JSON too.
+            raise typer.Exit(run_ranks(command, processes, on_cpu=not gpus))
         request = finished_run.EvalRequest(
             metrics=finished_run.chosen_metrics(metric or [], scorer),
             file=data,
@@ -186,17 +209,21 @@ def evaluate(
             chat_template=chat_template,
             endpoint=_server(endpoint, model, base_model),
         )
-        say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
+        if launch is None or launch.is_main:
+            say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
         from finetune.measure.metrics import Terminal
 
-        progress = Terminal(0, silent=as_json, stream=sys.stderr)
+        speaks = launch is None or launch.is_main
+        progress = Terminal(0, silent=as_json or not speaks, stream=sys.stderr)
         print_line = _line_printer(as_json)
 
         def say_result(text: str) -> None:
             progress.clear()
             print_line(text)
 
-        figures = finished_run.evaluate_finished(finished_run.run_at(run, step), request, say_result, progress.progress)
+        figures = finished_run.evaluate_finished(run, request, say_result, progress.progress, step=step, launch=launch)
+        if not speaks:
+            raise typer.Exit
         if not as_json and figures.get("ok", True):  # a failed gate names no next step
             say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
         return {"ok": True, **figures}

@@ -9,8 +9,10 @@ The key comes from FINETUNE_ENDPOINT_KEY. It goes to the named host alone: a red
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
+import math
 import os
 import ssl
 import threading
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -28,6 +31,7 @@ from finetune.data.chat import Chat, Passage, documents_in
 from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import append_lines, read_lines
 from finetune.model.generate import Answer
 from finetune.output_stream import printable
 from finetune.recipe.schema import Recipe
@@ -39,7 +43,14 @@ PARALLEL = 16  # requests at a time; a server queues or batches them
 TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
 PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
+OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
+MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
+LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
+
+
+class NoAnswer(EnvironmentMismatch):
+    """A server gave no answer to one question; the next one may have its answer."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +103,8 @@ def reply_of(
     endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, temperature: float = 0.0,
     seed: int | None = None,
 ) -> Answer:  # fmt: skip
-    """One answer. Raises EnvironmentMismatch in one line."""
-    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature}
-    if seed is not None:
-        body["seed"] = seed
-    path = "/chat/completions"
-    if isinstance(asked, Passage):
-        path, body["prompt"] = "/completions", asked.prompt
-    else:
-        body["messages"] = _sent_messages(asked.messages)
-        if asked.tools:
-            body["tools"] = asked.tools
-        if asked.template_kwargs:
-            body["chat_template_kwargs"] = asked.template_kwargs
+    """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
+    path, body = _question_sent(model, asked, max_new_tokens, temperature, seed)
     reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -118,8 +118,54 @@ def reply_of(
     if text is None and isinstance(message, dict):
         text = ""  # cut while it was thinking
     if not isinstance(choice, dict) or not isinstance(text, str):
-        raise _fault(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
+        raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
     return Answer(text.strip(), choice.get("finish_reason") != "length")
+
+
+def _question_sent(
+    model: str, asked: Chat | Passage, max_new_tokens: int, temperature: float, seed: int | None
+) -> tuple[str, dict[str, Any]]:
+    """The page and the body of a request."""
+    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature}
+    if seed is not None:
+        body["seed"] = seed
+    if isinstance(asked, Passage):
+        return "/completions", body | {"prompt": asked.prompt}
+    body["messages"] = _sent_messages(asked.messages)
+    if asked.tools:
+        body["tools"] = asked.tools
+    if asked.template_kwargs:
+        body["chat_template_kwargs"] = asked.template_kwargs
+    return "/chat/completions", body
+
+
+class KeptAnswers:
+    """A server's answers, in a file from when they come until an evaluation has all of them.
+
+    An evaluation that a fault, a signal or a crash ended asks the rest when it is started again. An answer is known by
+    the hash of its address and its request.
+    """
+
+    def __init__(self, file: Path, endpoint: Endpoint) -> None:
+        self.file, self._url = file, endpoint.url
+        self._found: dict[str, Answer] = {}
+        for row in read_lines(file) if file.is_file() else ():
+            if isinstance(row.get("asked"), str) and isinstance(row.get("text"), str):
+                self._found[row["asked"]] = Answer(row["text"], row.get("ended") is True)
+
+    def of(self, model: str, asked: Chat | Passage, max_new_tokens: int) -> tuple[str, Answer | None]:
+        """The request's hash, and its answer if there is one."""
+        path, body = _question_sent(model, asked, max_new_tokens, 0.0, None)
+        key = hashlib.sha256(json.dumps([self._url, path, body], sort_keys=True).encode()).hexdigest()
+        return key, self._found.get(key)
+
+    def keep(self, key: str, answer: Answer) -> None:
+        self._found[key] = answer
+        append_lines(self.file, [{"asked": key, "text": answer.text, "ended": answer.ended}])
+
+    def forget(self) -> None:
+        """The evaluation has all answers."""
+        self.file.unlink(missing_ok=True)
 
 
 def endpoint_answers(
@@ -128,47 +174,72 @@ def endpoint_answers(
     asked: Sequence[tuple[str, Chat | Passage]],
     max_new_tokens: int,
     show: Callable[[str], None],
+    kept: KeptAnswers,
 ) -> list[Answer]:
     """Greedy answers in their order, PARALLEL at a time. `asked` are places, for messages, and conversations.
 
-    The first mistake ends everything. Threads are daemons, so Ctrl-C does not wait for a slow server.
+    A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
+    first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
+    for. Threads are daemons, so Ctrl-C does not wait for a slow server.
     """
-    found: dict[int, Answer] = {}
+    keys, found = list[str](), dict[int, Answer]()
+    for index, (_, question) in enumerate(asked):
+        key, answer = kept.of(model, question, max_new_tokens)
+        keys.append(key)
+        if answer is not None:
+            found[index] = answer
     failed: list[Exception] = []
-    left = iter(range(len(asked)))
+    left = iter([index for index in range(len(asked)) if index not in found])
     changed = threading.Condition()
-    running = min(PARALLEL, len(asked))
+    running = min(PARALLEL, len(asked) - len(found))
+
+    def gives_up() -> bool:
+        return len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed)
 
     def work() -> None:
         nonlocal running
         while True:
             with changed:
-                index = None if failed else next(left, None)
+                index = None if gives_up() else next(left, None)
                 if index is None:
                     running -= 1
                     changed.notify()
                     return
+            place, question = asked[index]
             try:
-                answer: Answer | Exception = reply_of(endpoint, model, asked[index][1], max_new_tokens=max_new_tokens)
+                answer: Answer | Exception = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens)
             except EnvironmentMismatch as error:
-                answer = EnvironmentMismatch(f"{error} (asked for {asked[index][0]})")
+                answer = type(error)(f"{error} (asked for {place})")
             except Exception as error:  # raised again below
                 answer = error
             with changed:
-                if isinstance(answer, Exception):
-                    failed.append(answer)
-                else:
-                    found[index] = answer
+                try:
+                    if isinstance(answer, Exception):
+                        failed.append(answer)
+                    else:
+                        found[index] = answer
+                        kept.keep(keys[index], answer)
+                except Exception as error:  # the disk is full
+                    failed.append(error)
                 changed.notify()
 
     for _ in range(running):
         threading.Thread(target=work, daemon=True).start()
+    given_up = math.inf  # when, on the monotonic clock
     with changed:
-        while running and not failed:
+        while running and time.monotonic() < given_up + LAST_REPLIES:
             changed.wait(1.0)
             show(f"answer {len(found)} of {len(asked)}")
-    if failed:
-        raise failed[0]
+            if gives_up():
+                given_up = min(given_up, time.monotonic())
+        if failed:
+            first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
+            if found and isinstance(first, EnvironmentMismatch):
+                rest = len(asked) - len(found)
+                raise EnvironmentMismatch(
+                    f"{first}; {len(found):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
+                )
+            raise first
     return [found[index] for index in range(len(asked))]
 
 
@@ -296,9 +367,10 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             elif 300 <= error.code < 400:
                 raise _fault(url, "redirects to another address, which is not followed; name that one") from None
             else:
-                raise _fault(url, f"{error.code} {_STATES.get(error.code, 'refused')}{said}") from None
+                fault = _no_answer if error.code in OF_THE_QUESTION else _fault
+                raise fault(url, f"{error.code} {_STATES.get(error.code, 'refused')}{said}") from None
         except TimeoutError:
-            raise _fault(
+            raise _no_answer(
                 url, f"no byte in {TIMEOUT:g} s; ask fewer tokens (--max-new-tokens) or another server"
             ) from None
         except (URLError, HTTPException, OSError) as error:
@@ -314,7 +386,7 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 raise _fault(url, f"cannot be reached: {reason}; is the server running?") from None
         pause = next(waits, None)
         if pause is None:
-            raise _fault(url, f"{problem}; {len(WAITS) + 1} tries")
+            raise _no_answer(url, f"{problem}; {len(WAITS) + 1} tries")
         time.sleep(pause if wait is None else wait)
     reply = _object(content)
     if reply is None:
@@ -349,6 +421,10 @@ def _retry_after(text: str | None) -> float | None:
 
 def _fault(url: str, problem: str) -> EnvironmentMismatch:
     return EnvironmentMismatch(_clean(f"{url}: {problem}"))
+
+
+def _no_answer(url: str, problem: str) -> NoAnswer:
+    return NoAnswer(_clean(f"{url}: {problem}"))
 
 
 def _clean(text: str) -> str:

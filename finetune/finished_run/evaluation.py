@@ -15,14 +15,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
-from finetune.finished_run.endpoint import Endpoint, conversations, endpoint_answers
+from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
+from finetune.finished_run.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thresholds
+from finetune.finished_run.export_step import run_at
 from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
 from finetune.finished_run.load import (
     FinishedRun,
@@ -31,7 +32,7 @@ from finetune.finished_run.load import (
     finished_run,
     fitting,
     load_run_tokenizer,
-    models_of,
+    recipe_of_run,
 )
 from finetune.finished_run.scores import (
     BELOW_THRESHOLD,
@@ -42,15 +43,16 @@ from finetune.finished_run.scores import (
     scores_in_words,
     write_eval,
 )
+from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.model.generate import Answer, may_share_a_batch
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import read_run
+from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
-from finetune.strategies.pieces import Ranks
+from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.batch_plan import plan_batches
@@ -63,7 +65,15 @@ WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences 
 _Say = Callable[[str], None]
 
 
-def evaluate_finished(folder: Path, request: EvalRequest, say: _Say, show: _Say = lambda _: None) -> dict[str, Any]:
+def evaluate_finished(
+    run_dir: Path,
+    request: EvalRequest,
+    say: _Say,
+    show: _Say = lambda _: None,
+    *,
+    step: int | None = None,
+    launch: Launch | None = None,
+) -> dict[str, Any]:
     """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
 
     Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
@@ -73,18 +83,36 @@ def evaluate_finished(folder: Path, request: EvalRequest, say: _Say, show: _Say 
     Args:
         say: Receives each result at once.
         show: Receives the progress.
+        step: Of a checkpoint that is exported first; None: the run's own export.
+        launch: Of one of several ranks, which all call it. Rank 0 alone writes, says and returns a missed threshold.
     """
     if not request.generate and (request.metrics or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
         raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
-    run, device = finished_run(folder), best_device()
+    if launch is None or launch.world_size == 1:
+        return _evaluated(run_at(run_dir, step), Computing(best_device()), request, say, show)
+    if request.tasks or request.endpoint is not None:
+        named = "--tasks" if request.tasks else "--endpoint"
+        raise FinetuneError(f"{named}: is asked by one process; {launch.world_size} were started")
+    with one_rank_speaks(), computing_ranks(recipe_of_run(require_run_folder(run_dir)), launch) as by:
+        folder = rank_0_first(by, lambda: run_at(run_dir, step))
+        if launch.is_main:
+            return _evaluated(folder, by, request, say, show)
+        _evaluated(folder, by, request, lambda _: None, lambda _: None)
+        return {}
+
+
+def _evaluated(folder: Path, by: Computing, request: EvalRequest, say: _Say, show: _Say) -> dict[str, Any]:
+    run, device = finished_run(folder), by.device
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
     if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
-        result, rows = measure(run, device, request, say, show)
+        result, rows = measure(run, by, request, say, show)
+    if by.ranks.rank:
+        return result
     if request.tasks:
         result["tasks"] = task_figures(run, device, request, say)
         say(tasks_in_words(result["tasks"]))
@@ -113,41 +141,44 @@ class Question(Protocol):
     def key(self) -> str:
         """Its place in eval.json."""
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> Any:
-        """One model's loss, or its answers. `name` is base or tuned."""
+    def ask(self, model: Assembled, name: str, show: _Say) -> Any:
+        """One model's loss, or its answers, on every rank. `name` is base or tuned."""
 
     def compare(self, base: Any, tuned: Any) -> QuestionResult:
         """Both models' losses or answers side by side."""
 
 
 def measure(
-    run: FinishedRun, device: torch.device, request: EvalRequest, say: _Say, show: _Say
+    run: FinishedRun, by: Computing, request: EvalRequest, say: _Say, show: _Say
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once."""
+    """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once.
+
+    Every rank calls it.
+    """
     recipe, prepared = run.recipe, None
     if recipe.data.eval is not None:
         prepared = prepare(recipe, load_tokenizer(recipe))
     elif request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    questions = _questions(run, device, prepared, request, say)
+    questions = _questions(run, by, prepared, request, say)
     if request.endpoint is not None and questions:
         return _measured_there(run, questions, request, request.endpoint, say, show)
     found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
-    models: Iterator[tuple[str, nn.Module]] = iter(())
+    models: Iterator[tuple[str, Assembled]] = iter(())
     if questions:
         # Loaded alike whether a loss is measured or not: in bfloat16 the kit's layers and the library's give logits
         # that differ by 0.44 (SmolLM2-135M), and the base's score would depend on the run it is compared with.
-        models = models_of(run, device, with_loss=True)
+        models = models_by_ranks(run, by)
     for name, model in models:
 
         def show_model(text: str, name: str = name) -> None:
             show(f"{name} model: {text}")
 
-        with fitting(device):
+        with fitting(by.device, run):
             for question in questions:
-                if name == "tuned" and not isinstance(question, HeldOutLoss):
-                    answer_with_fewer_kernels(model)
+                if name == "tuned" and not isinstance(question, HeldOutLoss) and by.sharding is None:
+                    answer_with_fewer_kernels(model.unwrapped_model)
                 found[question.key][name] = question.ask(model, name, show_model)
     result: dict[str, Any] = {}
     if questions:
@@ -186,6 +217,7 @@ def _measured_there(
     result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
     rows: list[dict[str, Any]] = []
     file = str(request.file) if request.file else recipe.eval.generate.file
+    kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
     for question in questions:
         asked: list[tuple[str, Chat | Passage]]
         if isinstance(question, General):
@@ -198,11 +230,12 @@ def _measured_there(
             def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
                 show(f"{name} model, {what}: {text}")
 
-            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model)
+            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
         outcome = question.compare(answers["base"], answers["tuned"] or [])
         result[question.key] = outcome.figures
         rows += outcome.rows
         say(outcome.words)
+    kept.forget()
     return result, rows
 
 
@@ -213,15 +246,16 @@ def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
 
 
 def _questions(
-    run: FinishedRun, device: torch.device, prepared: Prepared | None, request: EvalRequest, say: _Say
+    run: FinishedRun, by: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
 ) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    how = Answering(may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {}), device)
+    shared = may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {})
+    how = Answering(shared, by.device, by.ranks, by.sharding is not None)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
-        questions.append(HeldOutLoss(run, device, prepared))
+        questions.append(HeldOutLoss(run, by, prepared))
     if request.generate:
         try:
             asked = held_out_set(
@@ -259,26 +293,30 @@ class HeldOutLoss:
     """The trainer's own evaluation: the mean loss over every supervised held-out token."""
 
     run: FinishedRun
-    device: torch.device
+    by: Computing
     prepared: Prepared
     key = "held_out"
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> float:
-        recipe, rows = self.run.recipe, self.prepared.eval
+    def ask(self, model: Assembled, name: str, show: _Say) -> float:
+        recipe, rows, by = self.run.recipe, self.prepared.eval, self.by
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
-        accelerator = Accelerator(cpu=self.device.type == "cpu")
-        flat = attention_name(recipe) == attention.NAME
-        plan = plan_batches(recipe, len(self.prepared.train), world_size=1, rank=0, flat=flat)
-        with _arithmetic(recipe.training.mixed_precision, self.device):
+        accelerator = by.accelerator or Accelerator(cpu=by.device.type == "cpu")
+        flat, ranks = attention_name(recipe) == attention.NAME, by.ranks
+        plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        # A sharding strategy's model computes in its own number format.
+        arithmetic: AbstractContextManager[Any] = nullcontext()
+        if by.sharding is None:
+            arithmetic = _arithmetic(recipe.training.mixed_precision, by.device)
+        with arithmetic:
             try:
-                return evaluate(accelerator, model, rows, plan, objective_of(recipe), show=show)["loss"]
+                return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
             except NotFinite:  # its text is about a training
                 raise NotFinite(
                     f"{self.run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
                 ) from None
             finally:
-                model.eval()
+                model.unwrapped_model.eval()
 
     def compare(self, base: float, tuned: float) -> QuestionResult:
         assert self.prepared.eval is not None
@@ -303,13 +341,13 @@ class Scores:
     say: _Say
     key = "scores"
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
+    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         """Without the base's answers, the tuned model's scores alone."""
         asked, answers = self.asked, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
-        scored = {name: scores_on_all(asked, found, Ranks()) for name, found in answers.items()}
+        scored = {name: scores_on_all(asked, found, self.how.ranks) for name, found in answers.items()}
         metrics = {}
         for metric in asked.metrics:
             by_model = [scores[metric.name] for scores in scored.values()]
@@ -343,8 +381,8 @@ class General:
     say: _Say
     key = "general"
 
-    def ask(self, model: nn.Module, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model, self.tokenizer, self.asked, self.how, show, self.say)
+    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()

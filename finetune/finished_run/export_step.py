@@ -52,6 +52,7 @@ from finetune.run_folder.checkpoint import (
 )
 from finetune.run_folder.facts import (
     EVAL_ANSWERS,
+    EVAL_KEPT,
     EVAL_RECORD,
     EXPORT_RECORD,
     EXPORTED_RECORDS,
@@ -68,7 +69,7 @@ from finetune.strategies.pieces import Ranks
 from finetune.untrusted.json_files import read_object
 
 # The verbs write these into a run's folder, so also into an export of it. They belong to its weights.
-OF_A_RUN = (*EXPORTED_RECORDS, *HANDED_OVER, PAGE_NAME, *PICTURES, EVAL_RECORD, EVAL_ANSWERS, "gguf")
+OF_A_RUN = (*EXPORTED_RECORDS, *HANDED_OVER, PAGE_NAME, *PICTURES, EVAL_RECORD, EVAL_ANSWERS, EVAL_KEPT, "gguf")
 
 
 def run_at(run_dir: Path, step: int | None) -> Path:

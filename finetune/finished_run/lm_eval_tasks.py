@@ -66,7 +66,7 @@ def task_figures(
             if not names:
                 continue
             ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
-            with fitting(device), without_settings(model, **ends):
+            with fitting(device, run), without_settings(model, **ends):
                 try:
                     evaluation = simple_evaluate(
                         language_model,

@@ -32,6 +32,7 @@ from finetune.model.packaged import folder_of
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import strategy_of
 from finetune.run_folder.facts import not_finished_yet, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.tokens.conversation import Conversation, read_conversation
@@ -170,7 +171,7 @@ def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, wi
     if not with_loss:
         # Answers and comparisons have no packed rows to isolate, and answers need a key-value cache.
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
-    with fitting(device):
+    with fitting(device, run):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
         add_rows(model, recipe.model, fill=path is None)  # a tuned model's file has the new tokens' rows
         stop_on(model, run.conversation.stops.values())
@@ -183,14 +184,17 @@ def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, wi
 
 
 @contextmanager
-def fitting(device: torch.device) -> Iterator[None]:
+def fitting(device: torch.device, run: FinishedRun) -> Iterator[None]:
     """Turn a full GPU into one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit(
-            f"the model does not fit into the memory of {device}; CUDA_VISIBLE_DEVICES= takes the CPU"
-        ) from error
+        remedies = ["CUDA_VISIBLE_DEVICES= takes the CPU", "--endpoint URL asks a server"]
+        strategy, budget = strategy_of(run.recipe), run.recipe.budget
+        if strategy.shards_parameters or strategy.schedule is not None:
+            ranks = max(2, budget.gpus * budget.nodes)
+            remedies.insert(0, f"`finetune eval {run.folder} --processes {ranks}` spreads it over GPUs")
+        raise DoesNotFit(f"the model does not fit into the memory of {device}; {'; '.join(remedies)}") from error
 
 
 def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:

@@ -114,7 +114,7 @@ def _verify(
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     log(f"comparing over {counted(len(documents), 'document')}")
-    with fitting(merge.device):
+    with fitting(merge.device, run):
         adapted: Any = load_adapted(run, merge.device)
         reference = run_reference(adapted, documents)
         if not merge.adapter.moves_the_base:

@@ -223,13 +223,14 @@ def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def launcher_words(arguments: Sequence[str]) -> list[str]:
-    """`accelerate launch ...`, `torchrun ...` or `finetune train ...` as typed, from a process's arguments.
+    """`accelerate launch ...`, `torchrun ...`, `finetune train ...` or `finetune eval ...` as typed, from a process's
+    arguments.
 
     Empty for any other program.
     """
     for index, word in enumerate(arguments[:3]):
         name = os.path.basename(word)
-        by_verb = name == "finetune" and arguments[index + 1 : index + 2] == ["train"]
+        by_verb = name == "finetune" and arguments[index + 1 : index + 2] in (["train"], ["eval"])
         if name in ("accelerate", "accelerate-launch", "torchrun") or by_verb:
             return [name, *arguments[index + 1 :]]
     modules = ("accelerate.", "torch.distributed.", _CLI_MODULE)
@@ -297,9 +298,9 @@ def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> in
 
 
 def _before_script(words: Sequence[str]) -> list[str]:
-    """The launcher's own arguments: everything before our entrypoint, which may be the verb `train`."""
+    """The launcher's own arguments: everything before our entrypoint, which may be the verb `train` or `eval`."""
     for index, word in enumerate(words):
-        by_verb = word == "train" and words[index - 1] in ("finetune", _CLI_MODULE)
+        by_verb = word in ("train", "eval") and words[index - 1].rpartition("/")[2] in ("finetune", _CLI_MODULE)
         if by_verb or word.endswith("train.py") or word == "finetune.train":
             return list(words[:index])
     return list(words)

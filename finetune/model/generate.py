@@ -78,7 +78,7 @@ def greedy_answers(
     device: torch.device,
     together: bool = False,
     cached: bool = True,
-    show: Callable[[int], None] | None = None,
+    show: Callable[[int], bool | None] | None = None,
 ) -> list[Answer]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
@@ -89,15 +89,15 @@ def greedy_answers(
         device: Computes the answers; weights may be in host memory.
         together: All ranks ask the same prompts and run forwards until the last one has its answers.
         cached: Keys and values are kept; otherwise each new token computes all tokens again.
-        show: Called with the number of new tokens after each one.
+        show: Called with the number of new tokens after each one; True ends all rows there.
     """
     batch = left_padded(prompts, device)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
     if show is not None:
 
         def show_and_go_on(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-            show(tokens.shape[1] - batch["input_ids"].shape[1])
-            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            ends = bool(show(tokens.shape[1] - batch["input_ids"].shape[1]))
+            return torch.full((len(tokens),), ends, device=tokens.device)
 
         options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
     return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
@@ -132,20 +132,36 @@ def kept_bytes(model: nn.Module) -> int:
     Llama-3.1-8B in bf16: 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072. A model whose configuration does not say
     how many heads its cache has is counted with all of them.
     """
-    inner = decoder_parts(model)
-    config = inner.config.get_text_config()
+    config = decoder_parts(model).config.get_text_config()
+    heads = _largest(config, 1, "num_attention_heads")
+    width = _largest(
+        config,
+        -(-_largest(config, 1, "hidden_size") // heads),
+        "head_dim",
+        "global_head_dim",
+        "qk_head_dim",
+        "v_head_dim",
+    )
+    kept = 2 * _largest(config, 1, "num_hidden_layers") * _largest(config, heads, "num_key_value_heads") * width
+    return max(kept * _element_size(model), activation_bytes(model))
 
-    def largest(default: int, *names: str) -> int:
-        found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
-        return max(found, default=default) or default
 
-    hidden = largest(1, "hidden_size")
-    heads = largest(1, "num_attention_heads")
-    width = largest(-(-hidden // heads), "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-    kept = 2 * largest(1, "num_hidden_layers") * largest(heads, "num_key_value_heads") * width
-    embedding = inner.get_input_embeddings().weight
+def activation_bytes(model: nn.Module) -> int:
+    """Bytes that a token occupies in a layer where nothing is kept for backward: four times its widest activation."""
+    config = decoder_parts(model).config.get_text_config()
+    return 4 * _largest(config, 4 * _largest(config, 1, "hidden_size"), "intermediate_size") * _element_size(model)
+
+
+def _largest(config: Any, default: int, *names: str) -> int:
+    """The largest of the configuration's settings with these names; `default` if it has none."""
+    found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
+    return max(found, default=default) or default
+
+
+def _element_size(model: nn.Module) -> int:
+    embedding = decoder_parts(model).get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
-    return max(kept, 4 * largest(4 * hidden, "intermediate_size")) * embedding.element_size()
+    return embedding.element_size()
 
 
 def round_ends(new: int) -> list[int]:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,6 @@ from finetune.strategies.pieces import Ranks, all_ranks
 
 SPARE_BYTES = GIB  # host memory that a copy leaves free on each machine
 BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being written
-
-
-class BrokenOff(Exception):
-    """A write was given up between two phases."""
 
 
 @contextmanager
@@ -81,11 +76,12 @@ class Saves:
         room: Callable[[], tuple[int, int]] = lambda: (available_bytes(), bytes_below_peak()),
     ) -> None:
         self._ranks, self._log, self._background, self._room = ranks, log, background, room
-        self._behind = replace(behind, gather=partial(self._gather, behind.gather))
+        self._broken_off = threading.Event()
+        # Each phase of a write ends in a collective, so a write stops between two phases.
+        self._behind = replace(behind, broken_off=self._broken_off)
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._broken_off = threading.Event()
 
     @property
     def failed(self) -> bool:
@@ -160,12 +156,6 @@ class Saves:
         self._broken_off.set()
         if self._thread is not None:
             self._thread.join(BREAK_OFF_SECONDS)
-
-    def _gather(self, gather: Callable[[Any], list[Any]], thing: Any) -> list[Any]:
-        # Each phase of a write ends in a collective, so a write stops between two phases.
-        if self._broken_off.is_set():
-            raise BrokenOff
-        return gather(thing)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether every machine has room for its ranks' copies beside their training's peak."""

@@ -27,6 +27,7 @@ EXPORTED_RECORDS = (
 
 # The last `finetune eval`'s figures, and its answers.
 EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
+EVAL_KEPT = "eval_endpoint.jsonl"  # a server's answers, while an evaluation does not have all of them
 
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor
 

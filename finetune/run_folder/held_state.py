@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse
 from finetune.run_folder.save_restore import checkpoint_tensors, fill_from
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import Piece, Ranks, Stored, all_ranks, local_part, reshard
+from finetune.strategies.pieces import Ranks, Stored, all_ranks, local_part, reshard
 
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.
@@ -34,10 +34,42 @@ COPIES_BESIDE_A_STEP = 8
 
 @dataclass(frozen=True)
 class Held:
-    """The state before the worst step."""
+    """The state before the worst step: copies in host memory, or a temporary checkpoint."""
 
-    restore: Callable[[], None]  # fills weights and optimizer from it; every rank calls it
+    parts: Assembled
+    ranks: Ranks
     nbytes: int = 0  # of this rank's copies in host memory, which live until the step is over; 0: it is on the disk
+    folder: Path | None = None  # of the temporary checkpoint
+    weights: Mapping[str, Any] = field(default_factory=dict)  # copies; under ZeRO `Stored` pieces
+    states: Mapping[Any, Any] = field(default_factory=dict)  # of the optimizer, by parameter; under ZeRO by name
+
+    def restore(self) -> None:
+        """Fill weights and optimizer from it. Every rank calls it."""
+        if self.folder is not None:
+            fill_from(self.parts, self.folder, hashes=self.ranks.rank == 0)
+            self.ranks.gather(None)  # the files may be deleted only after every rank has read them
+        elif self.parts.engine is not None:
+            from finetune.strategies.zero_state import load_pieces
+
+            load_pieces(self.parts.engine, self.weights, self.states)
+        else:
+            self._fill_live()
+
+    @torch.no_grad()
+    def _fill_live(self) -> None:
+        reshard(self.parts.unwrapped_model)
+        for name, weight in model_tensors(self.parts.unwrapped_model).items():
+            local_part(weight)[0].copy_(self.weights[name])
+        optimizer = self.parts.optimizer.state
+        for parameter in [*optimizer]:
+            if parameter not in self.states:
+                del optimizer[parameter]
+                continue
+            for key, value in self.states[parameter].items():
+                if isinstance(value, Tensor):
+                    local_part(optimizer[parameter][key])[0].copy_(value)
+                else:
+                    optimizer[parameter][key] = value
 
 
 def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
@@ -60,14 +92,17 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
         needed -= nbytes  # its pieces are copies already
     reserved = _disk_reserves(temporary_folder(recipe), sum(piece.nbytes for piece in pieces), ranks)
     if reserved and machine_without_room(ranks, needed + bytes_below_peak(), available_bytes()) is None:
-        return Held(_from_engine(parts, tensors, ranks) if parts.engine is not None else _from_live(parts), nbytes)
+        if parts.engine is None:
+            return Held(parts, ranks, nbytes, None, *_live_copies(parts))
+        # Rank 0 alone has the step counts, which every rank reads.
+        steps = ranks.gather({name: piece for name, piece in tensors["optimizer"].items() if name.endswith(":step")})[0]
+        held = [
+            {name: Stored.in_memory(name, piece) for name, piece in named.items()}
+            for named in (tensors["model"], {**tensors["optimizer"], **steps})
+        ]
+        return Held(parts, ranks, nbytes, None, *held)
     folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
-
-    def restore() -> None:
-        fill_from(parts, folder, hashes=ranks.rank == 0)
-        ranks.gather(None)  # the files may be deleted only after every rank has read them
-
-    return Held(restore)
+    return Held(parts, ranks, folder=folder)
 
 
 def temporary_folder(recipe: Recipe) -> Path:
@@ -109,46 +144,16 @@ def _live_tensors(parts: Assembled) -> list[Tensor]:
     return [local_part(tensor)[0] for tensor in tensors]
 
 
-def _from_live(parts: Assembled) -> Callable[[], None]:
+def _live_copies(parts: Assembled) -> tuple[dict[str, Tensor], dict[Any, dict[str, Any]]]:
+    """Copies of weights and optimizer state in host memory."""
+
     def copy(value: Any) -> Any:
         return local_part(value.detach())[0].to("cpu", copy=True) if isinstance(value, Tensor) else value
 
     weights = {name: copy(weight) for name, weight in model_tensors(parts.unwrapped_model).items()}
     optimizer = parts.optimizer.state
     states = {parameter: {key: copy(value) for key, value in state.items()} for parameter, state in optimizer.items()}
-
-    @torch.no_grad()
-    def restore() -> None:
-        reshard(parts.unwrapped_model)
-        for name, weight in model_tensors(parts.unwrapped_model).items():
-            local_part(weight)[0].copy_(weights[name])
-        for parameter in [*optimizer]:
-            if parameter not in states:
-                del optimizer[parameter]
-                continue
-            for key, value in states[parameter].items():
-                if isinstance(value, Tensor):
-                    local_part(optimizer[parameter][key])[0].copy_(value)
-                else:
-                    optimizer[parameter][key] = value
-
-    return restore
-
-
-def _from_engine(parts: Assembled, tensors: Mapping[str, Mapping[str, Piece]], ranks: Ranks) -> Callable[[], None]:
-    # Rank 0 alone has the step counts, which every rank reads.
-    steps = ranks.gather({name: piece for name, piece in tensors["optimizer"].items() if name.endswith(":step")})[0]
-    held = [
-        {name: Stored.in_memory(name, piece) for name, piece in pieces.items()}
-        for pieces in (tensors["model"], {**tensors["optimizer"], **steps})
-    ]
-
-    def restore() -> None:
-        from finetune.strategies.zero_state import load_pieces
-
-        load_pieces(parts.engine, *held)
-
-    return restore
+    return weights, states
 
 
 def remove_temporary(recipe: Recipe) -> None:

@@ -11,7 +11,8 @@ ranges, so any number of ranks can read a checkpoint that another number wrote.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,27 +59,35 @@ def is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad
 
 
+class BrokenOff(Exception):
+    """Work of several ranks was given up between two collectives."""
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that write a checkpoint together. `gather` returns each rank's object, in order, on every rank."""
+    """The ranks that write a checkpoint or answer rows together; by default this process alone."""
 
     rank: int = 0
     world: int = 1
-    gather: Callable[[Any], list[Any]] = lambda thing: [thing]
+    group: dist.ProcessGroup | None = None  # all of them, where they gather; None: the default group
+    broken_off: threading.Event | None = None  # once it is set, they gather no more
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Each rank's object, in order, on every rank. Raises BrokenOff."""
+        if self.broken_off is not None and self.broken_off.is_set():
+            raise BrokenOff
+        if self.world == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        dist.all_gather_object(things, thing, group=self.group)  # pickles, but only between ranks of one program
+        return things
 
 
 def all_ranks(group: dist.ProcessGroup | None = None) -> Ranks:
     """The process group's ranks, or this process alone. They gather in `group`, which has all of them."""
     if not dist.is_initialized():
         return Ranks()
-    world = dist.get_world_size()
-
-    def gather(thing: Any) -> list[Any]:
-        things: list[Any] = [None] * world
-        dist.all_gather_object(things, thing, group=group)  # pickles, but only between ranks of one program
-        return things
-
-    return Ranks(dist.get_rank(), world, gather)
+    return Ranks(dist.get_rank(), dist.get_world_size(), group)
 
 
 def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:

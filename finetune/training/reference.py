@@ -8,9 +8,9 @@ values are kept in the cache folder too, under a key of everything that they dep
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,48 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
+from finetune.architecture.flash_kernels import choose_flash_kernel
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.launch.cpu_memory import give_back_freed_memory
+from finetune.launch.determinism import deterministic_algorithms
 from finetune.measure.metrics import Terminal
-from finetune.measure.phases import give_back_cached_memory
+from finetune.measure.out_of_memory import memory_of
+from finetune.measure.phases import Phases, give_back_cached_memory
+from finetune.model.build import decoder_parts
+from finetune.model.dtypes import COMPUTE
+from finetune.model.generate import activation_bytes
 from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import assemble, check_vocabulary
+from finetune.strategies.pieces import all_ranks
 from finetune.tokens.batches import prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
 from finetune.tokens.second_model import as_reference, reference_section
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.cast_weights import CastWeights, cast_weights
+from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
 from finetune.training.objectives.answers import AnswerInputs, ReferenceValues, answer_batches, model_inputs
 from finetune.training.objectives.preferences import JudgedAnswers, Pairs
-from finetune.training.run import Run
+from finetune.training.run import Forwards, Run, held_out_sets
 from finetune.training.start import Start
+from finetune.training.worst_step import compare_fast_paths
 
 KEPT_IN_RUN = "reference.json"  # in the run folder
 REFERENCE_FORMAT = 2
 # A kept reference is compared with a live one on the first micro-batch: other weights under the same name differ more.
 AGREEING = 0.02  # relative; bfloat16's rounding over a few hundred tokens stays below a tenth of it
+MORE_ROWS = 4  # times a training step's in a micro-batch
+# Micro-batches from which compiling a forward pays: it takes a GPU 5 to 15 s, and saves a few hundredths of one each.
+WORTH_COMPILING = 200
 VALUES = ("answers", "mismatched", "held_out")
 
 
 def find_reference(
-    run: Run, start: Start, unwrapped: nn.Module, first_step: int
+    run: Run, start: Start, unwrapped: nn.Module, first_step: int, compiled: CompiledLayers
 ) -> tuple[ReferenceValues, dict[str, Any]] | None:
     """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
 
@@ -90,7 +102,7 @@ def find_reference(
             reference = None
         if reference is None:
             source = "computed"
-            reference = _computed(forwards, objective, shapes)
+            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
     if start.writes and start.launch.is_main:
         content = _as_json(key, reference)
         write_sealed(own_file, content)
@@ -106,9 +118,11 @@ def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, s
     return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
-def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal) -> None:
+def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal, phases: Phases) -> None:
     """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
     are there. Called before the run's own model is built, so that one of the two is in memory at a time.
+
+    The guard compares its fast modules too.
     """
     section, recipe, plan = start.recipe.preferences, start.recipe, start.plan
     if section is None or not names_second_model(section):
@@ -134,11 +148,22 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
         cast_weights(other, start.strategy, assembled.unwrapped_model),
         plan,
         rows.train,
-        _held_out_sets(rows.eval, rows.eval_sets),
+        held_out_sets(rows.eval, rows.eval_sets),
         terminal,
+        phases,
     )
-    reference = _computed(forwards, objective, shapes)
-    del assembled, forwards
+    unwrapped, device = assembled.unwrapped_model, accelerator.device
+    decoder = decoder_parts(unwrapped)
+    compiled = compile_as_asked(other, start.strategy, decoder, device, terminal.log)
+    kernel = choose_flash_kernel(other, device, COMPUTE[recipe.training.mixed_precision] or decoder.dtype)
+    with deterministic_algorithms(recipe.training.deterministic, device):
+        # It takes no training step, so its layers are compiled without gradients alone.
+        uncompiled = CompiledLayers(required=False, log=terminal.log, stopped="a reference trains nothing")
+        assembled.model.train()  # not chained: DeepSpeed's train() returns None
+        compare_fast_paths(forwards, unwrapped, uncompiled, kernel)
+        with kernel.active():
+            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
+    del assembled, forwards, unwrapped, decoder, compiled
     accelerator.free_memory()
     give_back_freed_memory()
     give_back_cached_memory(accelerator.device)
@@ -146,31 +171,6 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
         file.parent.mkdir(parents=True, exist_ok=True)
         write_sealed(file, _as_json(key, reference))
     accelerator.wait_for_everyone()
-
-
-@dataclass(frozen=True)
-class Forwards:
-    """A model under a strategy, and the rows whose log-probabilities it computes."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    weights: CastWeights
-    plan: BatchPlan
-    train: Rows
-    held_out: Sequence[Rows]  # each data set by itself
-    terminal: Terminal
-
-    @classmethod
-    def of(cls, run: Run) -> Forwards:
-        """The forwards of a built run."""
-        parts, terminal = run.parts, run.output.terminal
-        held_out = _held_out_sets(run.eval_rows, run.eval_sets)
-        return cls(parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, terminal)
-
-
-def _held_out_sets(rows: Rows | None, sets: Mapping[str, Rows]) -> list[Rows]:
-    """The held-out rows as an evaluation takes them: each data set by itself."""
-    return [*sets.values()] or ([] if rows is None else [rows])
 
 
 def reference_key(start: Start, section: Dpo | Kto) -> str:
@@ -219,23 +219,53 @@ def _shapes(
 
 
 def _computed(
-    forwards: Forwards, objective: Pairs | JudgedAnswers, shapes: dict[str, tuple[int, ...]]
+    forwards: Forwards,
+    unwrapped: nn.Module,
+    compiled: CompiledLayers,
+    objective: Pairs | JudgedAnswers,
+    shapes: dict[str, tuple[int, ...]],
 ) -> ReferenceValues:
-    """The log-probabilities under the present model, in evaluation mode. Every rank calls it."""
+    """The log-probabilities under the present model, in evaluation mode. Every rank calls it.
+
+    They stay on the device until the last one is computed, so that the device never waits for the host.
+    """
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    forwards = replace(forwards, plan=_with_more_rows(forwards, unwrapped))
     rows = _all_units(forwards)
     groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))
     batches = answer_batches(forwards.plan, rows, groups)
-    for found, places in _log_probabilities(forwards, batches, "answers"):
-        values["answers"][units[places]] = found.reshape(len(places), shapes["answers"][1])
-    if isinstance(objective, JudgedAnswers):
-        for name, own_rows, steps in _streams(forwards):
-            for first, indices in steps:
-                others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
-                for found, places in _log_probabilities(forwards, others, f"mismatched answers, {first:,} done"):
-                    values[name][[first + place for place in places]] = found
+    with compiled.forwards() if len(batches) >= WORTH_COMPILING else nullcontext():
+        found = [("answers", units[places], each) for each, places in _log_probabilities(forwards, batches, "answers")]
+        if isinstance(objective, JudgedAnswers):
+            for name, own_rows, steps in _streams(forwards):
+                for first, indices in steps:
+                    others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
+                    what = f"mismatched answers, {first:,} done"
+                    for each, places in _log_probabilities(forwards, others, what):
+                        found.append((name, np.asarray(places, np.int64) + first, each))
+    compiled.agree(partial(forwards.accelerator.reduce, reduction="sum"), forwards.accelerator.device)
+    if found:
+        read = torch.cat([each for _, _, each in found]).cpu().numpy()
+        ends = np.cumsum([len(each) for _, _, each in found])
+        for (name, places, _), numbers in zip(found, np.split(read, ends[:-1]), strict=True):
+            values[name][places] = numbers.reshape(len(places), *shapes[name][1:])
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
+
+
+def _with_more_rows(forwards: Forwards, unwrapped: nn.Module) -> BatchPlan:
+    """The plan with up to MORE_ROWS times the rows in a micro-batch, since nothing is kept for backward.
+
+    At most half of the free memory is planned for, on the rank with the least, so the pass stays below what is free
+    beside a run's weights. Llama-3.1-8B in bf16 takes 4 x 16,384 x 2 = 131,072 bytes a token: 4 x 4,096 tokens are
+    2.1 GB.
+    """
+    plan, ranks = forwards.plan, all_ranks()
+    longest = plan.capacity or max(int(rows.lengths.max()) for rows in (forwards.train, *forwards.held_out))
+    tokens = plan.per_device_batch_size * longest
+    room = memory_of(forwards.accelerator.device).free // 2 // activation_bytes(unwrapped)
+    times = max(1, min(MORE_ROWS, *ranks.gather(room // tokens)))
+    return replace(plan, per_device_batch_size=times * plan.per_device_batch_size)
 
 
 def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int, np.ndarray]]]]:
@@ -251,8 +281,8 @@ def _streams(forwards: Forwards) -> Iterator[tuple[str, Rows, Iterator[tuple[int
 
 def _log_probabilities(
     forwards: Forwards, batches: list[AnswerInputs], what: str
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Each micro-batch's answers' log-probabilities on this rank, float32, with their places."""
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Each micro-batch's answers' log-probabilities on this rank, float32 on its device, with their places."""
     model, device = forwards.model, forwards.accelerator.device
     model.eval()
     try:
@@ -261,7 +291,7 @@ def _log_probabilities(
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 forwards.terminal.progress(f"reference: {what}, micro-batch {number} of {len(batches)}")
                 log_probability = -model(**model_inputs(batch, inputs.lengths))
-                yield log_probability.float().cpu().numpy(), inputs.places
+                yield log_probability.float(), inputs.places
     finally:
         model.train()
 
@@ -281,7 +311,8 @@ def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
     units = rows.units(indices)
     differs = 0
     batches = answer_batches(forwards.plan, rows, [[int(index)] for index in indices])
-    for found, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
+    for on_device, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
+        found = on_device.cpu().numpy()
         kept = reference.answers[units[places]].reshape(-1)
         differs += int((np.abs(found - kept) > AGREEING * np.maximum(np.abs(found), 1.0)).sum())
     return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.launch.signals import StopRequest
+from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.model.optimizer import Schedule
 from finetune.recipe.schema import Recipe
@@ -110,6 +111,34 @@ class Run:
         """Write a line of metrics.jsonl."""
         self.progress.reached(line["step"])
         self.output.write_metrics(line)
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """A model under a strategy, and the rows that it computes without a step: for the guard and a reference."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    weights: CastWeights
+    plan: BatchPlan
+    train: Rows
+    held_out: Sequence[Rows]  # each data set by itself
+    terminal: Terminal
+    phases: Phases
+
+    @classmethod
+    def of(cls, run: Run) -> Forwards:
+        """The forwards of a built run."""
+        parts, terminal = run.parts, run.output.terminal
+        held_out = held_out_sets(run.eval_rows, run.eval_sets)
+        return cls(
+            parts.accelerator, parts.model, parts.weights, run.plan, run.train_rows, held_out, terminal, parts.phases
+        )
+
+
+def held_out_sets(rows: Rows | None, sets: Mapping[str, Rows]) -> list[Rows]:
+    """The held-out rows as an evaluation takes them: each data set by itself."""
+    return [*sets.values()] or ([] if rows is None else [rows])
 
 
 def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:

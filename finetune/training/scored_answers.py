@@ -7,16 +7,20 @@ forward gathers weights. A pipeline's stages compute all answers together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.by_document import first_parameter
 from finetune.data.chat import Judged
 from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
@@ -249,50 +253,99 @@ def generated_answers(
                 most = min(
                     tokens_that_fit(model, how.device, ranks), max(BATCH_TOKENS, share), *ranks.gather(how.most_tokens)
                 )
-            mine = batches = _batches(rows, asking, end - before, most if how.shared else 0)
+            mine = _batches(rows, asking, end - before, most if how.shared else 0)
             if not how.staged:
-                mine = batches[ranks.rank :: ranks.world]
-            if how.sharded:  # a rank without a batch of its own repeats one, so that nobody waits for its forwards
-                mine += batches[:1] * (-(-len(batches) // ranks.world) - len(mine))
+                mine = mine[ranks.rank :: ranks.world]
             found: dict[int, Answer] = {}
             done = 0
-            while mine:
-                batch, *rest = mine
-                place = f"answers to {asked.name}: batch {done + 1} of {done + len(mine)}"
+            # Sharded weights are gathered by all ranks at once. So a rank without a batch of its own computes the
+            # shortest prompt while others have one, and after each batch they agree who ran out of memory.
+            while any(ranks.gather(bool(mine))) if together else mine:
+                batch, *rest = mine or [rows[:1]]
+                place = f"answers to {asked.name}: batch {done + 1} of {done + max(1, len(mine))}"
+                of_batch: list[Answer] = []
+                full, alone = 0, ""  # tokens that do not fit, and why where they are one row
+                with layers_left_out(model) if together else nullcontext([]) as failed:
 
-                def show_token(token: int, place: str = place, before: int = before) -> None:
-                    show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")
+                    def show_token(token: int, place: str = place, before: int = before) -> bool:
+                        show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")
+                        return bool(failed)
 
-                try:
-                    of_batch = greedy_answers(
-                        model,
-                        tokenizer,
-                        [asking[index] for index in batch],
-                        max_new_tokens=end - before,
-                        device=how.device,
-                        together=together,
-                        cached=not how.staged,
-                        show=show_token,
-                    )
-                except Exception as error:
-                    if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
-                        raise
-                    of_batch = []  # try again below, where the error does not keep the batch's tensors
-                if of_batch:
+                    try:
+                        of_batch = greedy_answers(
+                            model,
+                            tokenizer,
+                            [asking[index] for index in batch],
+                            max_new_tokens=end - before,
+                            device=how.device,
+                            together=together,
+                            cached=not how.staged,
+                            show=show_token,
+                        )
+                    except Exception as error:
+                        if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
+                            raise
+                        failed.append(error.with_traceback(None))  # its frames hold the batch's tensors
+                if failed:
+                    full = len(batch) * (len(asking[batch[-1]]) + end - before)
+                    alone = str(failed[0]) if len(batch) == 1 else ""
+                else:
                     found |= zip(batch, of_batch, strict=True)
                     mine, done = rest, done + 1
-                    continue
-                tokens = len(batch) * (len(asking[batch[-1]]) + end - before)
-                if how.most_tokens == MOST_BATCH_TOKENS:
-                    say(f"answers: a batch with {tokens:,} tokens does not fit; they go on with {tokens // 2:,}")
-                how.most_tokens = tokens // 2
-                mine = _batches([index for each in mine for index in each], asking, end - before, how.most_tokens)
+                if together:
+                    full, alone = max(ranks.gather((full, alone)))
+                if alone:
+                    raise torch.OutOfMemoryError(alone)
+                if full:
+                    if how.most_tokens == MOST_BATCH_TOKENS:
+                        say(f"answers: a batch with {full:,} tokens does not fit; they go on with {full // 2:,}")
+                    how.most_tokens = full // 2
+                    again = [index for each in mine for index in each]
+                    mine = _batches(again, asking, end - before, how.most_tokens)
             for others in ranks.gather(found):
                 found |= others  # a repeated batch is there twice
             for index, each in found.items():
                 so_far = answers[index].tokens if before else []
                 answers[index] = decoded_answer(so_far + each.tokens, tokenizer, ended=each.ended)
     return [answers[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
+    """Within the block, once memory runs out in a sharded layer, no layer computes any more: each returns its input.
+
+    FSDP2 gathers a layer's weights around its forward. So a rank without memory gathers as often as the others, and no
+    rank waits for ever. Yields a list, with the error after memory ran out. ZeRO-3 gathers inside its layers: there the
+    error is raised, and ends all ranks.
+    """
+    failed: list[Exception] = []
+
+    def forward(layer: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            try:
+                return own(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed.append(error.with_traceback(None))  # its frames hold the layer's tensors
+            for kept in getattr(kwargs.get("past_key_values"), "layers", ()):  # keep their shapes, free their bytes
+                for name in ("keys", "values"):
+                    if isinstance(tensor := getattr(kept, name, None), Tensor):
+                        setattr(kept, name, tensor.new_zeros(1).expand(tensor.shape))
+        return args[0] if args else kwargs[first_parameter(layer)]
+
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    layers: list[Any] = [unit for unit in units if isinstance(unit, GradientCheckpointingLayer)]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(forward, layer, layer.forward)
+    try:
+        yield failed
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.forward
+            if own is not None:
+                layer.forward = own
 
 
 def _batches(rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int) -> list[list[int]]:

@@ -61,7 +61,7 @@ from finetune.training.cast_weights import cast_weights
 from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
-from finetune.training.run import Checkpoints, Run, StepParts, steps_of
+from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import BASE_FORMATS, Start, own_gpus
@@ -251,7 +251,7 @@ def build(opened: Session) -> Built:
     if recipe.preferences is not None:
         from finetune.training.reference import keep_second_model
 
-        keep_second_model(start, accelerator, output.terminal)
+        keep_second_model(start, accelerator, output.terminal, phases)
     with phases("load"):
         assembled, state = _load(opened)
     give_back_freed_memory()
@@ -414,7 +414,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     device, deterministic = accelerator.device, start.recipe.training.deterministic
 
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
-        guard = compare_fast_paths(run, built.assembled.unwrapped_model, compiled, built.kernel)
+        guard = compare_fast_paths(Forwards.of(run), built.assembled.unwrapped_model, compiled, built.kernel)
     receipt.add("guard", guard.facts())
     if guard.left_off:
         receipt.add("flash_kernel", built.kernel.facts())
@@ -447,7 +447,7 @@ def _with_reference(built: Built) -> Run:
     start, run = built.start, built.run
     deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.parts.accelerator.device)
     with built.kernel.active(), deterministic:
-        found = find_reference(run, start, built.assembled.unwrapped_model, built.state.step)
+        found = find_reference(run, start, built.assembled.unwrapped_model, built.state.step, built.compiled)
     if found is None:
         return run
     reference, facts = found

@@ -37,7 +37,7 @@ from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.objectives import ChosenRows
-from finetune.training.run import Run
+from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
 from finetune.training.update import keep_refusal_flag, updates_on_device
 from finetune.wording import counted
@@ -232,7 +232,7 @@ INSTEAD = {
 }
 
 
-def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
+def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
     """Compare until every remaining path is right. Every rank calls this, and all ranks end with the same paths.
 
     Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
@@ -246,7 +246,7 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
         if not found:
             break
         for path, reason in found.items():
-            run.output.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
+            run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:
@@ -257,35 +257,33 @@ def compare_fast_paths(run: Run, unwrapped: nn.Module, compiled: CompiledLayers,
         # On whole rows: a compiler chooses its kernels' blocks by the first sizes that it sees.
         trained_embeddings = decoder_parts(unwrapped).get_input_embeddings().parameters()
         with kernel.active(), compiled.comparing(any(each.requires_grad for each in trained_embeddings)):
-            _forward(run, int(run.train_rows.lengths.max()))
-        compiled.agree(partial(run.parts.accelerator.reduce, reduction="sum"), run.parts.accelerator.device)
+            _forward(run, int(run.train.lengths.max()))
+        compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
     return guard
 
 
-def _forward(run: Run, most: int) -> None:
+def _forward(run: Forwards, most: int) -> None:
     """One forward, without gradients, of the longest rows' first tokens: `most` of each."""
-    device = run.parts.accelerator.device
-    rows = FirstTokens(run.train_rows, most, split=run.plan.flat)
-    batches = run.plan.micro_batches(rows, longest_rows(run.train_rows, run.plan))
+    device = run.accelerator.device
+    rows = FirstTokens(run.train, most, split=run.plan.flat)
+    batches = run.plan.micro_batches(rows, longest_rows(run.train, run.plan))
     with (
-        run.parts.phases("guard"),
+        run.phases("guard"),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.no_grad(),
-        run.parts.weights.cast(),
+        run.weights.cast(),
     ):
         for batch in prefetch(batches[:1], device, non_blocking=False):
-            run.parts.model(**batch)
+            run.model(**batch)
 
 
-def _agreed(run: Run, guard: Guard) -> dict[str, str]:
+def _agreed(run: Forwards, guard: Guard) -> dict[str, str]:
     """The paths that any rank has to leave off, with reasons; equal on all ranks."""
     paths = list(INSTEAD)
-    flags = torch.tensor(
-        [path in guard.left_off for path in paths], dtype=torch.int32, device=run.parts.accelerator.device
-    )
-    if not run.parts.accelerator.reduce(flags, reduction="sum").any():
+    flags = torch.tensor([path in guard.left_off for path in paths], dtype=torch.int32, device=run.accelerator.device)
+    if not run.accelerator.reduce(flags, reduction="sum").any():
         return {}
-    rank, ranks = run.parts.accelerator.process_index, run.parts.accelerator.num_processes
+    rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
     on_rank = f" on rank {rank}" if ranks > 1 else ""
     found: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
     return {path: next(each[path] for each in found if path in each) for path in paths if any(path in e for e in found)}

@@ -37,6 +37,7 @@ from tests.support.models.tiny import flat_batch, tiny_model
 from tests.support.runs.recipes import half_recipe, least_recipe
 from tests.support.stand_ins import varlen_stand_in
 from tests.support.stand_ins.compiling import Counting, broken_backward, broken_forward, nothing_compiled
+from tests.support.stand_ins.planted import Faulty
 
 assert nothing_compiled
 assert varlen_stand_in
@@ -163,6 +164,48 @@ def test_one_graph_by_inductor(family: str, lora: bool, recomputed: bool, name: 
     counters.clear()
     assert_one_graph_a_kind(family, lora, recomputed, name, 200, "inductor", lambda: counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
+
+
+def without_gradients(model: nn.Module, row: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        loss: Tensor = model.eval()(**row)
+    return loss
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
+    model, base = built("llama", lora, True)
+    batches, counting = rows(8), Counting()
+    expected = [without_gradients(model, row) for row in batches]
+    compiled = CompiledLayers(required=True, log=pytest.fail, backend=counting)
+    compile_layers(base, compiled)
+    for row, as_written in zip(batches, expected, strict=True):
+        assert without_gradients(model, row) == as_written
+    assert counting.graphs == 0, "an evaluation"
+    with compiled.forwards():
+        for row, as_written in zip(batches, expected, strict=True):
+            assert without_gradients(model, row) == pytest.approx(float(as_written), rel=1e-6)
+    assert counting.graphs == 1
+    model.train()
+    learned(model, batches[0])
+    assert counting.graphs == 2, "training has its own"
+    assert compiled.stopped is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [(broken_forward, "no compiler here"), (Faulty("output"), "LlamaDecoderLayer computes something else: output")],
+)
+def test_a_pass_without_gradients_goes_on_as_written(backend: Any, reason: str) -> None:
+    model, base = built("llama", False, False)
+    row, said = rows(3)[1], list[str]()
+    expected = without_gradients(model, row)
+    compiled = CompiledLayers(required=False, log=said.append, backend=backend)
+    compile_layers(base, compiled)
+    with compiled.forwards():
+        assert without_gradients(model, row) == expected
+    (line,) = said
+    assert reason in line
 
 
 @pytest.mark.slow

@@ -150,6 +150,54 @@ def test_a_fault_is_one_line(
     assert re.search(r"\(asked for \S*chats\.jsonl:\d+\)", printed)
 
 
+def test_answers_are_kept_and_a_second_start_asks_the_rest(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One question has no answer; all others are asked once, and what is scored at last is every row."""
+    words = evaluated(run, server, "--base-model", "base", "--metric", "exact")
+    assert main(words) == 0
+    whole, asked = (run / "eval_answers.jsonl").read_text("utf-8"), len(server.asked)
+    (run / "eval_answers.jsonl").unlink()
+    (run / "eval.json").unlink()
+    capsys.readouterr()
+    poisoned = server.asked[2][1]
+    server.asked.clear()
+    server.fault_of = lambda body: "500" if body == poisoned else ""
+    assert main(words) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    kept = run / "eval_endpoint.jsonl"
+    answered = len(read_lines(kept))
+    here = asked // 2  # questions to one of two models
+    assert "500 a fault of the server" in line
+    assert line.endswith(f"{here - 1} answers are kept in {kept}: the same command asks the other 1")
+    assert not (run / "eval.json").exists()
+    assert answered == len([body for _, body, _ in server.asked if body != poisoned])
+    server.asked.clear()
+    server.fault_of = lambda body: ""
+    assert main(words) == 0
+    assert len(server.asked) == asked - answered, "no question twice"
+    assert (run / "eval_answers.jsonl").read_text("utf-8") == whole
+    assert not kept.exists()
+
+
+def test_kept_answers_are_of_one_server_and_one_request(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    place = Endpoint("http://a/v1", "tuned")
+    kept = module.KeptAnswers(file, place)
+    key, found = kept.of("tuned", CHAT, 8)
+    assert found is None
+    kept.keep(key, module.Answer("yes", True))
+    file.write_text(file.read_text() + '{"asked": 1}\n{"asked": "x", "te')  # torn by a crash
+    assert module.KeptAnswers(file, place).of("tuned", CHAT, 8)[1] == module.Answer("yes", True)
+    for other, model, asked, new in (
+        (Endpoint("http://b/v1", "tuned"), "tuned", CHAT, 8),
+        (place, "base", CHAT, 8),
+        (place, "tuned", Passage("why", ""), 8),
+        (place, "tuned", CHAT, 9),
+    ):
+        assert module.KeptAnswers(file, other).of(model, asked, new)[1] is None
+
+
 def test_a_fault_that_passes_is_asked_again(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds) if seconds != 0.02 else None)

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
-from finetune.finished_run import EvalRequest, evaluation
+from finetune.finished_run import EvalRequest, by_ranks, evaluation
+from finetune.finished_run.by_ranks import Computing
 from finetune.finished_run.load import finished_run as load_run
 from finetune.train import main as train
 from tests.support.models.tiny import write_chats
@@ -98,10 +99,10 @@ def test_the_base_answers_alike_whatever_run_it_is_compared_with(
     """
     run = finished_run(tmp_path, tiny_llama, data={"eval": None}, training={"objective": objective})
     opened = mock.Mock(side_effect=NotImplementedError)
-    monkeypatch.setattr(evaluation, "models_of", opened)
+    monkeypatch.setattr(by_ranks, "models_of", opened)
     asked = EvalRequest(general=True, generate=False)
     with pytest.raises(NotImplementedError):
-        evaluation.measure(load_run(run), torch.device("cpu"), asked, print, print)
+        evaluation.measure(load_run(run), Computing(torch.device("cpu")), asked, print, print)
     assert opened.call_args.kwargs == {"with_loss": True}
 
 

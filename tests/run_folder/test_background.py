@@ -20,6 +20,7 @@ from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_
 from finetune.strategies.pieces import Piece, Ranks
 from tests.support.runs.saving import ROOM, full, held_up
 from tests.support.runs.stepping import float32_recipe
+from tests.support.stand_ins.ranks import made_up_ranks
 
 Said = list[str]
 
@@ -151,7 +152,7 @@ def together(count: int) -> list[Ranks]:
         barrier.wait()
         return found
 
-    return [Ranks(rank, count, lambda thing, rank=rank: gather(rank, thing)) for rank in range(count)]  # type: ignore[misc]
+    return [made_up_ranks(rank, count, lambda thing, rank=rank: gather(rank, thing)) for rank in range(count)]
 
 
 class TestRanks:

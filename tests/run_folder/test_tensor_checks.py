@@ -11,6 +11,7 @@ import torch
 from finetune.run_folder import tensor_checks
 from finetune.run_folder.tensor_checks import GOLDEN, MIXED, checksums, not_finite
 from finetune.strategies.pieces import Piece, Ranks
+from tests.support.stand_ins.ranks import made_up_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8]
 
@@ -37,7 +38,7 @@ def signed(number: int) -> int:
 
 def ranks(sums: list[dict[str, int]]) -> Ranks:
     """The last rank, to which the others' sums are known."""
-    return Ranks(len(sums), len(sums) + 1, lambda mine: [*sums, mine])
+    return made_up_ranks(len(sums), len(sums) + 1, lambda mine: [*sums, mine])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +57,7 @@ def test_is_the_same_for_any_split(cut: int) -> None:
     def part(start: int, end: int) -> dict[str, Piece]:
         return {"w": Piece(flat[start:end], (7, 5), start)}
 
-    checksums(part(0, cut), Ranks(0, 2, lambda mine: brought.append(mine) or [mine]))  # type: ignore[func-returns-value]
+    checksums(part(0, cut), made_up_ranks(0, 2, lambda mine: brought.append(mine) or [mine]))  # type: ignore[func-returns-value]
     assert checksums(part(cut, 35), ranks(brought)) == checksums({"w": tensor}, Ranks())
 
 

@@ -26,6 +26,7 @@ from finetune.tokens.encoder import SamplePrompt
 from finetune.training import scored_answers
 from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, tokens_that_fit
 from tests.support.models.tiny import tiny_model, tiny_tokenizer
+from tests.support.stand_ins.ranks import made_up_ranks
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -71,8 +72,8 @@ def test_decode_steps_of_a_thousand_prompts(
 def test_the_fullest_rank_decides_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     model = of_8b()
     with_free(monkeypatch, 60 * GB)
-    assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 5000])) == 5000
-    assert tokens_that_fit(model, CPU, Ranks(0, 2, lambda mine: [mine, 7])) == BATCH_TOKENS
+    assert tokens_that_fit(model, CPU, made_up_ranks(0, 2, lambda mine: [mine, 5000])) == 5000
+    assert tokens_that_fit(model, CPU, made_up_ranks(0, 2, lambda mine: [mine, 7])) == BATCH_TOKENS
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert memory_of(CPU).sharing == 16
     monkeypatch.setattr(scored_answers, "memory_of", lambda _: Memory(60 * GB, 0, 0, sharing=16))

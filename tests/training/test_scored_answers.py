@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main as finetune
 from finetune.files import read_lines
@@ -94,9 +96,24 @@ def test_what_cannot_be_scored_is_one_line_before_training(
     assert not (recipe.parent / "run" / "metrics.jsonl").exists()
 
 
+def one_by_one(asked_rows: Path, base: Path) -> list[str]:
+    """The base's greedy answers by transformers alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    found = []
+    for row in read_lines(asked_rows):
+        *asked, _ = row["messages"]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            output = model.generate(**ids, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        found.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return found
+
+
 @pytest.mark.slow
 def test_answers_under_every_strategy_are_those_of_one_process(rows: tuple[Path, Path], tmp_path: Path) -> None:
-    """16 prompts of unequal length; DDP's ranks share them out, sharded ranks answer together."""
+    """16 prompts of unequal length; DDP's ranks share them out, sharded ranks answer together. All are in float32, and
+    the base's are those of transformers, one prompt at a time."""
     base = save_tiny(tmp_path / "model", num_hidden_layers=4)
     strategies = ["ddp", "fsdp2", "zero3", "gpipe"]
     for name in strategies:
@@ -106,6 +123,7 @@ def test_answers_under_every_strategy_are_those_of_one_process(rows: tuple[Path,
     assert launch([alone], ranks=1, program=PROGRAM) == [0]
     assert launch(spread, ranks=2, program=PROGRAM, timeout=500) == [0] * len(strategies)
     expected = answers(alone)
+    assert expected[0] == one_by_one(rows[1], base)
     assert [len(each) for each in expected] == [16] * 3
     assert expected[0] != expected[2], "the steps change no answer"
     for recipe in spread:

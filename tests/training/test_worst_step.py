@@ -314,7 +314,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 ) -> None:
     seen: list[Any] = []
     prefetch = worst_step.prefetch
-    real_hold = session.hold_state
+    real_hold, real_restore = session.hold_state, Held.restore
 
     def batches(rows: list[Any], *arguments: Any, **options: Any) -> Any:
         seen.append([int((batch["shift_labels"] != -100).numel()) for batch in rows])
@@ -323,7 +323,11 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
     def hold(*arguments: Any, **options: Any) -> Held:
         held = real_hold(*arguments, **options)
         seen.append("hold")
-        return replace(held, restore=lambda: (seen.append("restore"), held.restore())[1])
+        return held
+
+    def restore(held: Held) -> None:
+        seen.append("restore")
+        real_restore(held)
 
     lengths: dict[str, list[int]] = {}
 
@@ -334,6 +338,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 
     monkeypatch.setattr(worst_step, "prefetch", batches)
     monkeypatch.setattr(session, "hold_state", hold)
+    monkeypatch.setattr(Held, "restore", restore)
     monkeypatch.setattr(session, "worst_step_first", first)
     assert main([str(write("run", per_device_batch_size=per_device))]) == 0
     most = [sum(lengths[which][:rows]) for which in ("train", "eval")]

@@ -13,8 +13,9 @@ because the plan counts on the written layer's. The guard (training/worst_step.p
 the worst step, because the compiler chooses its kernels' blocks by the first sizes that it sees. A kind that the guard
 did not meet is compared on its first row.
 
-Only training layers run compiled. An evaluation, samples and rows with a single token run the layer as written, and so
-does the first layer of a model with adapters, whose input needs no gradient.
+Training layers run compiled, and within `forwards` those of a long pass without gradients, each kind as a second graph.
+An evaluation, samples and rows with a single token run the layer as written, and so does in training the first layer of
+a model with adapters, whose input needs no gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.architecture.attention import AMPERE, ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.guard import Discrepancy, compare_computations, nested_tensors
+from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs, nested_tensors
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Recipe
@@ -71,6 +72,8 @@ class CompiledLayers:
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
     graphs: Counter[str] = field(default_factory=Counter)  # `found` in the cache folder, and `made`
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
+    forwards_too: bool = False  # layers in evaluation mode are compiled as well
+    forward_seconds: dict[str, float] = field(default_factory=dict)  # of a kind's first forward without gradients
     _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
@@ -84,6 +87,48 @@ class CompiledLayers:
             except Exception as error:  # of whatever class: torch has no public names for those of its compiler
                 self.stop(error_in_one_line(error))
         return type(layer).forward(layer, *args, **kwargs)
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Within the block, layers in evaluation mode and without gradients run compiled too."""
+        self.forwards_too = True
+        try:
+            yield
+        finally:
+            self.forwards_too = False
+
+    def run_forward(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's output without gradients. A kind's first one is compared with the layer as written."""
+
+        def as_written() -> Any:
+            return type(layer).forward(layer, *args, **kwargs)
+
+        def compiled() -> Any:
+            # The first layer's input requires a gradient where layers are recomputed. That would be a second graph.
+            given = _mapped(args, Tensor.detach)
+            options = _mapped(self._without_lengths(kwargs), Tensor.detach)
+            for tensor in nested_tensors((given, options)):
+                torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))  # as in _call
+            return self._function(type(layer))(layer, *given, **options)
+
+        if layer.finetune_kind in self.forward_seconds:
+            return compiled()
+        began, name = time.perf_counter(), type(layer).__name__
+        try:
+            with limited(f"training.compile: {name}", "training.compile: false"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of the compiler about torch's own code and ours
+                hidden = next(nested_tensors((args, kwargs)))
+                difference = compare_outputs(lambda _: compiled(), lambda _: as_written(), [hidden])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of whatever class: torch has no public names for those of its compiler
+            self.stop(error_in_one_line(error))
+            return as_written()
+        self.forward_seconds[layer.finetune_kind] = time.perf_counter() - began
+        if difference.is_fault:
+            self.stop(f"compiled without gradients, {name} computes something else: {difference}")
+            return as_written()
+        return compiled()
 
     @contextmanager
     def comparing(self, reached: bool) -> Iterator[None]:
@@ -320,11 +365,13 @@ def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     compiled: CompiledLayers = layer.finetune_compiled
     hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
-    if layer.training and hidden.shape[:2].numel() > 1:
-        if compiled.reached is not None:
+    if hidden.shape[:2].numel() > 1:
+        if layer.training and compiled.reached is not None:
             return compiled.look(layer, args, kwargs)
-        if compiled.stopped is None and torch.is_grad_enabled():
+        if layer.training and compiled.stopped is None and torch.is_grad_enabled():
             return compiled.run(layer, hidden, args, kwargs)
+        if compiled.forwards_too and compiled.stopped is None and not torch.is_grad_enabled():
+            return compiled.run_forward(layer, args, kwargs)
     return type(layer).forward(layer, *args, **kwargs)
 
 

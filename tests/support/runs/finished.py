@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finetune.finished_run import EvalRequest
+from finetune.finished_run.by_ranks import Computing
 from finetune.finished_run.evaluation import measure
 from finetune.finished_run.load import FinishedRun
 from finetune.model.build import build_model, load_tokenizer
@@ -55,7 +56,7 @@ def _export(recipe: Recipe, move: float) -> None:
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     """Held-out loss and perplexity of the base and the tuned model."""
-    figures: dict[str, Any] = measure(run, device, EvalRequest(generate=False), lambda _: None, lambda _: None)[0][
-        "held_out"
-    ]
+    figures: dict[str, Any] = measure(
+        run, Computing(device), EvalRequest(generate=False), lambda _: None, lambda _: None
+    )[0]["held_out"]
     return figures

@@ -19,11 +19,13 @@ class OpenAI:
     Args:
         fault: status, or a name below; `times` says how often, then the server is right.
         reply: (model, body) -> an answer's text.
+        fault_of: body -> its fault, if it has one of its own.
     """
 
     models: list[str]
     reply: Callable[[str, dict[str, Any]], str] = lambda model, body: f"{model} answers"
     fault: str = ""
+    fault_of: Callable[[dict[str, Any]], str] = lambda body: ""
     times: int = 10**6
     headers: dict[str, Any] = field(default_factory=dict)
     url: str = ""
@@ -59,7 +61,7 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                 state.asked.append((self.path, body, dict(self.headers)))
                 state.running += 1
                 state.most_at_once = max(state.most_at_once, state.running)
-                fault = state.fault if state.times > 0 else ""
+                fault = (state.fault if state.times > 0 else "") or state.fault_of(body)
                 state.times -= 1
             try:
                 self.answer(body, fault)

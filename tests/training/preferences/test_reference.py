@@ -18,10 +18,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.measure.out_of_memory import Memory
+from finetune.measure.units import GIB
 from finetune.train import main as train
+from finetune.training import reference
 from tests.support.models.tiny import tiny_model
 from tests.support.runs.cells import launch
 from tests.support.runs.preferences import (
@@ -139,6 +143,55 @@ def test_other_weights_under_the_same_name_are_noticed(
     line = after_one_step(tmp_path / "second", base)
     assert "it is computed again" in capsys.readouterr().out
     assert line["reward_chosen"] == pytest.approx(0.0, abs=1e-6)
+
+
+class Reads(TorchFunctionMode):
+    """Counts copies to the host and reads of numbers."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(function, "__name__", "") in ("cpu", "item", "tolist", "numpy", "__bool__", "__float__")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_pass_reads_once_and_takes_four_times_the_rows(
+    kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those of a training step's micro-batches, to float32's last bits, and as fewer memory allows."""
+    small = {"training": {"per_device_batch_size": 1, "max_steps": 2}, "data": {"eval": {"fraction": 0.2}}}
+    computed, taken, reads, found = reference._computed, list[int](), list[int](), list[np.ndarray]()
+    genuine = reference.prefetch
+
+    def counted(batches: Any, *arguments: Any) -> Any:
+        taken[-1] += len(batches)
+        return genuine(batches, *arguments)
+
+    def counting(*arguments: Any) -> Any:
+        with Reads() as counter:
+            values = computed(*arguments)
+        reads.append(counter.count)
+        return values
+
+    monkeypatch.setattr(reference, "prefetch", counted)
+    monkeypatch.setattr(reference, "_computed", counting)
+    for name, most, free in (("one", 1, GIB), ("four", 4, GIB), ("tight", 4, 0)):
+        monkeypatch.setattr(reference, "MORE_ROWS", most)
+        monkeypatch.setattr(reference, "memory_of", lambda _, free=free: Memory(GIB, GIB - free, 0))
+        monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / name / "cache"))
+        taken.append(0)
+        assert train([str(preference_recipe(tmp_path / name, base, kind, small))]) == 0
+        content = read_sealed(tmp_path / name / "run" / "reference.json")
+        assert content is not None
+        names = ["answers"] if kind == "dpo" else ["answers", "mismatched", "held_out"]
+        found.append(np.concatenate([np.frombuffer(base64.b64decode(content[each]), "<f4") for each in names]))
+    one, four, tight = taken
+    assert tight == one
+    assert four == 2 if kind == "dpo" else four <= one / 2, "KTO's steps are short"
+    assert (found[0] == found[2]).all()
+    assert np.abs(found[0] - found[1]).max() <= 1e-6 * np.abs(found[0]).max()
+    assert max(reads) <= 8, "one read, and one of each array's sum over ranks"
 
 
 def test_a_run_says_where_its_reference_is_from(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -14,10 +15,14 @@ from transformers import AutoTokenizer
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
+from finetune.files import read_sealed
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.second_model import refuse_other_tokens
 from finetune.train import main as train
-from tests.support.runs.preferences import preference_recipe, write_base
+from finetune.training import reference
+from tests.support.models.tiny import tiny_model
+from tests.support.runs.preferences import preference_recipe, tokenizer_of_both, write_base
+from tests.support.stand_ins.planted import plant_in_own
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +152,30 @@ def test_embeddings_that_lack_a_token_are_the_references(
     model.save_pretrained(few)
     assert train([str(preference_recipe(tmp_path / "run", base, "dpo", {"dpo": {"reference": str(few)}}))]) == 2
     assert "dpo.reference: the tokenizer makes token" in refusal(capsys)
+
+
+def test_its_fast_modules_are_compared_too(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A norm that is planted wrong is left to transformers, and the reference is right."""
+    other = tmp_path / "other"
+    tiny_model(seed=3).save_pretrained(other)
+    tokenizer_of_both().save_pretrained(other)
+    changes = {"training": {"max_steps": 1}, "dpo": {"reference": str(other)}}
+    genuine, found = reference.assemble, list[np.ndarray]()
+
+    def planted(*arguments: Any, **options: Any) -> Any:
+        plant_in_own("norms", "output", monkeypatch)
+        return genuine(*arguments, **options)
+
+    for name, assemble in (("right", genuine), ("wrong", planted)):
+        monkeypatch.setattr(reference, "assemble", assemble)
+        monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / name / "cache"))
+        capsys.readouterr()
+        assert train([str(preference_recipe(tmp_path / name, base, "dpo", changes))]) == 0
+        content = read_sealed(tmp_path / name / "run" / "reference.json")
+        assert content is not None
+        found.append(np.frombuffer(base64.b64decode(content["answers"]), "<f4"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    line = "guard: transformers computes all norms from here on"
+    assert capsys.readouterr().out.count(line) == 2, "the reference's, and the run's own"

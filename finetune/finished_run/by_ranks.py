@@ -1,0 +1,158 @@
+"""`finetune eval` by several ranks, for models that one GPU does not hold, and for more speed.
+
+    finetune eval RUN --processes 8                              one machine
+    torchrun --nnodes 2 ... -m finetune.cli.main eval RUN        several, on each of them
+
+Where the training sharded the weights, its own strategy shards them again, and each answer is computed by all ranks'
+weights. Else each rank loads the model. In both cases the ranks share the rows out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from finetune.errors import FinetuneError
+from finetune.finished_run.load import FinishedRun, models_of
+from finetune.launch.cpu_memory import give_back_freed_memory
+from finetune.launch.launcher import Launch, speaks_for_ranks
+from finetune.launch.rendezvous import rendezvous
+from finetune.measure.phases import give_back_cached_memory
+from finetune.model.generate import stop_on
+from finetune.model.on_top import as_the_base
+from finetune.recipe.adapter_config import is_on_top
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
+from finetune.strategies.assemble import Assembled, assemble
+from finetune.strategies.pieces import Ranks, all_ranks
+from finetune.training.start_adapter import find_start_adapter, start_from
+
+RANK_0_SECONDS = 10.0  # in which rank 0 says an error that all ranks have, and the launcher ends the others
+
+
+@dataclass(frozen=True)
+class Computing:
+    """The processes that compute an evaluation's losses and answers."""
+
+    device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    accelerator: Accelerator | None = None  # of several ranks
+    launch: Launch | None = None
+    sharding: Strategy | None = None  # None: each rank has the whole model
+
+
+@contextmanager
+def computing_ranks(recipe: Recipe, launch: Launch) -> Iterator[Computing]:
+    """The process group of an evaluation. Every rank enters it. Raises EnvironmentMismatch."""
+    recipe = _as_evaluated(recipe)
+    strategy, device = check_launch(recipe, launch), device_of(launch)
+    with rendezvous(launch):
+        accelerator = build_accelerator(recipe, strategy, launch)
+    use_all_cores(launch, device, offloaded=strategy.offloaded)
+    try:
+        sharding = strategy if strategy.shards_parameters else None
+        yield Computing(accelerator.device, all_ranks(), accelerator, launch, sharding)
+    finally:
+        if strategy.uses_engine:
+            from finetune.strategies.zero import release_engine
+
+            release_engine(accelerator)
+        accelerator.end_training()
+
+
+def _as_evaluated(recipe: Recipe) -> Recipe:
+    """The recipe under the strategy that shards its weights, or under ddp if the training did not shard them.
+
+    A pipeline's weights are sharded by FSDP2.
+    """
+    strategy, changes = strategy_of(recipe), dict[str, Any]()
+    if strategy.schedule is not None:
+        changes["accelerate_config"] = "fsdp2"
+    elif not strategy.shards_parameters:
+        changes["accelerate_config"] = "ddp"
+    if not torch.cuda.is_available():
+        changes["budget"] = recipe.budget.model_copy(update={"gpus": 0})
+    return recipe.model_copy(update=changes)
+
+
+def models_by_ranks(run: FinishedRun, by: Computing) -> Iterator[tuple[str, Assembled]]:
+    """("base", ...), then ("tuned", ...), as `models_of`. Every rank calls it."""
+    if by.sharding is None:
+        for name, model in models_of(run, by.device, with_loss=True):
+            yield name, Assembled(model, model, None)
+        return
+    recipe = _as_evaluated(run.recipe)
+    assert by.accelerator is not None
+    if recipe.lora is None:
+        # The exported model's folder takes the base's place. Its files have the new tokens' rows.
+        tuned = recipe.model.model_copy(
+            update={"name_or_path": str(run.product), "revision": "main", "new_tokens": [], "adapter": None}
+        )
+        for name, section in (("base", recipe.model), ("tuned", tuned)):
+            yield name, _assembled(run, recipe.model_copy(update={"model": section}), by)
+            by.accelerator.free_memory()
+            give_back_freed_memory()
+            give_back_cached_memory(by.device)
+        return
+    if is_on_top(recipe):
+        raise FinetuneError(
+            f"{run.folder}: several ranks cannot load an adapter that was trained on top of another (lora.on_top); "
+            "evaluate it in one process, or ask a server that has it: --endpoint URL"
+        )
+    # Adapters that add nothing at first, and that the exported ones replace.
+    lora = recipe.lora.model_copy(update={"init_lora_weights": True})
+    named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
+    adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
+    assert adapter is not None
+    section = recipe.model.model_copy(update={"adapter": None})
+    assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
+    with as_the_base(assembled.unwrapped_model):
+        yield "base", assembled
+    start_from(assembled, adapter)
+    yield "tuned", assembled
+
+
+def _assembled(run: FinishedRun, recipe: Recipe, by: Computing) -> Assembled:
+    assert by.sharding is not None
+    assert by.accelerator is not None
+    assembled = assemble(recipe, by.sharding, by.accelerator, launch=by.launch)
+    stop_on(assembled.unwrapped_model, run.conversation.stops.values())
+    return assembled
+
+
+def rank_0_first(by: Computing, act: Callable[[], Path]) -> Path:
+    """What `act` returns; rank 0 writes what the others then find. Raises rank 0's FinetuneError on every rank."""
+    found: Path | FinetuneError | None = None
+    if by.ranks.rank == 0:
+        try:
+            found = act()
+        except FinetuneError as error:
+            found = error
+    found = by.ranks.gather(found)[0]
+    if isinstance(found, FinetuneError):
+        raise found
+    assert found is not None
+    return found
+
+
+@contextmanager
+def one_rank_speaks() -> Iterator[None]:
+    """Within the block, a rank above 0 that fails waits before it says so.
+
+    If all ranks have the error, rank 0 says it meanwhile, and the launcher ends this rank. If this rank alone has it,
+    the others wait for it in a collective: it says it, and the launcher ends them.
+    """
+    try:
+        yield
+    except FinetuneError:
+        if not speaks_for_ranks():
+            time.sleep(RANK_0_SECONDS)
+        raise

@@ -1,0 +1,34 @@
+"""`finetune WORDS` as a rank. Rank 1 has no memory for attention over more rows than ROWS_THAT_FIT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+
+from finetune.cli.main import main
+from finetune.model import generate
+
+ROWS = "ROWS_THAT_FIT"
+
+
+def run(words: list[str]) -> int:
+    genuine = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: Any, *arguments: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "1" and query.shape[0] > int(os.environ[ROWS]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return genuine(query, *arguments, **options)
+
+    with (
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend),
+        mock.patch.object(generate, "FIRST_ROUND", 3),
+    ):
+        return main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
