@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from finetune.architecture.own_layers.float8_linear import input_gradient, is_float8
+
 Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of a packed layer, in that format
+# Adds a packed layer's gradient of the input [tokens, inputs] to the first tensor, from that of its output.
+AddGradient = Callable[[Tensor, Tensor], Tensor]
 
 OWN = "own"  # what computes a layer: this module, or peft for a reason
 
@@ -38,7 +42,7 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
         layer.finetune_computed_by = by_peft or _only_peft(layer) or OWN
         if layer.finetune_computed_by == OWN:
             (name,) = layer.lora_A
-            layer.finetune_adapter = name, partial(unpack, layer.base_layer) if _is_packed(layer) else None
+            layer.finetune_adapter = name, _packed_gradient(layer.base_layer, unpack) if _is_packed(layer) else None
             layer.forward = MethodType(_forward, layer)
 
 
@@ -81,8 +85,22 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _is_packed(layer: Any) -> bool:
-    """Whether the base has 4-bit weights, as bitsandbytes packs them."""
-    return hasattr(layer.base_layer.weight, "quant_state")
+    """Whether the base has 4-bit weights, as bitsandbytes packs them, or weights in float8."""
+    return hasattr(layer.base_layer.weight, "quant_state") or is_float8(layer.base_layer)
+
+
+def _packed_gradient(base: Any, unpack: Unpack) -> AddGradient:
+    if is_float8(base):
+        return partial(_add_in_float8, base)
+    return partial(_add_unpacked, partial(unpack, base))
+
+
+def _add_in_float8(base: Any, result: Tensor, slope: Tensor) -> Tensor:
+    return result.add_(input_gradient(slope, base.weight, base.weight_scale))
+
+
+def _add_unpacked(unpack: Callable[[torch.dtype], Tensor], result: Tensor, slope: Tensor) -> Tensor:
+    return result.addmm_(slope, unpack(slope.dtype))
 
 
 def _only_peft(layer: Any) -> str | None:
@@ -159,7 +177,7 @@ class _Adapter(NamedTuple):
     dropped: float  # the share of inputs that dropout sets to zero
 
 
-def _adapted_product(flat: Tensor, base: Any, unpack: Unpack | None, adapter: _Adapter, bias: Tensor | None) -> Tensor:
+def _adapted_product(flat: Tensor, base: Any, unpack: AddGradient | None, adapter: _Adapter, bias: Tensor | None) -> Tensor:
     """[tokens, inputs] to [tokens, outputs].
 
     Everything that backward needs is saved before the large product, and apart from it:
@@ -196,7 +214,7 @@ class _KeptForBackward(torch.autograd.Function):
         inner: Tensor,
         mask: Tensor | None,
         weight: Tensor | None,
-        unpack: Callable[[torch.dtype], Tensor] | None,
+        unpack: AddGradient | None,
         scale: float,
         kept: float,
     ) -> Tensor:
@@ -219,8 +237,10 @@ class _KeptForBackward(torch.autograd.Function):
             grad_flat = _scaled(through, down, 1 / ctx.kept)  # [tokens, inputs]
             if mask is not None:
                 grad_flat.mul_(mask)
-            matrix = weight.to(slope.dtype) if ctx.unpack is None else ctx.unpack(slope.dtype)
-            grad_flat.addmm_(slope, matrix)
+            if ctx.unpack is None:
+                grad_flat.addmm_(slope, weight.to(slope.dtype))
+            else:
+                grad_flat = ctx.unpack(grad_flat, slope)
         grad_up = slope.T @ inner if of_up else None
         grad_bias = slope.sum(0) if of_bias else None
         return grad_flat, grad_down, grad_up, grad_bias, *(None for _ in rest)
