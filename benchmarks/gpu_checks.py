@@ -251,6 +251,8 @@ def _save_layers(folder: Path, device: Any, config: Any) -> int:
         for name, weight in model.named_parameters():
             if weight.ndim < 2:  # norms: of 1 alone a wrong one could not be told
                 weight.add_(0.3 * torch.randn_like(weight))
+                if name.endswith(("q_norm.weight", "k_norm.weight")):  # else Gemma 4's attention sees one token alone
+                    weight.mul_(weight.shape[-1] ** -0.25)
             else:
                 weight.normal_(std=of_embeddings if "embed" in name else weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)

@@ -60,7 +60,7 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
 def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -> None:
     every = gpu.steps()
     assert every[:3] == ["environment", LORA, FULL]
-    assert set(every) - {EAGER} == {*gpu.CHECKS, *gpu.recipes()}
+    assert set(every) - {EAGER, gpu_recipes.DPO} == {*gpu.CHECKS, *gpu.recipes()}
     here = gpu_recipes.Machine(Path("/nowhere"), 150.0)
     reached = gpu.CHECKS["environment"] + sum(gpu_recipes.estimate(recipe_of(name), here) for name in (LORA, FULL))
     assert reached < 9 * 60
@@ -125,7 +125,8 @@ class Stage:
         patches.setattr(gpu, "measure", self.measure)
         patches.setattr(gpu, "why_not", lambda recipe, machine: None)
         patches.setattr(gpu, "estimate", lambda recipe, machine: 100.0)
-        patches.setattr(gpu, "CHECKS", {"environment": 40.0, "layers": 60.0, "proofs": 80.0})
+        others = dict.fromkeys(gpu.CHECKS, 70.0)
+        patches.setattr(gpu, "CHECKS", others | {"environment": 40.0, "layers": 60.0, "proofs": 80.0})
 
     def check(self, kind: str, words: Sequence[str], log: Path, ends: float, watch: Callable[[], object]) -> int | None:
         self.began.append(kind)
@@ -142,8 +143,9 @@ class Stage:
         self.clock.now += self.seconds.get(kind, 30.0)
         return self.codes.get(kind, 0)
 
-    def measure(self, path: Path, machine: Any, changes: Sequence[str], *, limit: float, log: Path, **_: Any) -> Any:
-        name = path.stem + gpu.EAGER * ("training.compile=false" in changes)
+    def measure(self, way: gpu_recipes.Way, machine: Any, *, limit: float, log: Path, **_: Any) -> Any:
+        name = way.path.stem + gpu_recipes.EAGER * ("training.compile=false" in way.changes)
+        name = gpu_recipes.DPO if "training.objective=dpo" in way.changes else name
         self.began.append(name)
         self.limits[name] = limit
         log.write_text("log of a recipe", "utf-8")
@@ -275,9 +277,9 @@ def check(kind, words, log, ends, watch):
     if kind == {at!r}:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0
-def measure(path, machine, changes, *, measured, **_):
+def measure(way, machine, *, measured, **_):
     measured({good!r})
-    if path.stem == {at!r}:
+    if way.path.stem == {at!r} and not way.changes:
         os.kill(os.getpid(), signal.SIGKILL)
     return {good!r}
 gpu.run_checks, gpu.measure, gpu.why_not = check, measure, lambda *_: None
@@ -488,7 +490,7 @@ def trained(
     here = machine(tmp_path)
     gpu_recipes.model_folder(recipe_of(name), here).mkdir()
     said: list[dict[str, Any]] = []
-    row = gpu_recipes.measure(gpu.recipes()[name], here, limit=limit, measured=said.append)
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[name]), here, limit=limit, measured=said.append)
     return row, said
 
 
@@ -538,7 +540,7 @@ def test_a_model_that_cannot_be_made_is_the_reason(tmp_path: Path, monkeypatch: 
     broken = tmp_path / "broken.py"
     broken.write_text("raise SystemExit('no GPU memory for it')")
     monkeypatch.setattr(gpu_recipes, "CHECKS", broken)
-    row = gpu_recipes.measure(gpu.recipes()[LORA], machine(tmp_path))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[LORA]), machine(tmp_path))
     assert row == {
         "ok": False, "phase": "making the random model", "reason": "exit code 1: no GPU memory for it",
     }  # fmt: skip
@@ -561,7 +563,7 @@ def test_every_child_keeps_the_path_of_carried_packages_and_no_rank(
     code = gpu_recipes.run_checks("environment", [], log, time.monotonic() + 60)
     assert code == 0, log.read_text()
     monkeypatch.setattr(gpu_recipes.Training, "command", lambda self: [sys.executable, str(program), "environment"])
-    run = gpu_recipes.Training(gpu.recipes()[LORA], machine(tmp_path), (), EVERY, log)
+    run = gpu_recipes.Training(gpu_recipes.Way(gpu.recipes()[LORA]), machine(tmp_path), EVERY, log)
     assert run.train(time.monotonic() + 60, lambda: False) is None, log.read_text()
     assert log.read_text() == "well\n"
 
@@ -571,7 +573,8 @@ def test_a_training_is_the_recipe_as_it_stands(tmp_path: Path) -> None:
     """But for its model, rows, length and what is saved; eager is one key more."""
     here = machine(tmp_path)
     for name, changes in ((LORA, []), (LORA, ["training.compile=false"]), (FULL, [])):
-        run = gpu_recipes.Training(gpu.recipes()[name], here, changes, EVERY, tmp_path / "log")
+        way = gpu_recipes.Way(gpu.recipes()[name], tuple(changes))
+        run = gpu_recipes.Training(way, here, EVERY, tmp_path / "log")
         command = run.command()
         words = command[command.index("finetune/train.py") + 2 :]
         said = load_recipe(str(gpu.recipes()[name]), words).recipe
@@ -666,7 +669,7 @@ def wheels(name: str, **sizes: float) -> gpu_wheels.WheelSet:
 
 
 def wheel(name: str, tag: str = "py3-none-any", version: str = "1.0") -> str:
-    return f"{name}-{version}-{tag}.whl"
+    return f"{name.replace('-', '_')}-{version}-{tag}.whl"
 
 
 LINUX = "manylinux_2_17_x86_64.manylinux2014_x86_64"
@@ -743,7 +746,7 @@ def test_the_folder_has_the_wheels_that_were_taken(missing: str | None, code: in
     (tmp_path / wheel("of_before")).write_bytes(b"")
     assert gpu_wheels.main([str(tmp_path)], fetch) == code
     there = {file.name for file in tmp_path.iterdir()}
-    assert there == {wheel(name) for name in ("pydantic", "bitsandbytes") if name != missing}
+    assert there == {wheel(name) for name in ("pydantic", "liger-kernel", "bitsandbytes") if name != missing}
 
 
 def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
@@ -760,7 +763,7 @@ def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = gpu_recipes.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], machine(tmp_path, 0.0))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()["llama3_1b_lora_1x8gb"]), machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["tokens_per_second"] > 0
     assert {"load", "forward", "backward", "step"} <= set(row["phases"])
@@ -775,7 +778,7 @@ def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_full_training_says_whether_its_update_was_fused(tmp_path: Path) -> None:
-    row = gpu_recipes.measure(gpu.recipes()["llama3_8b_full_1x80gb"], machine(tmp_path, 0.0))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[FULL]), machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["receipt"]["optimizer_update"] == {
         "fused": False,
