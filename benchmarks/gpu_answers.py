@@ -22,7 +22,7 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
     """Tokens a second of greedy answers to 64 prompts."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from finetune.model.generate import left_padded, prompt_batches
     from finetune.model.known_configs import full_config
@@ -79,7 +79,8 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
             answers(model, most, found)
     with lines.check("base, generate_batch of transformers") as found:
         began = seconds()
-        outputs = model.generate_batch(prompts, generation_config=settings)
+        own = ContinuousBatchingConfig(num_blocks=64, block_size=16, max_batch_tokens=64) if shrunken else None
+        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=own)
         tokens = sum(len(each.generated_tokens) for each in outputs.values())
         told(found, seconds() - began, tokens, None)
         if tokens != count * new:

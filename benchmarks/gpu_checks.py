@@ -265,9 +265,7 @@ def _documents(vocabulary: int) -> Any:
     return probe_documents(vocabulary, frozenset(range(2)), lengths=DOCUMENTS)
 
 
-def _compare(
-    lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, compiles: bool, shrunken: bool
-) -> None:
+def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, compiles: bool, shrunken: bool) -> None:
     """The kit's model as the recipe builds it, beside the library's: eager, then compiled where `compiles` says so."""
     from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
     from finetune.architecture.own_layers.compute import compute_layers

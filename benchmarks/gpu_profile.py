@@ -31,9 +31,7 @@ if __name__ == "__main__":
 FILE = "GPU_PROFILE"  # environment variable: where the figures go
 FIRST = 3  # training steps before the two
 UPDATE = "gpu_profile: update"  # the name of a range in the trace
-CLASSES = (
-    *("product", "adapter product", "attention", "fused", "head", "copy", "update", "memset", "idle", "other"),
-)
+CLASSES = (*("product", "adapter product", "attention", "fused", "head", "copy", "update", "memset", "idle", "other"),)
 LONGEST = 20  # kernels
 MOST_RANK = 128  # a product with a side of at most this is an adapter's; the head's chunks and rows are longer
 PRODUCTS = re.compile(r"gemm|cutlass|nvjet|xmma|cublas|aten::(add|b)?mm$|aten::addmm|scaled_mm|float8_product")
@@ -60,7 +58,9 @@ def summary(light: Mapping[str, Any], shaped: Mapping[str, Any], *, vocabulary: 
         for each in events
         if each.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in each.get("args", {})
     }
-    updates = [(each["ts"], each["ts"] + each["dur"]) for each in events if each.get("name") == UPDATE and "dur" in each]
+    updates = [
+        (each["ts"], each["ts"] + each["dur"]) for each in events if each.get("name") == UPDATE and "dur" in each
+    ]
     for kernel in _kernels(events):
         arguments = kernel.get("args", {})
         operation = operations.get(arguments.get("External id"), kernel)
@@ -169,7 +169,9 @@ def profile_steps(out: Path) -> None:
         with ExitStack() as stack:
             if on_gpu:
                 torch.cuda.synchronize()
-            recorded = stack.enter_context(profile(activities=list(dict.fromkeys(activities)), record_shapes=number == 2))
+            recorded = stack.enter_context(
+                profile(activities=list(dict.fromkeys(activities)), record_shapes=number == 2)
+            )
             result = take(parts, *args, **kwargs)
             if on_gpu:
                 torch.cuda.synchronize()

@@ -177,7 +177,9 @@ class _Adapter(NamedTuple):
     dropped: float  # the share of inputs that dropout sets to zero
 
 
-def _adapted_product(flat: Tensor, base: Any, unpack: AddGradient | None, adapter: _Adapter, bias: Tensor | None) -> Tensor:
+def _adapted_product(
+    flat: Tensor, base: Any, unpack: AddGradient | None, adapter: _Adapter, bias: Tensor | None
+) -> Tensor:
     """[tokens, inputs] to [tokens, outputs].
 
     Everything that backward needs is saved before the large product, and apart from it:
