@@ -184,10 +184,7 @@ class Session:
         patience = (PATIENCE_ON_CPU if self.shrunken else PATIENCE) * needed
         limit = patience if left is None else min(left, patience)
         began = self.clock()
-        if way is None:
-            row = self.checks(name, limit)
-        else:
-            row = self.recipe(name, way, limit)
+        row = self.checks(name, limit) if way is None else self.recipe(name, way, limit)
         if row.pop("out_of_time", False) and limit < patience:
             row |= {"state": "not run", "reason": f"the minutes were over, {row.get('phase', '')}".rstrip(", ")}
         row |= {"seconds": round(self.clock() - began, 1), "estimated_seconds": needed}

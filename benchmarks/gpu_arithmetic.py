@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_arithmetic.py [FILE ...]     (gpu.py's records; benchmarks/results/gpu.json and gpu_h100.json)
 
-For each recipe that a record has, and each set of counts below: where a micro-batch's time goes, and the tokens a second
-that follow. Then the decode steps of an evaluation by the tokens that its batches hold.
+For each recipe that a record has, and each set of counts below: where a micro-batch's time goes, and the tokens a
+second that follow. Then the decode steps of an evaluation by the tokens that its batches hold.
 
 What a count cannot know is one of RATES: a share of what the card reached with one large product, seconds of a small
 kernel, passes over memory. `finetune plan --gpus` has an upper bound from vendors' peaks instead.
