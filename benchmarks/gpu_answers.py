@@ -79,7 +79,7 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
             answers(model, most, found)
     with lines.check("base, generate_batch of transformers") as found:
         began = seconds()
-        own = ContinuousBatchingConfig(num_blocks=64, block_size=16, max_batch_tokens=64) if shrunken else None
+        own = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64) if shrunken else None
         outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=own)
         tokens = sum(len(each.generated_tokens) for each in outputs.values())
         told(found, seconds() - began, tokens, None)

@@ -164,14 +164,13 @@ def profile_steps(out: Path) -> None:
         number = done - FIRST  # 1 and 2 are recorded
         if number not in (1, 2):
             return take(parts, *args, **kwargs)
-        of_device = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-        activities = of_device if number == 1 else [ProfilerActivity.CPU, *of_device]
+        activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        if on_gpu and number == 2:
+            activities.append(ProfilerActivity.CPU)
         with ExitStack() as stack:
             if on_gpu:
                 torch.cuda.synchronize()
-            recorded = stack.enter_context(
-                profile(activities=list(dict.fromkeys(activities)), record_shapes=number == 2)
-            )
+            recorded = stack.enter_context(profile(activities=activities, record_shapes=number == 2))
             result = take(parts, *args, **kwargs)
             if on_gpu:
                 torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 A part of gpu.py, and the only way to run the sharded code on a single GPU: NCCL refuses two ranks on one.
 
     python benchmarks/gpu_two_ranks.py collectives DEVICE OUT.json       (a rank, under torchrun)
-    python benchmarks/gpu_two_ranks.py train RECIPE [key=value ...]      (a rank, under torchrun: the kit's own training)
+    python benchmarks/gpu_two_ranks.py train RECIPE [key=value ...]      (a rank of the kit's own training)
 """
 
 from __future__ import annotations

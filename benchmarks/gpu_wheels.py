@@ -6,8 +6,8 @@
 There:  python3 -m pip install --no-index --no-deps --target SITE DIR/*.whl; PYTHONPATH=SITE python3 benchmarks/gpu.py
 
 A set is taken whole or left out: first pydantic with what it needs, without which no recipe is read, then the rival's
-kernels (Liger, 1 MB), then bitsandbytes, if it still fits. torch, transformers, accelerate, peft and what they need are taken to be there. Exit code: 0 all sets
-are there; 1 pydantic's is not; 3 a later one was left out.
+kernels (Liger, 1 MB), then bitsandbytes, if it still fits. torch, transformers, accelerate, peft and what they need are
+taken to be there. Exit code: 0 all sets are there; 1 pydantic's is not; 3 a later one was left out.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ a scale for each token, so a token's result does not depend on the tokens beside
 
 Gradients pass the rounding of x as if it were none. A GPU computes the product of two float8 matrices by
 `torch.nn.functional.scaled_mm`, whose kernels take both with the summed side last in memory. So backward copies W8
-transposed: 2 bytes a weight of traffic, while a second copy would cost as much memory as bfloat16 does. A CPU has no such
-product. It multiplies the quantised numbers in float32.
+transposed: 2 bytes a weight of traffic, while a second copy kept would cost as much memory as bfloat16 does. A CPU has
+no such product. It multiplies the quantised numbers in float32.
 
 Memory: one byte a weight and four an output. The bytes are a parameter in uint8, because gloo sends no float8.
 """
