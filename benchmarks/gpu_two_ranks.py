@@ -80,7 +80,9 @@ def _launch(ranks: int, words: Sequence[str], folder: Path, limit: float, *, shr
     log = folder / "ranks.log"
     cpu = {"ACCELERATE_USE_CPU": "true"} if shrunken else {}
     environment = environment_for_child(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", FINETUNE_CACHE=str(folder / "cache"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with running([*launcher, str(Path(__file__)), *words], environment | cpu, log) as process:
         ends = time.monotonic() + limit
         while process.poll() is None and time.monotonic() < ends:

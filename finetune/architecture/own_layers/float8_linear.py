@@ -29,6 +29,7 @@ from torch.nn import functional as F
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FLOAT8).max
 SMALLEST_SCALE = 2.0**-100  # of a row of zeros
+FLOAT8_LAYERS = "LinearFloat8"  # in a receipt
 MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
