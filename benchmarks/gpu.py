@@ -1,18 +1,25 @@
 """The first minutes with a GPU: its environment, recipes for one GPU, layers and proofs, the most telling first.
 
     python benchmarks/gpu.py --minutes 9 --out DIR      (what does not fit into the minutes is not run)
-    python benchmarks/gpu.py STEP ...                   (some steps: environment, optimizer, layers, proofs, RECIPE,
-                                                    RECIPE:eager)
+    python benchmarks/gpu.py STEP ...                   (some of the steps below)
     python benchmarks/gpu.py --shrunken --out DIR       (without a GPU: tries this script itself on small models)
 
 environment  versions, imports, the card, the rates of products and copies
 optimizer    a billion bfloat16 weights: RoundedAdamW's update as one kernel beside the update as written
 layers       two layers of 8B's width: loss and gradients beside the library's, eager and compiled
+operator     attention that no flash kernel computes, inside compiled layers: Gemma 4, Gemma 2, Llama in float32
 proofs       those of `finetune doctor --gpu`, side by side
+generate     a random 8B answers 64 prompts: batches of three sizes, adapters merged or not, transformers' own batches
+peer         transformers, peft and Liger on the rows of 8B LoRA
+two_ranks    two ranks on this card over gloo: which collectives work, DDP, FSDP2
 RECIPE       Llama 3.2 1B or 3.1 8B with random weights of that shape, a few steps as the recipe stands, on rows drawn
              here that fill `max_length`: tokens a second, memory of each phase against the plan. Adapters are saved and
              exported; a full training is ended when its speed is known, before its checkpoint of 48 GB.
-RECIPE:eager the same with training.compile=false
+dpo          8B LoRA on pairs of answers, by recipes/llama3_8b_lora_1x80gb.yaml: its reference's seconds too
+RECIPE:eager, dpo:eager  with training.compile=false
+RECIPE:profile           two steps under torch.profiler: classes of kernels, the longest ones, idle time
+RECIPE:rows=N            with training.per_device_batch_size=N
+RECIPE:again             started twice: what the second start finds of the first one's caches
 
 Writes gpu.json and gpu.md, that shows it, into DIR (benchmarks/results) after each check and each recipe, as soon as
 its speed is known; at most four logs of failures beside them. Keeps what it has of other steps of the same card and
@@ -40,25 +47,30 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_recipes import (
-    EAGER,
+    DPO,
     MODELS,
     OUT_OF_TIME,
     ROOT,
     Machine,
+    Way,
     estimate,
+    find_way,
     measure,
     recipes,
     run_checks,
+    start_seconds,
     why_not,
 )
+from finetune.errors import RecipeError
 from finetune.files import read_lines, write_json, write_text
 from finetune.preflight import ended_by_signals
-from finetune.recipe.loader import load_recipe
 
 # Seconds of each on an H200 with 16 cores. Measured: the environment 19 and 27; layers 150, when there was one more to
 # compile, in 30. Of the proofs nine had ended after 46, and float32, which is compiled, had not after 225. The
 # optimizer's are a guess: 20 to import and compile, 2 for 20 updates, the rest to draw and to copy.
 CHECKS = {"environment": 30.0, "optimizer": 45.0, "layers": 120.0, "proofs": 300.0}
+# Guesses: three cases of at most 60; 30 to make the model, 60 of answers; 30 and two ways of 30; four starts of 20.
+CHECKS |= {"operator": 120.0, "generate": 90.0, "peer": 100.0, "two_ranks": 90.0}
 # The most telling first; nine minutes reach the two of 8B. A recipe that is not named here comes after these.
 FIRST = (
     "environment",
@@ -70,6 +82,11 @@ FIRST = (
     "llama3_8b_lora_1x80gb:eager",
     "llama3_qlora",
     "proofs",
+    "operator",
+    DPO,
+    "generate",
+    "peer",
+    "two_ranks",
 )
 PATIENCE, PATIENCE_ON_CPU = 3.0, 30.0  # times its estimate, after which a step is taken to hang
 MOST_LOGS, MOST_LOG_BYTES = 4, 1 << 20
@@ -149,15 +166,15 @@ class Session:
 
     def run(self, name: str) -> None:
         """One step: its row, whatever becomes of it."""
-        check, path = CHECKS.get(name), recipes().get(name.removesuffix(EAGER))
-        changes = ["training.compile=false"] if name.endswith(EAGER) else []
+        check = CHECKS.get(name)
+        way = None if check is not None else find_way(name)
         why, needed = None, check or 0.0
-        if path is not None:
-            recipe = load_recipe(str(path), changes).recipe
+        if way is not None:
+            recipe = way.recipe
             if self.machine is None:
                 why = "the machine is not known, since its environment failed"
             else:
-                why, needed = why_not(recipe, self.machine), estimate(recipe, self.machine)
+                why, needed = why_not(recipe, self.machine), estimate(recipe, self.machine) * (1 + way.again)
         left = None if self.ends is None else self.ends - self.clock()
         if why is None and left is not None and needed > left:
             why = f"{needed:.0f} s needed, {max(left, 0):.0f} s left"
@@ -167,11 +184,7 @@ class Session:
         patience = (PATIENCE_ON_CPU if self.shrunken else PATIENCE) * needed
         limit = patience if left is None else min(left, patience)
         began = self.clock()
-        if path is None:
-            row = self.checks(name, limit)
-        else:
-            assert self.machine is not None
-            row = self.recipe(name, path, changes, limit)
+        row = self.checks(name, limit) if way is None else self.recipe(name, way, limit)
         if row.pop("out_of_time", False) and limit < patience:
             row |= {"state": "not run", "reason": f"the minutes were over, {row.get('phase', '')}".rstrip(", ")}
         row |= {"seconds": round(self.clock() - began, 1), "estimated_seconds": needed}
@@ -223,14 +236,13 @@ class Session:
         if "machine" in machine:
             self.machine = Machine(self.scratch, machine["machine"]["gpu_gb"], frozenset(versions.get("packages", ())))
 
-    def recipe(self, name: str, path: Path, changes: Sequence[str], limit: float) -> dict[str, Any]:
+    def recipe(self, name: str, way: Way, limit: float) -> dict[str, Any]:
         """A recipe's row; with its speed on disk as soon as that is known."""
         assert self.machine is not None
         log = self.scratch / "run.log"
         row = measure(
-            path,
+            way,
             self.machine,
-            changes,
             limit=limit,
             measured=lambda row: self.results.put(name, {"state": "running", **row}),
             log=log,
@@ -252,6 +264,14 @@ def in_words(row: Mapping[str, Any]) -> str:
     if "tokens_per_second" in row:
         told.append(f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds']:.2f} s a step")
         told.append(f"peak {row['peak_memory_gib']:.2f} GiB{_against_plan(row)}")
+    if row.get("profile"):
+        told.append(f"{row['profile']['idle_share'] or 0:.0%} idle, {row['profile']['launches']:,} launches")
+    if "first_start" in row:
+        once, again = row["first_start"], start_seconds(row)
+        told += [f"{key.replace('_', ' ')} {once[key]}, again {again[key]}" for key in once if again[key] is not None]
+    if "first_rewards" in row:
+        told.append(f"margin of step 1 {row['first_rewards'].get('reward_margin', float('nan')):.1e}")
+        told.append(f"reference {row['reference_seconds']} s")
     if row["state"] != "ok":
         told.append(f"{row['state']}: {row['reason']}" if "reason" in row else row["state"])
     if row["state"] == "failed" and "phase" in row:
@@ -294,12 +314,27 @@ def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
             speeds = f"{row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f} | {left_off}"
         reason = f": {row['reason']}".replace("|", "/") if "reason" in row else ""
         yield f"| {name} | {speeds} | {row['state']}{reason} |"
+    for name, row in trained.items():
+        if row.get("profile"):
+            yield from _profile_lines(name, row["profile"])
     phases = list(dict.fromkeys(phase for row in trained.values() for phase in row.get("phases", {})))
     yield "\n## Memory: GiB at the peak of each phase, and the plan's error\n"
     yield f"| recipe | {' | '.join(phases)} |\n|---|{'---:|' * len(phases)}"
     for name, row in trained.items():
         if row.get("phases"):
             yield f"| {name} | {' | '.join(_peak(row['phases'].get(phase)) for phase in phases)} |"
+
+
+def _profile_lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
+    """A table of a step's classes of kernels, and one of the longest kernels."""
+    idle = f"{profile['idle_share'] or 0:.1%} of {profile['span_ms']:,.1f} ms without a kernel"
+    yield f"\n## Kernels of {name}: {profile['kernels']:,}, {profile['launches']:,} launches, {idle}\n"
+    yield "| class | ms a step | share |\n|---|---:|---:|"
+    for kind, each in profile["classes"].items():
+        yield f"| {kind} | {each['ms']:,.2f} | {each['share']:.1%} |"
+    yield "\n| kernel | class | ms a step | calls |\n|---|---|---:|---:|"
+    for each in profile["longest"]:
+        yield f"| `{each['name'].replace('|', '/')}` | {each['class']} | {each['ms']:,.2f} | {each['calls']:,} |"
 
 
 def _peak(phase: Mapping[str, Any] | None) -> str:
@@ -324,9 +359,11 @@ def main(words: Sequence[str] | None = None, clock: Callable[[], float] = time.m
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; benchmarks/results")
     parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; writes into --out alone")
     asked = parser.parse_args(words)
-    names = [*CHECKS, *(name + ending for name in recipes() for ending in ("", EAGER))]
-    if unknown := [name for name in asked.steps if name not in names]:
-        parser.error(f"no such step, and no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
+    try:
+        if unknown := [name for name in asked.steps if name not in CHECKS and find_way(name) is None]:
+            parser.error(f"no such step, and no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
+    except RecipeError as error:
+        parser.error(f"a step's rows: {error}")
     began = clock()
     folder = asked.out or (None if asked.shrunken else ROOT / "benchmarks" / "results")
     if folder is not None:

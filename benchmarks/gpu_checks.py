@@ -1,10 +1,8 @@
 """What gpu.py runs in processes of their own: the environment, the kit's layers, its optimizer, its proofs, a random
 model.
 
-    python benchmarks/gpu_checks.py environment OUT.jsonl
-    python benchmarks/gpu_checks.py layers OUT.jsonl
-    python benchmarks/gpu_checks.py optimizer OUT.jsonl
-    python benchmarks/gpu_checks.py proofs OUT.jsonl
+    python benchmarks/gpu_checks.py KIND OUT.jsonl             (a kind of CHECKS, below)
+    python benchmarks/gpu_checks.py operator OUT.jsonl CASE    (one case of `operator`)
     python benchmarks/gpu_checks.py model RECIPE FOLDER [key=value ...]
 
 `--shrunken` computes on the CPU, with small sizes. OUT.jsonl gets a line for each check as soon as it is known: name,
@@ -36,9 +34,14 @@ from typing import Any
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu_answers import generate
+from benchmarks.gpu_peer import peer
+from benchmarks.gpu_recipes import OUT_OF_TIME, last_line, run_checks
+from benchmarks.gpu_two_ranks import two_ranks
+
 PACKAGES = tuple(
     "torch triton transformers tokenizers safetensors huggingface_hub accelerate peft pydantic numpy datasets "
-    "bitsandbytes deepspeed torchao".split()
+    "bitsandbytes deepspeed torchao liger-kernel".split()
 )
 MODULES = ("finetune.train", "finetune.training.session", "finetune.planner.plan_recipe", "finetune.preflight.doctor")
 TAIL = 20_000  # characters of a log that a line keeps
@@ -163,12 +166,11 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
 
     from finetune.model.small import SmallModel
     from finetune.probe.compare import library_side
-    from finetune.recipe.schema import Recipe
 
     device = torch.device("cpu" if shrunken else "cuda")
     with tempfile.TemporaryDirectory(prefix="finetune-layers-") as name:
         folder = Path(name)
-        vocabulary = _save_layers(folder, device, shrunken=shrunken)
+        vocabulary = _save_layers(folder, device, _two_layers("Llama", shrunken=shrunken))
         small = SmallModel(folder, "LlamaForCausalLM", 2, 1, 0, frozenset())
         lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
         for way, adapters, recomputed, compute in (
@@ -177,55 +179,82 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
             ("all weights, float32 in bfloat16", None, False, torch.bfloat16),
             ("LoRA in float32", lora, False, None),
         ):
-            recipe = Recipe.model_validate(
-                {
-                    "model": {"name_or_path": str(folder), "dtype": "bfloat16" if adapters and compute else "float32"},
-                    "lora": adapters,
-                    "data": {"train": [{"path": "json", "data_files": "none.jsonl"}], "max_length": 2048},
-                    "training": {
-                        "activation_checkpointing": recomputed,
-                        "mixed_precision": "bf16" if compute else "no",
-                        "max_steps": 1,
-                        "learning_rate": 1e-4,
-                    },
-                }
-            )
+            recipe = _recipe(folder, adapters, recomputed=recomputed, bf16=compute is not None)
             side = library_side(recipe, small, device, compute)
             side.documents = _documents(vocabulary)
             side.__post_init__()  # its own figures, of these documents
-            _compare(lines, way, recipe, side, device, shrunken=shrunken)
+            # Adapters without recomputation are compiled, and compared by the guard, in the recipe of 8B.
+            compiles = compute is not None and (adapters is None or recomputed)
+            _compare(lines, way, recipe, side, device, compiles=compiles, shrunken=shrunken)
             del side
             if not shrunken:
                 torch.cuda.empty_cache()
 
 
-def _save_layers(folder: Path, device: Any, *, shrunken: bool) -> int:
-    """A Llama of two layers in a folder, of 8B's widths unless it is shrunken; the size of its vocabulary."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _recipe(folder: Path, adapters: Any, *, recomputed: bool, bf16: bool) -> Any:
+    """A training of the model in `folder`, for `_compare`."""
+    from finetune.recipe.schema import Recipe
+
+    precision = "bf16" if bf16 else "no"
+    training = {"activation_checkpointing": recomputed, "mixed_precision": precision, "max_steps": 1}
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": str(folder), "dtype": "bfloat16" if adapters and bf16 else "float32"},
+            "lora": adapters,
+            "data": {"train": [{"path": "json", "data_files": "none.jsonl"}], "max_length": 2048},
+            "training": training | {"learning_rate": 1e-4},
+        }
+    )
+
+
+def _two_layers(family: str, *, shrunken: bool) -> Any:
+    """The configuration of two layers of Llama 3.1 8B's, Gemma 2 9B's or Gemma 4 31B's widths."""
+    from transformers import AutoConfig
 
     wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     narrow = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(
-        "llama",
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64, "head_dim": 32}
+    match family:
+        case "Llama":
+            model_type = "llama"
+            own: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+            own |= {"tie_word_embeddings": False}
+        case "Gemma 2":  # logits of attention capped at 50, which no flash kernel does
+            model_type, own = "gemma2", kinds | {"attn_logit_softcapping": 50.0}
+            wide |= {"hidden_size": 3584, "num_attention_heads": 16, "sliding_window": 512, "head_dim": 256}
+        case _:  # global heads of 512, too wide for torch's flash kernel
+            model_type, own = "gemma4_text", kinds | {"global_head_dim": 512, "hidden_size_per_layer_input": 0}
+            wide |= {"hidden_size": 5376, "intermediate_size": 21504, "num_key_value_heads": 16}
+            wide |= {"sliding_window": 512, "head_dim": 256}
+    return AutoConfig.for_model(
+        model_type,
         vocab_size=512 if shrunken else 32_768,
         num_hidden_layers=2,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
-        **(narrow if shrunken else wide),
+        **(own | (narrow if shrunken else wide)),
     )
+
+
+def _save_layers(folder: Path, device: Any, config: Any) -> int:
+    """A random model with this configuration in a folder; the size of its vocabulary."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
+    # Gemma multiplies its embeddings, which are its head too, by the root of their width.
+    of_embeddings = config.hidden_size**-0.5 if config.tie_word_embeddings else 0.5
     with torch.device(device), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         for name, weight in model.named_parameters():
             if weight.ndim < 2:  # norms: of 1 alone a wrong one could not be told
                 weight.add_(0.3 * torch.randn_like(weight))
+                if name.endswith(("q_norm.weight", "k_norm.weight")):  # else Gemma 4's attention sees one token alone
+                    weight.mul_(weight.shape[-1] ** -0.25)
             else:
-                weight.normal_(std=0.5 if "embed" in name else weight.shape[-1] ** -0.5)
+                weight.normal_(std=of_embeddings if "embed" in name else weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     return int(config.vocab_size)
 
@@ -236,8 +265,8 @@ def _documents(vocabulary: int) -> Any:
     return probe_documents(vocabulary, frozenset(range(2)), lengths=DOCUMENTS)
 
 
-def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, shrunken: bool) -> None:
-    """The kit's model as the recipe builds it, beside the library's: eager, and compiled where it is in 16 bits."""
+def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, compiles: bool, shrunken: bool) -> None:
+    """The kit's model as the recipe builds it, beside the library's: eager, then compiled where `compiles` says so."""
     from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
     from finetune.architecture.own_layers.compute import compute_layers
     from finetune.model.build import build_model, decoder_parts
@@ -252,8 +281,8 @@ def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, shr
         model.load_state_dict(side.model.state_dict())
         eager = side.computed_by(model, recipe)
         _judge(found, eager, side.expected, bound, exact=side.compute is None)
-    if eager is None or side.compute is None or (recipe.lora and not recipe.training.activation_checkpointing):
-        return  # adapters without recomputation are compiled, and compared by the guard, in the recipe of 8B
+    if eager is None or not compiles:
+        return
     with lines.check(f"{way}, compiled") as found:
         compiled = CompiledLayers(required=False, log=lambda line: print(line, flush=True))
         if shrunken:
@@ -283,6 +312,53 @@ def _judge(found: dict[str, Any], ours: Any, expected: Any, bound: float, *, exa
         found |= {"state": "failed", "seen": f"{len(without)} gradients are 0, first {without[0]}; {found['seen']}"}
     elif not whole.largest <= bound:
         found["state"] = "failed"
+
+
+OPERATOR_CASES = {  # family, and whether it computes in bfloat16
+    "Gemma 4, heads of 512": ("Gemma 4", True),
+    "Gemma 2, capped at 50": ("Gemma 2", True),
+    "Llama in float32": ("Llama", False),
+}
+CASE_SECONDS, CASE_SECONDS_ON_CPU = 60.0, 600.0  # after which a case is taken to hang
+
+
+def operator(lines: Lines, *, shrunken: bool) -> None:
+    """Attention that no flash kernel computes, by document inside a compiled layer: three models, all weights trained,
+    each in a process of its own that is ended after a minute. It once hung on a GPU without a word."""
+    seconds = CASE_SECONDS_ON_CPU if shrunken else CASE_SECONDS
+    for case in OPERATOR_CASES:
+        before = lines.file.read_text("utf-8") if lines.file.is_file() else ""
+        log = lines.file.with_suffix(".case.log")
+        began = time.monotonic()
+        words = [str(lines.file), case, *(["--shrunken"] if shrunken else [])]
+        code = run_checks("operator", words, log, began + seconds)
+        if code == 0:
+            continue
+        done = lines.file.read_text("utf-8").removeprefix(before).count("\n") if lines.file.is_file() else 0
+        why = f"{OUT_OF_TIME}: {seconds:.0f} s" if code is None else f"it ended with {code}: {last_line(log)}"
+        name = f"{case}, {('eager', 'compiled', 'at its end')[min(done, 2)]}"
+        more = {"log": log.read_text("utf-8", errors="replace")[-TAIL:]}
+        lines.add(name, "failed", why, time.monotonic() - began, **more)
+
+
+def operator_case(lines: Lines, case: str, *, shrunken: bool) -> None:
+    """One model of `operator`: loss and gradients beside the library's, eager and compiled."""
+    import torch
+
+    from finetune.model.small import SmallModel
+    from finetune.probe.compare import library_side
+
+    family, bf16 = OPERATOR_CASES[case]
+    device = torch.device("cpu" if shrunken else "cuda")
+    with tempfile.TemporaryDirectory(prefix="finetune-operator-") as name:
+        folder = Path(name)
+        vocabulary = _save_layers(folder, device, _two_layers(family, shrunken=shrunken))
+        recipe = _recipe(folder, None, recomputed=False, bf16=bf16)
+        small = SmallModel(folder, "AutoModelForCausalLM", 2, 2, 0, frozenset())
+        side = library_side(recipe, small, device, torch.bfloat16 if bf16 else None)
+        side.documents = _documents(vocabulary)
+        side.__post_init__()
+        _compare(lines, case, recipe, side, device, compiles=True, shrunken=shrunken)
 
 
 def optimizer(lines: Lines, *, shrunken: bool) -> None:
@@ -454,17 +530,32 @@ def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: b
     half_made.rename(folder)
 
 
+CHECKS: dict[str, Callable[..., None]] = {
+    "environment": environment,
+    "layers": layers,
+    "operator": operator,
+    "optimizer": optimizer,
+    "proofs": proofs,
+    "generate": generate,
+    "peer": peer,
+    "two_ranks": two_ranks,
+}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("environment", "layers", "optimizer", "proofs", "model"))
+    parser.add_argument("kind", choices=(*CHECKS, "model"))
     parser.add_argument("words", nargs="+", metavar="OUT.jsonl, or RECIPE FOLDER")
     parser.add_argument("--shrunken", action="store_true")
     asked = parser.parse_args(words)
     if asked.kind == "model":
         model(asked.words[0], Path(asked.words[1]), asked.words[2:], shrunken=asked.shrunken)
         return 0
-    checks = {"environment": environment, "layers": layers, "optimizer": optimizer, "proofs": proofs}
-    checks[asked.kind](Lines(Path(asked.words[0])), shrunken=asked.shrunken)
+    lines = Lines(Path(asked.words[0]))
+    if asked.kind == "operator" and len(asked.words) > 1:
+        operator_case(lines, asked.words[1], shrunken=asked.shrunken)
+        return 0
+    CHECKS[asked.kind](lines, shrunken=asked.shrunken)
     return 0
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
 MODELS = {"Llama-3.2-1B": 1_235_814_400, "Llama-3.1-8B": 8_030_261_248}  # weights
 EAGER = ":eager"  # after a recipe's name: the same with training.compile=false
+PROFILE, AGAIN = ":profile", ":again"  # two steps under torch.profiler; a second start with the first one's caches
+DPO, DPO_RECIPE = "dpo", "llama3_8b_lora_1x80gb"
+# 32 pairs of about 850 tokens, four in a micro-batch: UltraFeedback's shape.
+DPO_CHANGES = (
+    *("training.objective=dpo", "data.max_length=1024", "data.packing=false", "data.truncation=drop"),
+    *("training.global_batch_size=32", "training.per_device_batch_size=4", "training.learning_rate=5e-6"),
+)
 STEPS, SKIPPED = 6, 2  # the first steps warm caches and the allocator
 SPARE = 3e9  # bytes of disk and of host memory: logs, compiled graphs, Python and CUDA's own
 ADAPTERS = 0.3e9  # bytes of the largest checkpoint of adapters, with their moments: 42 M weights in float32
@@ -57,6 +64,41 @@ def recipes() -> dict[str, Path]:
 def _is_for_one_gpu(recipe: Recipe) -> bool:
     name = recipe.model.name_or_path
     return recipe.budget.gpus == recipe.budget.nodes == 1 and any(model in name for model in MODELS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A recipe and how it is run."""
+
+    path: Path
+    changes: tuple[str, ...] = ()
+    profiles: bool = False  # two steps under torch.profiler
+    again: bool = False  # twice, with caches of its own
+
+    @property
+    def recipe(self) -> Recipe:
+        return load_recipe(str(self.path), self.changes).recipe
+
+
+def find_way(name: str) -> Way | None:
+    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :profile, :again and :rows=N. None: no such
+    recipe or ending. Raises RecipeError where the recipe refuses N."""
+    first, *endings = name.split(":")
+    path = recipes().get(DPO_RECIPE if first == DPO else first)
+    if path is None or len(set(endings)) < len(endings):
+        return None
+    changes = [*DPO_CHANGES] if first == DPO else []
+    for ending in endings:
+        rows = ending.removeprefix("rows=")
+        if rows != ending and rows.isascii() and rows.isdigit():
+            changes.append(f"training.per_device_batch_size={rows}")
+        elif f":{ending}" == EAGER:
+            changes.append("training.compile=false")
+        elif f":{ending}" not in (PROFILE, AGAIN):
+            return None
+    way = Way(path, tuple(changes), PROFILE[1:] in endings, AGAIN[1:] in endings)
+    assert way.recipe
+    return way
 
 
 @dataclass(frozen=True)
@@ -96,6 +138,7 @@ def estimate(recipe: Recipe, machine: Machine) -> float:
     again = 35.0 if recipe.training.activation_checkpointing else 0.0  # as it is traced, and twice as much to compile
     compiled = 0.0 if recipe.training.compile is False else 40.0 + again
     compiled += 90.0 if full else 0.0  # the worst step, its weights to disk and back
+    compiled += 25.0 if recipe.preferences is not None else 0.0  # the reference
     return round(20 + made + read + written + quantised + steps + compiled, 1)  # 20: imports, probe, export
 
 
@@ -135,29 +178,39 @@ def needs(recipe: Recipe, machine: Machine) -> tuple[float, float]:
     return disk + SPARE, max(host, base) + SPARE
 
 
-def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
-    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long."""
+def write_rows(file: Path, *, tokens: int, max_length: int, pairs: bool = False) -> Path:
+    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long.
+
+    Args:
+        pairs: Each row has two answers of such lengths, chosen and rejected.
+    """
     draw = random.Random(0)
     words = ["the", "river", "turns", "a", "wheel", "that", "was", "built", "by", "hand", "in", "spring"]
+    prompt = [{"role": "user", "content": "Tell me."}]
     with file.open("w", encoding="utf-8") as out:
         while tokens > 0:
-            length = draw.randint(max_length // 6, max_length * 4 // 9)
-            answer = " ".join(draw.choices(words, k=length))  # a word is one token or two here
-            chat = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": answer}]
-            out.write(json.dumps({"messages": chat}) + "\n")
-            tokens -= length
+            answers = []
+            for _ in range(1 + pairs):
+                length = draw.randint(max_length // 6, max_length * 4 // 9)
+                content = " ".join(draw.choices(words, k=length))  # a word is one token or two here
+                answers.append([{"role": "assistant", "content": content}])
+                tokens -= length
+            row = {"messages": prompt + answers[0]}
+            if pairs:
+                row = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+            out.write(json.dumps(row) + "\n")
     return file
 
 
 def measure(
-    recipe_path: Path,
+    way: Way,
     machine: Machine,
-    changes: Sequence[str] = (),
     *,
     steps: int = STEPS,
     limit: float | None = None,
     measured: Callable[[dict[str, Any]], None] = lambda row: None,
     log: Path | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """One recipe's figures: a row of the results. `ok` False comes with the `phase` that failed and the `reason`, and
     with the figures that were known before.
@@ -166,33 +219,57 @@ def measure(
         limit: Seconds after which it is ended, and the row has `out_of_time`. None: none.
         measured: Called with the row so far as soon as its speed is known; what fails later changes that no more.
         log: Where to keep what it printed.
+        cache: Its caches' folder; None: that of all trainings, or `way.again`'s own.
     """
-    run = Training(recipe_path, machine, changes, steps, log or machine.folder / "run.log")
+    run = Training(way, machine, steps, log or machine.folder / "run.log", cache)
     ends = time.monotonic() + (limit or 1e9)
     row: dict[str, Any] = {}
+    if way.again:
+        shutil.rmtree(run.cache, ignore_errors=True)
+        first = measure(replace(way, again=False), machine, steps=steps, limit=limit, log=log, cache=run.cache)
+        row["first_start"] = start_seconds(first)
+        if not first["ok"]:
+            return {**first, **row}
     if reason := run.make_model(ends):
         return run.failure(reason, ends, "making the random model")
 
     def ended() -> bool:
         """Whether all is known that the training is run for."""
-        if not row and len(run.lines("train")) >= steps:
+        if "tokens_per_second" not in row and len(run.lines("train")) >= steps:
             row.update(run.figures())
             measured({"ok": True, **row})
-        return bool(row) and run.full
+        return "tokens_per_second" in row and run.full
 
     reason = run.train(ends, ended)
     if len(run.lines("train")) > min(SKIPPED, steps - 1):
         row |= run.figures(*plan_of_run(run.run_dir, timeout=PLAN_SECONDS))
+    if way.profiles:
+        row["profile"] = json.loads(run.profile.read_text("utf-8")) if run.profile.is_file() else None
+        if reason is None and row["profile"] is None:
+            reason = "no profile was written"
     return {**row, **({"ok": True} if reason is None else run.failure(reason, ends))}
+
+
+def start_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a start cost, from a training's row."""
+    receipt = row.get("receipt") or {}
+    worst, compiled = receipt.get("worst_step_first") or {}, receipt.get("compiled") or {}
+    return {
+        "first_step_after_seconds": row.get("first_step_after_seconds"),
+        "compile_seconds": compiled.get("first_seconds"),
+        "worst_step_seconds": worst.get("step_seconds"),
+        "worst_save_seconds": worst.get("save_seconds"),
+    }
 
 
 class Training:
     """A recipe's training as a process of its own, in a folder of its own."""
 
-    def __init__(self, path: Path, machine: Machine, changes: Sequence[str], steps: int, log: Path) -> None:
-        self.path, self.machine, self.changes, self.steps, self.log = path, machine, tuple(changes), steps, log
-        self.recipe = load_recipe(str(path), changes).recipe
-        self.run_dir = machine.folder / "run"
+    def __init__(self, way: Way, machine: Machine, steps: int, log: Path, cache: Path | None = None) -> None:
+        self.way, self.machine, self.steps, self.log = way, machine, steps, log
+        self.path, self.changes, self.recipe = way.path, way.changes, way.recipe
+        self.run_dir, self.profile = machine.folder / "run", machine.folder / "profile.json"
+        self.cache = cache or machine.folder / ("cache-again" if way.again else "cache")
         # A full training is ended when its speed is known: its checkpoint, 48 GB at 8B, and its export say nothing of
         # speed or memory. Adapters are saved and exported in a second, and the receipt then says whether all changed.
         self.full = self.recipe.lora is None
@@ -214,7 +291,10 @@ class Training:
         """Train until it ends, or `ended` says so, which is asked several times a second. Why it failed, if it did."""
         shutil.rmtree(self.run_dir, ignore_errors=True)
         began = time.monotonic()
-        environment = environment_for_child(HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(self.machine.folder / "cache"))
+        self.profile.unlink(missing_ok=True)
+        environment = environment_for_child(
+            HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(self.cache), GPU_PROFILE=str(self.profile)
+        )
         with running(self.command(), environment, self.log) as process:
             while process.poll() is None:
                 if self.first_step_after is None and self.lines("train"):
@@ -235,7 +315,8 @@ class Training:
         batch = self.recipe.training.global_batch_size
         if shrunken:  # a row of a GPU's length takes seconds on a CPU
             batch, length = 2 * self.recipe.training.rows_at_once, length // 8
-        rows = write_rows(self.machine.folder / "rows.jsonl", tokens=batch * length, max_length=length)
+        pairs = self.recipe.preferences is not None
+        rows = write_rows(self.machine.folder / "rows.jsonl", tokens=batch * length, max_length=length, pairs=pairs)
         budget = {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": self.machine.gpu_gb}
         asked = {
             "output_dir": str(self.run_dir),
@@ -257,7 +338,8 @@ class Training:
         words = [*self.changes, *(f"{key}={json.dumps(value)}" for key, value in asked.items())]
         launch = ["--cpu"] if shrunken else []
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--num_processes", "1"]
-        return [*launcher, "finetune/train.py", str(self.path), *words]
+        script = "benchmarks/gpu_profile.py" if self.way.profiles else "finetune/train.py"
+        return [*launcher, script, str(self.path), *words]
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Its metrics of one kind so far."""
@@ -282,7 +364,13 @@ class Training:
         }
         for row in audited(self.run_dir, receipt, plan) if plan else ():
             phases[row.phase] = {"measured_bytes": row.measured_bytes, "planned_bytes": row.planned_bytes}
-        return {
+        preferences: dict[str, Any] = {}
+        if self.recipe.preferences is not None:
+            preferences = {
+                "reference_seconds": (receipt.get("reference") or {}).get("seconds"),
+                "first_rewards": {key: value for key, value in train[0].items() if key.startswith("reward_")},
+            }
+        return preferences | {
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in timed),
             "step_seconds": statistics.median(line["step_seconds"] for line in timed),
             "steps_timed": len(timed),

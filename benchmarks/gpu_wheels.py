@@ -5,9 +5,9 @@
 
 There:  python3 -m pip install --no-index --no-deps --target SITE DIR/*.whl; PYTHONPATH=SITE python3 benchmarks/gpu.py
 
-A set is taken whole or left out: first pydantic with what it needs, without which no recipe is read, then bitsandbytes,
-if it still fits. torch, transformers, accelerate, peft and what they need are taken to be there. Exit code: 0 all sets
-are there; 1 pydantic's is not; 3 a later one was left out.
+A set is taken whole or left out: first pydantic with what it needs, without which no recipe is read, then the rival's
+kernels (Liger, 1 MB), then bitsandbytes, if it still fits. torch, transformers, accelerate, peft and what they need are
+taken to be there. Exit code: 0 all sets are there; 1 pydantic's is not; 3 a later one was left out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MIB = 1 << 20
 LIMIT_MIB = 62.0
 PYTHON = (3, 12)
 GLIBC = 39  # minor version of the newest 2.x that wheels may be built for: Ubuntu 24.04's
-# By name; `needs`: whether what it needs comes along, else it is there (bitsandbytes: torch, numpy, packaging).
-SETS: Mapping[str, bool] = {"pydantic": True, "bitsandbytes": False}
+# By name; `needs`: whether what it needs comes along, else it is there (bitsandbytes: torch, numpy, packaging; Liger:
+# torch, triton).
+SETS: Mapping[str, bool] = {"pydantic": True, "liger-kernel": False, "bitsandbytes": False}
 NOT_TAKEN = 3
 
 

@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
+from finetune.architecture.own_layers.float8_linear import use_float8
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import language_model_path
@@ -68,8 +69,10 @@ def build_model(
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
+    # A base that will be in float8 waits in host memory, so that the device never holds it in 16 bits.
+    loaded_on = torch.device("cpu") if recipe.model.load_in_fp8 else device
     model = (
-        structure_alone(recipe, dtype) if device.type == "meta" else (load or load_base)(recipe, device, dtype=dtype)
+        structure_alone(recipe, dtype) if device.type == "meta" else (load or load_base)(recipe, loaded_on, dtype=dtype)
     )
     rows = add_rows(model, recipe.model)
     refuse_unsuitable(model, recipe).taught_to(model)
@@ -88,6 +91,8 @@ def build_model(
                 from finetune.model.on_top import add_frozen_adapter
 
                 add_frozen_adapter(adapted, recipe)
+    if recipe.model.load_in_fp8:  # after peft, which reads weights and their number format
+        use_float8(model, device, without=model.get_output_embeddings())
     if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, every, keep_products=recipe.training.keeps_products)

@@ -136,6 +136,11 @@ def plan_recipe(
     strategy = strategy_of(recipe)
     check_packages(recipe, strategy, plan=True)
     check_combination(recipe, strategy, on_cpu=gpus is None)
+    if gpus is not None and gpus.lacks_float8 and recipe.model.load_in_fp8:
+        raise EnvironmentMismatch(
+            f"model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {gpus.name} has no products "
+            "in it; set it to false"
+        )
     if gpus is not None:
         ranks = gpus.count * gpus.nodes
     elif ranks is None:

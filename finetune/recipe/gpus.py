@@ -12,23 +12,24 @@ from finetune.wording import counted
 
 
 class _Model(NamedTuple):
-    """A GPU's memory."""
+    """A GPU's memory, and what it computes."""
 
     gb: float  # as its maker states it
     mib: int  # the total that nvidia-smi shows
+    float8: bool = False  # has products in float8: from compute capability 8.9 on
 
 
 MODELS = {
     "T4": _Model(16, 15_360),
-    "L4": _Model(24, 23_034),
+    "L4": _Model(24, 23_034, float8=True),
     "A10G": _Model(24, 23_028),
     "RTX3090": _Model(24, 24_576),
-    "RTX4090": _Model(24, 24_564),
-    "L40S": _Model(48, 46_068),
+    "RTX4090": _Model(24, 24_564, float8=True),
+    "L40S": _Model(48, 46_068, float8=True),
     "A100-40GB": _Model(40, 40_960),
     "A100": _Model(80, 81_920),
-    "H100": _Model(80, 81_559),
-    "H200": _Model(141, 143_771),
+    "H100": _Model(80, 81_559, float8=True),
+    "H200": _Model(141, 143_771, float8=True),
 }
 PROGRAM_SHARE = 0.99  # share of nvidia-smi's total that a program can have; the driver keeps the rest
 FORMS = "write 2x24GB, 2x8x80GB (nodes x GPUs x memory), 4xL4, 2x8xH100, H100:8, 24GB or cpu"
@@ -53,6 +54,11 @@ class Gpus:
         if self.name in MODELS:
             return MODELS[self.name].gb
         return self.memory / 1e9
+
+    @property
+    def lacks_float8(self) -> bool:
+        """Whether this GPU is known to have no products in float8. Of one that is named by its memory nobody knows."""
+        return self.name in MODELS and not MODELS[self.name].float8
 
 
 def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:

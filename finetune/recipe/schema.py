@@ -198,6 +198,8 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
     if lora is not None and lora.on_top:
         yield from _on_top_mistakes(recipe, lora)
+    if recipe.model.load_in_fp8:
+        yield from _float8_mistakes(recipe)
     if base is None:
         return
     if lora is None:
@@ -211,6 +213,20 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
         key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
         yield CrossCheck(key, problem, "set it to float16")
+
+
+def _float8_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """Settings beside which the frozen base has no products in float8."""
+    key, lora, precision = "model.load_in_fp8", recipe.lora, recipe.training.mixed_precision
+    if recipe.quantization is not None:
+        yield CrossCheck(key, "quantization packs the same weights", "set it to false, or quantization: null")
+    if lora is None:
+        yield CrossCheck(key, "all weights are trained, none is frozen (lora is null)", "set it to false, or lora: {}")
+    elif lora.use_dora:
+        yield CrossCheck(key, "DoRA reads the base's weights in 16 bits", "set it to false, or lora.use_dora: false")
+    if recipe.budget.gpus and precision != "bf16":
+        problem = f"a GPU's products in float8 give bfloat16, and training.mixed_precision is {precision}"
+        yield CrossCheck(key, problem, "set it to false, or training.mixed_precision: bf16")
 
 
 def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:

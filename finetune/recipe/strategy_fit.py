@@ -43,6 +43,10 @@ def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         remedy = f"set training.optim={instead}, whose state is sharded too, or accelerate_config=ddp"
         problem = f"{optimizer} updates full tensors, this strategy has shards"
         yield Unfit("training.optim", problem, remedy, {"training.optim": instead})
+    if recipe.model.load_in_fp8 and strategy.kind not in ("single", "ddp"):
+        problem = f"{strategy.name} spreads weights, and no strategy but single and ddp knows those in float8"
+        remedy = "set it to false, or accelerate_config=ddp"
+        yield Unfit("model.load_in_fp8", problem, remedy, {"model.load_in_fp8": False})
     if strategy.shards_modules:
         yield from _sharded_quantization(recipe)
     if strategy.schedule is not None:

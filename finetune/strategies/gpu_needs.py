@@ -16,9 +16,12 @@ from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
+ADA = (8, 9)  # the first compute capability with products in float8
+
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:
-    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower.
+    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower, and float8 on one
+    that has no products in it.
 
     It looks at all ranks' GPUs on this machine, so that each rank reaches the same result. torch and Accelerate both
     count emulation as support. It also refuses a deterministic training if cuBLAS's workspace is not deterministic.
@@ -28,6 +31,11 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     _check_gpu_for_each(launch)
     own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
+    if recipe.model.load_in_fp8 and capability < ADA:
+        raise EnvironmentMismatch(
+            f"model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), "
+            f"{torch.cuda.get_device_name(f'cuda:{index}')} has {capability[0]}.{capability[1]}; set it to false"
+        )
     remedies = list(_without_bfloat16(recipe))
     if capability >= AMPERE or not remedies:
         return

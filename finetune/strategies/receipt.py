@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.own_layers.float8_linear import FLOAT8_LAYERS, float8_layers
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation import keeps_products
@@ -40,7 +41,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     model = parts.unwrapped_model
     trained = [parameter for parameter in model.parameters() if is_trained(parameter)]
     frozen = [parameter for parameter in model.parameters() if not is_trained(parameter)]
-    packed = {id(layer.weight) for layer in quantized_layers(model)}
+    packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     cast_to = _compute_dtype(accelerator, parts)
     receipt = {
@@ -71,7 +72,10 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "frozen": frozen_weights(model, lambda weight: 0 if is_trained(weight) else full_numel(weight)),
         },
         "loss_scaling": kind_of_scaling(accelerator),
-        "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
+        "quantized_layers": dict(
+            Counter(type(layer).__name__ for layer in quantized_layers(model))
+            + Counter(FLOAT8_LAYERS for _ in float8_layers(model))
+        ),
         "adapted_layers": len(adapted_paths(model)),
         **computed_layers(accelerator, parts),
         **reach(model, decoder_parts(model), full_numel),
@@ -189,6 +193,8 @@ def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _asked_layers(recipe: Recipe) -> list[str]:
+    if recipe.model.load_in_fp8:
+        return [FLOAT8_LAYERS]
     if recipe.quantization is None:
         return []
     return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]

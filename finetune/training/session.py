@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -446,12 +447,13 @@ def _with_reference(built: Built) -> Run:
 
     start, run = built.start, built.run
     deterministic = deterministic_algorithms(start.recipe.training.deterministic, run.parts.accelerator.device)
+    began = time.monotonic()
     with built.kernel.active(), deterministic:
         found = find_reference(run, start, built.assembled.unwrapped_model, built.state.step, built.compiled)
     if found is None:
         return run
     reference, facts = found
-    built.receipt.add("reference", facts)
+    built.receipt.add("reference", {**facts, "seconds": round(time.monotonic() - began, 1)})
     return replace(run, parts=replace(run.parts, objective=objective_of(start.recipe, reference)))
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_recipes, gpu_wheels
+from benchmarks import gpu, gpu_arithmetic, gpu_checks, gpu_peer, gpu_profile, gpu_recipes, gpu_wheels
 from finetune.preflight import ProofBench, ProofMachine, plan_proofs, sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
@@ -60,7 +60,7 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
 def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -> None:
     every = gpu.steps()
     assert every[:3] == ["environment", LORA, FULL]
-    assert set(every) - {EAGER} == {*gpu.CHECKS, *gpu.recipes()}
+    assert set(every) - {EAGER, gpu_recipes.DPO} == {*gpu.CHECKS, *gpu.recipes()}
     here = gpu_recipes.Machine(Path("/nowhere"), 150.0)
     reached = gpu.CHECKS["environment"] + sum(gpu_recipes.estimate(recipe_of(name), here) for name in (LORA, FULL))
     assert reached < 9 * 60
@@ -71,6 +71,156 @@ def test_the_parent_of_all_imports_no_torch() -> None:
     """Else its CUDA context, or the time of the import, would stand beside what is measured."""
     asked = "import sys, benchmarks.gpu; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], cwd=gpu.ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "profiles", "again"),
+    [
+        (LORA, (), False, False),
+        (f"{LORA}:profile", (), True, False),
+        (f"{LORA}:again", (), False, True),
+        (f"{LORA}:rows=2", ("training.per_device_batch_size=2",), False, False),
+        (f"{LORA}:eager:profile", ("training.compile=false",), True, False),
+        ("dpo:eager", (*gpu_recipes.DPO_CHANGES, "training.compile=false"), False, False),
+    ],
+)
+def test_a_steps_name_says_how_its_recipe_is_run(name: str, changes: Any, profiles: bool, again: bool) -> None:
+    way = gpu_recipes.find_way(name)
+    assert way is not None
+    assert (way.path.stem, way.changes, way.profiles, way.again) == (LORA, changes, profiles, again)
+
+
+@pytest.mark.parametrize("name", [f"{LORA}:rows=", f"{LORA}:rows=x", f"{LORA}:twice", f"{LORA}:again:again", "ipo"])
+def test_a_name_that_says_nothing_is_no_way(name: str) -> None:
+    assert gpu_recipes.find_way(name) is None
+
+
+def test_pairs_are_rows_of_dpo(tmp_path: Path) -> None:
+    way = gpu_recipes.find_way("dpo")
+    assert way is not None
+    recipe, length = way.recipe, way.recipe.data.max_length
+    tokens = recipe.training.global_batch_size * length
+    file = gpu_recipes.write_rows(tmp_path / "rows.jsonl", tokens=tokens, max_length=length, pairs=True)
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert len(rows) >= recipe.training.global_batch_size
+    read = load_recipe(str(way.path), [*way.changes, f"data.train=[{{path: json, data_files: {file}}}]"]).recipe
+    texts = sample_texts(read.data)
+    assert all(row["chosen"] != row["rejected"] for row in rows)
+    assert any(rows[0]["rejected"][0]["content"] in text for text in texts)
+
+
+# ---- a profile, from traces that are made here
+
+
+def operation(at: float, length: float, name: str, number: int, dims: Any, thread: int = 1) -> dict[str, Any]:
+    arguments = {"External id": number, "Input Dims": dims}
+    return {"cat": "cpu_op", "name": name, "ts": at, "dur": length, "tid": thread, "args": arguments}
+
+
+def kernel(at: float, length: float, name: str, number: int = 0, cat: str = "kernel") -> dict[str, Any]:
+    arguments = {"External id": number, "correlation": int(at)}
+    return {"cat": cat, "name": name, "ts": at, "dur": length, "args": arguments}
+
+
+def launch(at: float, of: float) -> dict[str, Any]:
+    return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1, "args": {"correlation": int(of)}}
+
+
+def test_a_profile_has_each_class_and_the_idle_time() -> None:
+    """In microseconds: kernels from 100 to 1100 in the light trace, of which 250 are idle; two of them overlap."""
+    light = [kernel(100, 300, "a"), kernel(300, 200, "b"), kernel(750, 350, "c"), launch(5, 100), launch(6, 300)]
+    shaped = [
+        operation(0, 9, "aten::mm", 1, [[4000, 4096], [4096, 14336]]),
+        operation(10, 9, "aten::addmm", 2, [[], [4000, 16], [16, 4096]]),
+        operation(20, 9, "aten::mm", 3, [[512, 4096], [4096, 128256]]),
+        operation(30, 9, "aten::add_", 4, [[4000, 4096], [4000, 4096]]),
+        {"name": "gpu_profile: update", "cat": "user_annotation", "ts": 40, "dur": 10},
+        launch(45, 900),
+        kernel(200, 5000, "nvjet_tst_128x256", 1),
+        kernel(300, 1000, "sm90_xmma_gemm", 2),
+        kernel(400, 2000, "nvjet_tst_64x64", 3),
+        kernel(500, 700, "flash_fwd_kernel", 0),
+        kernel(600, 300, "triton_red_fused_mul", 0),
+        kernel(700, 100, "Memcpy DtoD", 0, "gpu_memcpy"),
+        kernel(800, 50, "Memset (Device)", 0, "gpu_memset"),
+        kernel(900, 600, "triton_poi_fused_adam", 0),
+        kernel(1000, 250, "vectorized_elementwise_kernel", 4),
+    ]
+    found = gpu_profile.summary({"traceEvents": light}, {"traceEvents": shaped}, vocabulary=128_256)
+    milliseconds = {name: each["ms"] for name, each in found["classes"].items()}
+    assert milliseconds == {
+        "product": 5.0, "adapter product": 1.0, "attention": 0.7, "fused": 0.3, "head": 2.0, "copy": 0.1,
+        "update": 0.6, "memset": 0.05, "idle": 0.25, "other": 0.25,
+    }  # fmt: skip
+    assert (found["idle_share"], found["span_ms"], found["launches"], found["kernels"]) == (0.25, 1.0, 2, 3)
+    assert [each["name"] for each in found["longest"][:2]] == ["nvjet_tst_128x256", "nvjet_tst_64x64"]
+    assert sum(each["share"] for each in found["classes"].values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_profile_of_a_cpu_counts_the_innermost_operations() -> None:
+    """linear calls mm: one of them is counted. Another thread's operation is not inside."""
+    trace = {
+        "traceEvents": [
+            operation(0, 100, "aten::linear", 1, [[8, 64], [256, 64]]),
+            operation(10, 60, "aten::mm", 2, [[8, 64], [64, 256]]),
+            operation(20, 30, "aten::tanh", 3, [[8, 64]], thread=2),
+        ]
+    }
+    found = gpu_profile.summary(trace, trace, vocabulary=1000)
+    assert (found["classes"]["adapter product"]["ms"], found["classes"]["other"]["ms"]) == (0.06, 0.03)
+    assert found["kernels"] == 2
+
+
+def test_the_rival_packs_whole_documents() -> None:
+    documents = [[1] * 5, [2] * 4, [3] * 3, [4] * 12, [5]]
+    rows = list(gpu_peer.packed(documents, 10))
+    assert rows == [[1] * 5 + [2] * 4, [3] * 3, [4] * 12, [5]]
+
+
+# ---- arithmetic
+
+
+def runs_of(record: str) -> dict[str, tuple[gpu_arithmetic.Card, gpu_arithmetic.Run, Any]]:
+    content = json.loads((gpu.ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8"))
+    return {name: (card, run, row) for name, card, run, row in gpu_arithmetic.cards_and_runs(content)}
+
+
+def test_arithmetic_explains_what_8b_took() -> None:
+    """1B is not explained: what its other half is, a profile will say."""
+    shares = {}
+    for record in ("gpu", "gpu_h100"):
+        for name, (card, run, row) in runs_of(record).items():
+            fused = bool((row["receipt"].get("optimizer_update") or {}).get("fused"))
+            counts = gpu_arithmetic.Counts("", fused_update=fused)
+            parts = gpu_arithmetic.micro_batch(run, card, counts)
+            shares[name] = sum(parts.values()) / (1e3 * row["step_seconds"] / run.micro_steps)
+    eight = {name: share for name, share in shares.items() if "_8b_" in name}
+    assert len(eight) >= 3
+    assert all(0.85 < share < 1.02 for share in eight.values()), shares
+
+
+def test_arithmetic_counts_a_llamas_weights_and_operations() -> None:
+    shape = gpu_arithmetic.Shape.of(recipe_of(LORA))
+    assert shape.weights == 8_030_261_248
+    run = gpu_arithmetic.Run(shape, False, False, True, 1000, 1000, 8)
+    card = gpu_arithmetic.Card("one", 1e15, 1e12)
+    plain = gpu_arithmetic.Rates(product_share=1.0, attention=1e15)
+    parts = gpu_arithmetic.micro_batch(run, card, gpu_arithmetic.TODAY, plain)
+    # A frozen weight costs a token 2 operations forward, and 2 for the input's gradient.
+    layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    assert parts["large products"] == pytest.approx(1e3 * 4 * layers * 1000 / 1e15)
+    # A causal head of 128 multiplies half of 1,000 x 1,000 places twice, and 3.5 times so with backward.
+    assert parts["attention"] == pytest.approx(1e3 * 3.5 * 32 * 32 * 2 * (2 * 1000 * 1000 * 128 / 2) / 1e15)
+    assert parts["adapters' products"] == pytest.approx(1e3 * 32 * 35 * 20e-6)
+
+
+def test_arithmetic_prints_each_recipe_and_the_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_arithmetic.main([]) == 0
+    said = capsys.readouterr().out
+    for name in (*runs_of("gpu"), *runs_of("gpu_h100")):
+        assert f"\n{name} on NVIDIA" in said
+    assert "measured: 234.3 ms, 14,326 tokens a second" in said
+    assert "decode steps of 1,000 prompts" in said
 
 
 # ---- the minutes, the order, what is written: with steps that take no time
@@ -125,7 +275,8 @@ class Stage:
         patches.setattr(gpu, "measure", self.measure)
         patches.setattr(gpu, "why_not", lambda recipe, machine: None)
         patches.setattr(gpu, "estimate", lambda recipe, machine: 100.0)
-        patches.setattr(gpu, "CHECKS", {"environment": 40.0, "layers": 60.0, "proofs": 80.0})
+        others = dict.fromkeys(gpu.CHECKS, 70.0)
+        patches.setattr(gpu, "CHECKS", others | {"environment": 40.0, "layers": 60.0, "proofs": 80.0})
 
     def check(self, kind: str, words: Sequence[str], log: Path, ends: float, watch: Callable[[], object]) -> int | None:
         self.began.append(kind)
@@ -142,8 +293,9 @@ class Stage:
         self.clock.now += self.seconds.get(kind, 30.0)
         return self.codes.get(kind, 0)
 
-    def measure(self, path: Path, machine: Any, changes: Sequence[str], *, limit: float, log: Path, **_: Any) -> Any:
-        name = path.stem + gpu.EAGER * ("training.compile=false" in changes)
+    def measure(self, way: gpu_recipes.Way, machine: Any, *, limit: float, log: Path, **_: Any) -> Any:
+        name = way.path.stem + gpu_recipes.EAGER * ("training.compile=false" in way.changes)
+        name = gpu_recipes.DPO if "training.objective=dpo" in way.changes else name
         self.began.append(name)
         self.limits[name] = limit
         log.write_text("log of a recipe", "utf-8")
@@ -275,9 +427,9 @@ def check(kind, words, log, ends, watch):
     if kind == {at!r}:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0
-def measure(path, machine, changes, *, measured, **_):
+def measure(way, machine, *, measured, **_):
     measured({good!r})
-    if path.stem == {at!r}:
+    if way.path.stem == {at!r} and not way.changes:
         os.kill(os.getpid(), signal.SIGKILL)
     return {good!r}
 gpu.run_checks, gpu.measure, gpu.why_not = check, measure, lambda *_: None
@@ -387,6 +539,21 @@ def test_the_page_shows_checks_speed_and_memory(stage: Stage) -> None:
     assert f"| {EAGER} | 2.00 (+50.0%) |" in page
 
 
+def test_the_page_shows_kernels_and_what_a_second_start_finds(stage: Stage) -> None:
+    kinds = {"product": {"ms": 1.5, "share": 0.75}, "idle": {"ms": 0.5, "share": 0.25}}
+    longest = [{"name": "gemm|x", "class": "product", "ms": 1.5, "calls": 3}]
+    profile = {"classes": kinds, "longest": longest, "span_ms": 2.0, "idle_share": 0.25, "launches": 7, "kernels": 3}
+    first = {"first_step_after_seconds": 60.0, "compile_seconds": 28.0}
+    stage.rows[LORA] = GOOD | {"profile": profile, "first_start": first, "first_step_after_seconds": 20.0}
+    stage.run(f"{LORA}:profile")
+    page = (stage.folder / "gpu.md").read_text("utf-8").splitlines()
+    assert f"## Kernels of {LORA}:profile: 3, 7 launches, 25.0% of 2.0 ms without a kernel" in page
+    assert "| product | 1.50 | 75.0% |" in page
+    assert "| `gemm/x` | product | 1.50 | 3 |" in page
+    told = gpu.in_words(stage.written()["steps"][f"{LORA}:profile"])
+    assert "25% idle, 7 launches; first step after seconds 60.0, again 20.0" in told
+
+
 # ---- what a machine cannot run
 
 
@@ -488,7 +655,7 @@ def trained(
     here = machine(tmp_path)
     gpu_recipes.model_folder(recipe_of(name), here).mkdir()
     said: list[dict[str, Any]] = []
-    row = gpu_recipes.measure(gpu.recipes()[name], here, limit=limit, measured=said.append)
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[name]), here, limit=limit, measured=said.append)
     return row, said
 
 
@@ -538,7 +705,7 @@ def test_a_model_that_cannot_be_made_is_the_reason(tmp_path: Path, monkeypatch: 
     broken = tmp_path / "broken.py"
     broken.write_text("raise SystemExit('no GPU memory for it')")
     monkeypatch.setattr(gpu_recipes, "CHECKS", broken)
-    row = gpu_recipes.measure(gpu.recipes()[LORA], machine(tmp_path))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[LORA]), machine(tmp_path))
     assert row == {
         "ok": False, "phase": "making the random model", "reason": "exit code 1: no GPU memory for it",
     }  # fmt: skip
@@ -561,7 +728,7 @@ def test_every_child_keeps_the_path_of_carried_packages_and_no_rank(
     code = gpu_recipes.run_checks("environment", [], log, time.monotonic() + 60)
     assert code == 0, log.read_text()
     monkeypatch.setattr(gpu_recipes.Training, "command", lambda self: [sys.executable, str(program), "environment"])
-    run = gpu_recipes.Training(gpu.recipes()[LORA], machine(tmp_path), (), EVERY, log)
+    run = gpu_recipes.Training(gpu_recipes.Way(gpu.recipes()[LORA]), machine(tmp_path), EVERY, log)
     assert run.train(time.monotonic() + 60, lambda: False) is None, log.read_text()
     assert log.read_text() == "well\n"
 
@@ -571,7 +738,8 @@ def test_a_training_is_the_recipe_as_it_stands(tmp_path: Path) -> None:
     """But for its model, rows, length and what is saved; eager is one key more."""
     here = machine(tmp_path)
     for name, changes in ((LORA, []), (LORA, ["training.compile=false"]), (FULL, [])):
-        run = gpu_recipes.Training(gpu.recipes()[name], here, changes, EVERY, tmp_path / "log")
+        way = gpu_recipes.Way(gpu.recipes()[name], tuple(changes))
+        run = gpu_recipes.Training(way, here, EVERY, tmp_path / "log")
         command = run.command()
         words = command[command.index("finetune/train.py") + 2 :]
         said = load_recipe(str(gpu.recipes()[name]), words).recipe
@@ -666,7 +834,7 @@ def wheels(name: str, **sizes: float) -> gpu_wheels.WheelSet:
 
 
 def wheel(name: str, tag: str = "py3-none-any", version: str = "1.0") -> str:
-    return f"{name}-{version}-{tag}.whl"
+    return f"{name.replace('-', '_')}-{version}-{tag}.whl"
 
 
 LINUX = "manylinux_2_17_x86_64.manylinux2014_x86_64"
@@ -743,7 +911,7 @@ def test_the_folder_has_the_wheels_that_were_taken(missing: str | None, code: in
     (tmp_path / wheel("of_before")).write_bytes(b"")
     assert gpu_wheels.main([str(tmp_path)], fetch) == code
     there = {file.name for file in tmp_path.iterdir()}
-    assert there == {wheel(name) for name in ("pydantic", "bitsandbytes") if name != missing}
+    assert there == {wheel(name) for name in ("pydantic", "liger-kernel", "bitsandbytes") if name != missing}
 
 
 def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
@@ -760,7 +928,7 @@ def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = gpu_recipes.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], machine(tmp_path, 0.0))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()["llama3_1b_lora_1x8gb"]), machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["tokens_per_second"] > 0
     assert {"load", "forward", "backward", "step"} <= set(row["phases"])
@@ -775,7 +943,7 @@ def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_full_training_says_whether_its_update_was_fused(tmp_path: Path) -> None:
-    row = gpu_recipes.measure(gpu.recipes()["llama3_8b_full_1x80gb"], machine(tmp_path, 0.0))
+    row = gpu_recipes.measure(gpu_recipes.Way(gpu.recipes()[FULL]), machine(tmp_path, 0.0))
     assert row["ok"], row
     assert row["receipt"]["optimizer_update"] == {
         "fused": False,

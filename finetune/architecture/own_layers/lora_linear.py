@@ -36,7 +36,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from finetune.architecture.own_layers.float8_linear import input_gradient, is_float8
+
 Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of a packed layer, in that format
+# Adds a packed layer's gradient of the input [tokens, inputs] to the first tensor, from that of its output.
+AddGradient = Callable[[Tensor, Tensor], Tensor]
 
 OWN = "own"  # what computes a layer: this module, or peft for a reason
 # Layers of one module that get the same input, by transformers' names. A layer that gets another one computes alone.
@@ -54,7 +58,7 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
         layer.finetune_computed_by = by_peft or _only_peft(layer) or OWN
         if layer.finetune_computed_by == OWN:
             (name,) = layer.lora_A
-            layer.finetune_adapter = name, partial(unpack, layer.base_layer) if _is_packed(layer) else None
+            layer.finetune_adapter = name, _packed_gradient(layer.base_layer, unpack) if _is_packed(layer) else None
             layer.forward = MethodType(_forward, layer)
 
 
@@ -137,8 +141,22 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _is_packed(layer: Any) -> bool:
-    """Whether the base has 4-bit weights, as bitsandbytes packs them."""
-    return hasattr(layer.base_layer.weight, "quant_state")
+    """Whether the base has 4-bit weights, as bitsandbytes packs them, or weights in float8."""
+    return hasattr(layer.base_layer.weight, "quant_state") or is_float8(layer.base_layer)
+
+
+def _packed_gradient(base: Any, unpack: Unpack) -> AddGradient:
+    if is_float8(base):
+        return partial(_add_in_float8, base)
+    return partial(_add_unpacked, partial(unpack, base))
+
+
+def _add_in_float8(base: Any, result: Tensor, slope: Tensor) -> Tensor:
+    return result.add_(input_gradient(slope, base.weight, base.weight_scale))
+
+
+def _add_unpacked(unpack: Callable[[torch.dtype], Tensor], result: Tensor, slope: Tensor) -> Tensor:
+    return result.addmm_(slope, unpack(slope.dtype))
 
 
 def _only_peft(layer: Any) -> str | None:
@@ -234,7 +252,7 @@ class _Adapter(NamedTuple):
     """A layer's adapter, as it computes in one call."""
 
     base: Any
-    unpack: Callable[[torch.dtype], Tensor] | None  # for 4-bit weights
+    add_gradient: AddGradient | None  # for packed weights
     down: Tensor  # A [rank, inputs], as it is trained
     up: Tensor  # B [outputs, rank]
     bias: Tensor | None  # the sum of both, in the products' number format
@@ -246,20 +264,20 @@ def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
     """The layer's adapter for this input; None: peft computes it."""
     if getattr(layer, "finetune_adapter", None) is None:
         return None
-    name, unpack = layer.finetune_adapter
+    name, add_gradient = layer.finetune_adapter
     dtype = _product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     if layer.merged or layer.disable_adapters or layer.active_adapters != [name]:
         return None
-    if not _one_format(hidden, dtype, down.weight, None if unpack else base.weight):
+    if not _one_format(hidden, dtype, down.weight, None if add_gradient else base.weight):
         return None
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     dropped = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    bias = None if base.bias is None or unpack else base.bias.to(dtype)  # a packed layer adds its own
+    bias = None if base.bias is None or add_gradient else base.bias.to(dtype)  # a packed layer adds its own
     if up.bias is not None:
         own = scale * up.bias.to(dtype)
         bias = own if bias is None else bias + own
-    return _Adapter(base, unpack, down.weight, up.weight, bias, scale, dropped)
+    return _Adapter(base, add_gradient, down.weight, up.weight, bias, scale, dropped)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -295,7 +313,7 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
     scale, dropped = adapters[0].scale, adapters[0].dropped
     downs, ups, biases = [each.down for each in adapters], [each.up for each in adapters], [x.bias for x in adapters]
-    weights = [None if each.unpack else each.base.weight for each in adapters]
+    weights = [None if each.add_gradient else each.base.weight for each in adapters]
     with torch.no_grad():
         seen, mask = flat, None
         if dropped:  # where peft draws it: after the layers before, by the generator of the device
@@ -304,7 +322,7 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
         cast_ups = [each.to(dtype) for each in ups]
         inner = _scaled(seen, down.T, scale)  # [tokens, ranks]
         del seen
-    settings = _Settings(len(adapters), [each.unpack for each in adapters], scale, 1 - dropped)
+    settings = _Settings(len(adapters), [each.add_gradient for each in adapters], scale, 1 - dropped)
     casts = [None if cast is each else cast for cast, each in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
     joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
         settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
@@ -321,7 +339,7 @@ class _Settings(NamedTuple):
     """What `_KeptForBackward` needs besides tensors."""
 
     adapters: int
-    unpacks: list[Callable[[torch.dtype], Tensor] | None]
+    add_gradients: list[AddGradient | None]
     scale: float
     kept: float  # the share of inputs that dropout keeps
 
@@ -347,7 +365,7 @@ class _KeptForBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        (count, unpacks, scale, kept), ranks = ctx.settings, ctx.ranks
+        (count, add_gradients, scale, kept), ranks = ctx.settings, ctx.ranks
         flat, inner, mask, down, *rest = ctx.saved_tensors
         ups, weights = rest[:count], rest[count:]
         of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
@@ -374,10 +392,11 @@ class _KeptForBackward(torch.autograd.Function):
                 if mask is not None:
                     grad_flat.mul_(mask)
                 del through
-                for slope, weight, unpack in zip(slopes, weights, unpacks, strict=True):
-                    matrix = weight.to(slope.dtype) if unpack is None else unpack(slope.dtype)
-                    grad_flat.addmm_(slope, matrix)
-                    del matrix
+                for slope, weight, add_gradient in zip(slopes, weights, add_gradients, strict=True):
+                    if add_gradient is None:
+                        grad_flat.addmm_(slope, weight.to(slope.dtype))
+                    else:
+                        grad_flat = add_gradient(grad_flat, slope)
         grad_ups = [None] * count
         if any(of_ups):
             if beside is not None:

@@ -47,6 +47,11 @@ class ModelSection(Section):
         ge=0,
         description="Weight of the loss that balances experts, by document; null: the model's own, if it has one.",
     )
+    load_in_fp8: bool = Field(
+        False,
+        description="Compute the frozen base's linear layers in float8: forward and input gradient, weights quantised "
+        "once at loading. GPUs from compute capability 8.9 on (Ada, Hopper, Blackwell); needs `lora`.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
     add_tokens: list[str] = Field(
         [], description="New text tokens: [<date>, benzylamine]. Their rows begin as the mean of their pieces' rows."
