@@ -34,7 +34,6 @@ from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
-from finetune.recipe.gpus import Gpus
 from finetune.recipe.mixed_precision import (
     BASE_FORMAT,
     MUCH_SLOWER,
@@ -61,6 +60,7 @@ from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.untrusted.json_files import read_object
 
 if TYPE_CHECKING:
+    from finetune.recipe.gpus import Gpus
     from finetune.training.scored_answers import ScoredSet
     from finetune.training.start_adapter import StartAdapter
 
@@ -255,6 +255,8 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
 
 def own_gpus(launch: Launch) -> Gpus | None:
     """The GPUs that this launch runs on, each with this rank's memory; None: a CPU."""
+    from finetune.recipe.gpus import Gpus
+
     device = device_of(launch)
     if device.type != "cuda":
         return None

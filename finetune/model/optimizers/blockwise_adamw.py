@@ -27,7 +27,7 @@ from finetune.model.optimizers.rounded_adamw import (
 )
 
 
-class Moment(NamedTuple):
+class HeldMoment(NamedTuple):
     """This rank's elements of a moment, flat: float32 values, or codes with their blocks' scales."""
 
     held: Tensor
@@ -55,7 +55,7 @@ class Moment(NamedTuple):
 
 # Updates whole blocks of weight and moments, flat, in place: weight, moments, gradient, the range, the parameter group,
 # the step's number, the seed.
-UpdateBlocks = Callable[[Tensor, Sequence[Moment], Tensor, Range, dict[str, Any], int, int], None]
+UpdateBlocks = Callable[[Tensor, Sequence[HeldMoment], Tensor, Range, dict[str, Any], int, int], None]
 
 
 class BlockwiseAdamW(torch.optim.Optimizer):
@@ -136,14 +136,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
             for moment, updated in zip(moments, values[1:], strict=True):
                 moment.write(begin, end, updated)
 
-    def _moments(self, parameter: Tensor) -> list[Moment]:
+    def _moments(self, parameter: Tensor) -> list[HeldMoment]:
         """The first and the second one of this rank's elements."""
         state, block, device = self.state[parameter], self._block(parameter), parameter.device
         if device not in self._books:
             self._books[device] = [book_on(device, signed=signed) for signed in (True, False)]
         flat = {name: self._local_part(each)[0].view(-1) for name, each in state.items() if name != "step"}
         return [
-            Moment(flat[moment], flat.get(scales), block, book)
+            HeldMoment(flat[moment], flat.get(scales), block, book)
             for (moment, scales), book in zip(BLOCKWISE, self._books[device], strict=True)
         ]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model.optimizers.blocks import SMALLEST
-from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW, Moment
+from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW, HeldMoment
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
@@ -154,7 +154,7 @@ class FusedBlocks:
     def __call__(
         self,
         weights: Tensor,
-        moments: Sequence[Moment],
+        moments: Sequence[HeldMoment],
         gradient: Tensor,
         range_: Range,
         group: dict[str, Any],
