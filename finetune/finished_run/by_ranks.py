@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def models_by_ranks(run: FinishedRun, by: Computing) -> Iterator[tuple[str, Asse
     # Adapters that add nothing at first, and that the exported ones replace.
     lora = recipe.lora.model_copy(update={"init_lora_weights": True})
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
-    adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
+    with _without_zero3(by):  # the model that it is compared with is built without data
+        adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
     assert adapter is not None
     section = recipe.model.model_copy(update={"adapter": None})
     assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
@@ -126,6 +127,16 @@ def _assembled(run: FinishedRun, recipe: Recipe, by: Computing) -> Assembled:
     assembled = assemble(recipe, by.sharding, by.accelerator, launch=by.launch)
     stop_on(assembled.unwrapped_model, run.conversation.stops.values())
     return assembled
+
+
+def _without_zero3(by: Computing) -> AbstractContextManager[None]:
+    assert by.sharding is not None
+    if not by.sharding.uses_engine:
+        return nullcontext()
+    from finetune.strategies.zero import loading_unsharded
+
+    assert by.accelerator is not None
+    return loading_unsharded(by.accelerator.state.deepspeed_plugin)
 
 
 def rank_0_first(by: Computing, act: Callable[[], Path]) -> Path:

@@ -202,7 +202,7 @@ def test_both_ranks_answer_whether_one_differs(
 
     monkeypatch.setattr(guard, "gather_object", gather)
     accelerator = SimpleNamespace(device="cpu", reduce=reduce, process_index=0, num_processes=2)
-    run: Any = SimpleNamespace(parts=SimpleNamespace(accelerator=accelerator))
+    run: Any = SimpleNamespace(accelerator=accelerator)
     found: Any = SimpleNamespace(left_off=own)
     assert guard._agreed(run, found) == expected
     assert len(gathered) == bool(expected)
