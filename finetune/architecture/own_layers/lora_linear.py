@@ -138,12 +138,12 @@ def _forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dtype = _product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     as_peft = args or kwargs or layer.merged or layer.disable_adapters or layer.active_adapters != [name]
-    if as_peft or not _one_format(hidden, dtype, down.weight, None if unpack else base.weight):
+    if as_peft or not _one_format(hidden, dtype, down.weight, None if unpack is not None else base.weight):
         result: Tensor = type(layer).forward(layer, hidden, *args, **kwargs)
         return result
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     dropped = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    bias = None if base.bias is None or unpack else base.bias.to(dtype)  # a packed layer adds its own
+    bias = None if base.bias is None or unpack is not None else base.bias.to(dtype)  # a packed layer adds its own
     if up.bias is not None:
         own = scale * up.bias.to(dtype)
         bias = own if bias is None else bias + own
@@ -191,7 +191,7 @@ def _adapted_product(
     torch's non-reentrant checkpoint recomputes a layer until all saved tensors are there again, then stops. Nothing is
     saved in step 2, so a layer's last product, a quarter of Llama's forward, is not computed again.
     """
-    weight = None if unpack else base.weight
+    weight = None if unpack is not None else base.weight
     with torch.no_grad():
         seen, mask = flat, None
         if adapter.dropped:  # where peft draws it: after the layers before, by the generator of the device
