@@ -15,8 +15,8 @@ ranks r, their R = 3r columns are one product each of x A^T, of A's gradient, an
     gradient of A  through^T x                                   ->  [R, inputs]
     gradient of x  through [A_q; A_k; A_v] + g_q W_q + g_k W_k + g_v W_v
 
-A decoder layer of Llama has 47 products instead of 56. In a compiled layer 41: the compiler writes g_q, g_k and g_v side
-by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
+A decoder layer of Llama has 47 products instead of 56. In a compiled layer 41: the compiler writes g_q, g_k and g_v
+side by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
 
 Only instances change, so saving, merging and peft see the classes they know. peft still computes everything that
 `computed_by` names, and any call with several adapters, a merged or a disabled one.
@@ -29,7 +29,7 @@ from functools import partial
 from inspect import unwrap
 from itertools import accumulate
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -269,11 +269,11 @@ def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     if layer.merged or layer.disable_adapters or layer.active_adapters != [name]:
         return None
-    if not _one_format(hidden, dtype, down.weight, None if add_gradient else base.weight):
+    if not _one_format(hidden, dtype, down.weight, None if add_gradient is not None else base.weight):
         return None
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     dropped = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    bias = None if base.bias is None or add_gradient else base.bias.to(dtype)  # a packed layer adds its own
+    bias = None if base.bias is None or add_gradient is not None else base.bias.to(dtype)  # a packed layer adds its own
     if up.bias is not None:
         own = scale * up.bias.to(dtype)
         bias = own if bias is None else bias + own
@@ -313,7 +313,7 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
     scale, dropped = adapters[0].scale, adapters[0].dropped
     downs, ups, biases = [each.down for each in adapters], [each.up for each in adapters], [x.bias for x in adapters]
-    weights = [None if each.add_gradient else each.base.weight for each in adapters]
+    weights = [each.base.weight if each.add_gradient is None else None for each in adapters]
     with torch.no_grad():
         seen, mask = flat, None
         if dropped:  # where peft draws it: after the layers before, by the generator of the device
@@ -352,7 +352,8 @@ class _KeptForBackward(torch.autograd.Function):
         flat: Tensor,
         inner: Tensor,  # x A^T, scaled
         mask: Tensor | None,
-        *of_adapters: Any,  # A, B and bias of each; all A and each B in the products' format, None: it is theirs; each W
+        # A, B and bias of each; all A and each B in the products' format, or None where they are in it; each W
+        *of_adapters: Any,
     ) -> tuple[Tensor, ...]:
         count = settings.adapters
         downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
@@ -469,8 +470,10 @@ def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
-    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks]. The compiler makes one kernel for each of
-    them; of `torch.block_diag` it makes five for two matrices and eleven for three."""
+    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks].
+
+    The compiler makes one kernel for each of them; of `torch.block_diag` five for two matrices and eleven for three.
+    """
     ranks = [each.shape[1] for each in matrices]
     ends = list(accumulate(ranks))
     padded = [F.pad(each, (end - rank, ends[-1] - end)) for each, rank, end in zip(matrices, ranks, ends, strict=True)]
