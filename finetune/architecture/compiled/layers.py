@@ -447,7 +447,9 @@ def _cached_graphs() -> Counter[str]:
     torch counts both under names that are not documented; tests/architecture/test_compiled.py would turn red.
     """
     counts = torch._dynamo.utils.counters["inductor"]
-    return Counter(found=counts["fxgraph_cache_hit"], made=counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"])
+    return Counter(
+        found=counts["fxgraph_cache_hit"], made=counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    )
 
 
 def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:
