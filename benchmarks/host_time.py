@@ -3,9 +3,10 @@
 python benchmarks/host_time.py [--calls]      (four minutes on two cores, no GPU)
 
 A GPU waits for the host if a layer's launches take longer than its kernels: models of 1B and less. Here tensors are
-tiny (8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run without any
-kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums, because its
-kernel is one launch. A layer's time is that of 12 layers less 4, over 8; the median of many steps of one thread.
+tiny (8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run
+without any kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums,
+because its kernel is one launch. A layer's time is that of 12 layers less 4, over 8; the median of many steps of one
+thread.
 
 `--calls` also prints the ten Python functions in which a compiled layer spends most time, without what they call.
 """

@@ -126,7 +126,8 @@ def _multiplied(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Te
     """
     if left.device.type == "cpu":
         return ((left.float() * left_scale) @ (right.float() * right_scale.T).T).to(dtype)
-    return scaled_product(left, right, left_scale, right_scale, fast).to(dtype)
+    product: Tensor = scaled_product(left, right, left_scale, right_scale, fast)
+    return product.to(dtype)
 
 
 @torch.library.custom_op("finetune::float8_product", mutates_args=())

@@ -371,12 +371,14 @@ class _KeptForBackward(torch.autograd.Function):
         ups, weights = rest[:count], rest[count:]
         of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
         of_downs, of_ups, of_biases = (of_adapters[at * count : (at + 1) * count] for at in range(3))
-        grad_flat, grad_downs = None, [None] * count
+        grad_flat = None
+        grad_downs: Sequence[Tensor | None] = [None] * count
+        grad_ups: Sequence[Tensor | None] = [None] * count
         grad_biases = [slope.sum(0) if wanted else None for slope, wanted in zip(slopes, of_biases, strict=True)]
         beside = None
         if count > 1 and torch.compiler.is_compiling():
             beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = _columns(beside, [len(up) for up in ups])
+            slopes = tuple(_columns(beside, [len(up) for up in ups]))
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
@@ -398,14 +400,13 @@ class _KeptForBackward(torch.autograd.Function):
                         grad_flat.addmm_(slope, weight.to(slope.dtype))
                     else:
                         grad_flat = add_gradient(grad_flat, slope)
-        grad_ups = [None] * count
         if any(of_ups):
             if beside is not None:
                 blocks = _rows(beside.T @ inner, [len(up) for up in ups])  # of [all outputs, ranks]
-                grad_ups = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
+                of_each = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
             else:
-                grad_ups = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
-            grad_ups = [each.to(dtype) for each, dtype in zip(grad_ups, ctx.formats[count:], strict=True)]
+                of_each = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
+            grad_ups = [each.to(dtype) for each, dtype in zip(of_each, ctx.formats[count:], strict=True)]
         asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
         found = (each if wanted else None for each, wanted in asked)
         return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
@@ -459,14 +460,14 @@ def _rows(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Its stretches of rows: views. A single one is the matrix, which spares the host a call."""
     if len(sizes) == 1:
         return (matrix,)
-    return matrix.split(sizes)
+    return torch.split(matrix, list(sizes))
 
 
 def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Its stretches of columns: views."""
     if len(sizes) == 1:
         return (matrix,)
-    return matrix.split(sizes, 1)
+    return torch.split(matrix, list(sizes), 1)
 
 
 def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
