@@ -13,7 +13,7 @@ from finetune.importers import Imported, axolotl, llamafactory, trl
 from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import carry_best_model, fit_strategy
-from finetune.output_stream import one_line
+from finetune.output_stream import one_line, printable
 from finetune.paths import read_regular
 from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, refuse_other_training, refuse_torchtune, tool_of
 from finetune.recipe.gpus import budget_of, parse_gpus
@@ -129,13 +129,13 @@ def _check_recipe(file: Path, text: str, foreign: ForeignConfig) -> None:
             recipe = load_recipe(path).recipe.model_dump(mode="json")
         except RecipeError as error:
             if not error.found:
-                raise
-            mistakes = []
+                raise RecipeError([line.replace(str(path), str(file)) for line in error.mistakes]) from None
+            known, lines = known_secrets(), []
             for mistake in error.found:
                 _, origin = foreign.carried.get(mistake.key, (None, ""))
-                place = f"{file}: {origin}" if origin else f"{file}"
-                mistakes.append(hide_secrets(f"{place}: {mistake.key}: {mistake.text}", known_secrets()))
-            raise RecipeError(first_lines(mistakes, MAX_MISTAKES)) from None
+                places = filter(None, (str(file), origin, printable(mistake.key)))
+                lines.append(hide_secrets(": ".join((*places, mistake.text)), known))
+            raise RecipeError(first_lines(lines, MAX_MISTAKES)) from None
     for key, (value, _) in foreign.carried.items():
         loaded: Any = recipe
         for part in key.split("."):

@@ -95,10 +95,12 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
 
 
 def config_here(name_or_path: str, revision: str = "main") -> dict[str, Any] | None:
-    """config.json as it is written, if it is on this machine; the Hub is not asked, and no package is converted."""
-    if name_or_path.startswith(PREFIX):
-        file = shipped_config(online_name(name_or_path))
-        return read_config(file) if file is not None else None
+    """config.json as it is written, if it is on this machine; the Hub is not asked.
+
+    A package whose model is known here has the shipped one, so that this does not convert the package.
+    """
+    if name_or_path.startswith(PREFIX) and (shipped := shipped_config(online_name(name_or_path))) is not None:
+        return read_config(shipped)
     try:
         folder = folder_of(name_or_path, revision)
         file = Path(folder, "config.json") if folder is not None else shipped_config(name_or_path)

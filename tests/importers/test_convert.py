@@ -426,6 +426,18 @@ def test_a_mistake_is_one_line(
     assert len(output.err.splitlines()) == 1
 
 
+def test_two_mistakes_show_no_secret_and_no_file_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eFgH"
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(AXOLOTL_LORA_8B | {"learning_rate": secret, "lora_r": -3}))
+    assert main(["import", str(file)]) == 2
+    lines = capsys.readouterr().err
+    assert "learning_rate: training.learning_rate: " in lines
+    assert "lora_r: lora.r: " in lines
+    assert secret not in lines
+    assert "recipe.yaml" not in lines
+
+
 @pytest.mark.parametrize(
     ("more", "level", "reason"),
     [

