@@ -50,7 +50,7 @@ def evaluated(run: Path, words: list[str], code: int = 0) -> tuple[dict[str, Any
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     asked = ["eval", str(run), "--max-new-tokens", "8", "--metric", "exact", "--metric", "chrf"]
     done = subprocess.run(
-        [sys.executable, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == code, done.stdout + done.stderr
     if code:
