@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shown
+from finetune.redaction import hide_secrets, known_secrets
 from finetune.wording import first_lines
 
 TOOLS = get_args(Tool)
@@ -128,13 +128,14 @@ def _check_recipe(file: Path, text: str, foreign: ForeignConfig) -> None:
         try:
             recipe = load_recipe(path).recipe.model_dump(mode="json")
         except RecipeError as error:
+            if not error.found:
+                raise
             mistakes = []
-            for mistake in error.mistakes:
-                # "/tmp/x/recipe.yaml:12:3: training.seed: ..." becomes "theirs.yaml: seed: training.seed: ..."
-                problem = re.sub(r"^\d+:\d+: ", "", mistake.splitlines()[0].removeprefix(f"{path}:"))
-                _, origin = foreign.carried.get(problem.partition(": ")[0], (None, ""))
-                mistakes.append(f"{file}: {origin}: {problem}" if origin else f"{file}: {problem}")
-            raise RecipeError(mistakes) from None
+            for mistake in error.found:
+                _, origin = foreign.carried.get(mistake.key, (None, ""))
+                place = f"{file}: {origin}" if origin else f"{file}"
+                mistakes.append(hide_secrets(f"{place}: {mistake.key}: {mistake.text}", known_secrets()))
+            raise RecipeError(first_lines(mistakes, MAX_MISTAKES)) from None
     for key, (value, _) in foreign.carried.items():
         loaded: Any = recipe
         for part in key.split("."):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.gguf_package import PREFIX
 from finetune.model.packaged import folder_of, in_hub_cache, online_name, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
@@ -94,7 +95,10 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
 
 
 def config_here(name_or_path: str, revision: str = "main") -> dict[str, Any] | None:
-    """config.json as it is written, if it is on this machine; the Hub is not asked."""
+    """config.json as it is written, if it is on this machine; the Hub is not asked, and no package is converted."""
+    if name_or_path.startswith(PREFIX):
+        file = shipped_config(online_name(name_or_path))
+        return read_config(file) if file is not None else None
     try:
         folder = folder_of(name_or_path, revision)
         file = Path(folder, "config.json") if folder is not None else shipped_config(name_or_path)

@@ -30,8 +30,8 @@ Written by `python benchmarks/one_curve.py`. Each figure comes from four trainin
 once, accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative
 difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
 compared with a loop of its own that takes one document at a time and shares no code with the program
-(tests/support/runs/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a
-CPU, four for hsdp and for two pipelines beside each other (ddp2). Pipelines train a model of four layers instead of
+(tests/support/runs/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on
+a CPU, four for hsdp and for two pipelines beside each other (ddp2). Pipelines train a model of four layers instead of
 two, in micro-batches of two rows where others take all at once: 1F1B needs one for each stage.
 
 A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
