@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun, models_of
 from finetune.launch.cpu_memory import give_back_freed_memory
-from finetune.launch.launcher import Launch, speaks_for_ranks
+from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
 from finetune.model.generate import stop_on
@@ -37,7 +37,6 @@ from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
-RANK_0_SECONDS = 10.0  # in which rank 0 says an error that all ranks have, and the launcher ends the others
 
 
 @dataclass(frozen=True)
