@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from finetune.recipe.resolved import LoadedRecipe
     from finetune.recipe.schema import Recipe
 
-RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 USAGE = (
     "usage: accelerate launch finetune/train.py RECIPE [key=value ...]\n   or: finetune train RECIPE [key=value ...]"
 )
@@ -160,7 +159,7 @@ def set_up_process(recipe: Recipe) -> Launch:
 def _wait_for_rank_0(code: int) -> int:
     """Make other ranks wait. A launcher kills all ranks when one ends, but rank 0 must print the error first."""
     if code not in (0, 130):
-        from finetune.launch.launcher import speaks_for_ranks
+        from finetune.launch.launcher import RANK_0_SECONDS, speaks_for_ranks
 
         if not speaks_for_ranks():
             time.sleep(RANK_0_SECONDS)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import FinishedRun, models_of
 from finetune.launch.cpu_memory import give_back_freed_memory
-from finetune.launch.launcher import Launch, speaks_for_ranks
+from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
 from finetune.model.generate import stop_on
@@ -30,12 +30,13 @@ from finetune.model.on_top import as_the_base
 from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.run_folder.watchdog import BROKEN
 from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 
-RANK_0_SECONDS = 10.0  # in which rank 0 says an error that all ranks have, and the launcher ends the others
+LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ def rank_0_first(by: Computing, act: Callable[[], Path]) -> Path:
 
 @contextmanager
 def one_rank_speaks() -> Iterator[None]:
-    """Within the block, a rank above 0 that fails waits before it says so.
+    """Within the block, one rank says why it failed, and the launcher ends the others.
 
-    If all ranks have the error, rank 0 says it meanwhile, and the launcher ends this rank. If this rank alone has it,
-    the others wait for it in a collective: it says it, and the launcher ends them.
+    A rank above 0 waits before it says so: if all ranks have the error, rank 0 says it meanwhile. A rank whose
+    connection to a failed rank breaks says nothing.
     """
     try:
         yield
@@ -167,3 +168,8 @@ def one_rank_speaks() -> Iterator[None]:
         if not speaks_for_ranks():
             time.sleep(RANK_0_SECONDS)
         raise
+    except RuntimeError as error:
+        if not BROKEN.search(str(error)):
+            raise
+        time.sleep(LOST_SECONDS)
+        raise SystemExit(1) from error

@@ -175,7 +175,7 @@ def measure(
         def show_model(text: str, name: str = name) -> None:
             show(f"{name} model: {text}")
 
-        with fitting(by.device, run):
+        with fitting(by.device, run, by.ranks.world):
             for question in questions:
                 if name == "tuned" and not isinstance(question, HeldOutLoss) and by.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)

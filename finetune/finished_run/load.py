@@ -184,16 +184,16 @@ def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, wi
 
 
 @contextmanager
-def fitting(device: torch.device, run: FinishedRun) -> Iterator[None]:
-    """Turn a full GPU into one line."""
+def fitting(device: torch.device, run: FinishedRun, ranks: int = 1) -> Iterator[None]:
+    """Turn a full GPU into one line. `ranks` share the model."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         remedies = ["CUDA_VISIBLE_DEVICES= takes the CPU", "--endpoint URL asks a server"]
         strategy, budget = strategy_of(run.recipe), run.recipe.budget
         if strategy.shards_parameters or strategy.schedule is not None:
-            ranks = max(2, budget.gpus * budget.nodes)
-            remedies.insert(0, f"`finetune eval {run.folder} --processes {ranks}` spreads it over GPUs")
+            more = max(2 * ranks, budget.gpus * budget.nodes)
+            remedies.insert(0, f"`finetune eval {run.folder} --processes {more}` spreads it over GPUs")
         raise DoesNotFit(f"the model does not fit into the memory of {device}; {'; '.join(remedies)}") from error
 
 

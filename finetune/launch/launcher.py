@@ -26,6 +26,7 @@ from finetune.paths import read_regular
 from finetune.recipe.yaml_text import MAX_BYTES, yaml_value
 
 PARENT_AT_START = os.getppid()
+RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 r
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
 SHARED_SECONDS = 30.0  # until another machine sees a new file
 # Words in gloo's and NCCL's errors when a rank is gone. gloo's errors are plain RuntimeErrors.
-_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
+BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> None:
         """End the process if the error came from a lost rank. Else add a note to the error: the others' places."""
-        if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+        if not isinstance(error, RuntimeError) or not BROKEN.search(str(error)):
             return
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:

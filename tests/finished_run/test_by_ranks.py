@@ -20,7 +20,7 @@ from finetune.finished_run.load import fitting
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.curve_table import skip_where_missing
 from tests.support.runs.finished import finished_run
-from tests.support.runs.one_rank_without_memory import ROWS
+from tests.support.runs.one_rank_without_memory import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [
@@ -50,7 +50,7 @@ def evaluated(run: Path, words: list[str], code: int = 0) -> tuple[dict[str, Any
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     asked = ["eval", str(run), "--max-new-tokens", "8", "--metric", "exact", "--metric", "chrf"]
     done = subprocess.run(
-        [sys.executable, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == code, done.stdout + done.stderr
     if code:
@@ -92,23 +92,25 @@ def test_started_by_torchrun(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_a_rank_without_memory_makes_all_batches_smaller(
+def test_a_rank_without_memory_answers_in_smaller_batches(
     strategy: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ROWS, "1")
+    """Rank 0 has all four rows in one batch; under FSDP2 rank 1 gathers with it until the batch has ended."""
+    monkeypatch.setenv(FULL, "0 1")
     run = made(tmp_path / "made", base, strategy, None)
     program = str(ROOT / "tests/support/runs/one_rank_without_memory.py")
     printed = same_as_alone(run, [*TORCHRUN, "2", program], tmp_path)
-    assert strategy == "ddp" or "tokens does not fit; they go on with" in printed
+    assert printed.count("tokens does not fit; they go on with") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "rows"), [("zero3", "1"), ("fsdp2", "0"), ("ddp", "0")])
-def test_a_rank_without_memory_for_one_row_ends_all_in_one_line(
-    strategy: str, rows: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("strategy", "full"), [("zero3", "0 1"), ("zero3", "1 0"), ("fsdp2", "1 0"), ("ddp", "0 0")])
+def test_a_rank_without_memory_ends_all_ranks_in_one_line(
+    strategy: str, full: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ZeRO-3 cannot go on inside a layer, nobody without memory for one row."""
     skip_where_missing(strategy)
-    monkeypatch.setenv(ROWS, rows)
+    monkeypatch.setenv(FULL, full)
     run = made(tmp_path / "made", base, strategy, None)
     program = str(ROOT / "tests/support/runs/one_rank_without_memory.py")
     printed = evaluated(run, [str(ROOT / "tests/support/runs/eval_by.py"), "2", program], code=3)[2]

@@ -1,4 +1,4 @@
-"""`finetune WORDS` as a rank. Rank 1 has no memory for attention over more rows than ROWS_THAT_FIT."""
+"""`finetune WORDS` as a rank. FULL="1 3": rank 1 has no memory for attention over more than 3 rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from finetune.cli.main import main
 from finetune.model import generate
 
-ROWS = "ROWS_THAT_FIT"
+FULL = "FULL"
 
 
 def run(words: list[str]) -> int:
-    genuine = torch.nn.functional.scaled_dot_product_attention
+    genuine, (rank, rows) = torch.nn.functional.scaled_dot_product_attention, os.environ[FULL].split()
 
     def attend(query: Any, *arguments: Any, **options: Any) -> Any:
-        if os.environ["RANK"] == "1" and query.shape[0] > int(os.environ[ROWS]):
+        if os.environ["RANK"] == rank and query.shape[0] > int(rows):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return genuine(query, *arguments, **options)
 
