@@ -40,7 +40,7 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = matrix.abs().amax(dim=1, keepdim=True).float()
     scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-    # A quotient is float32, 448 and a rounding at most. The conversion makes 448 of all numbers below 464, NaN of others.
+    # A quotient is 448 and a rounding of float32 at most. The conversion makes 448 of all below 464, and NaN of others.
     return (matrix / scale).to(FLOAT8), scale
 
 
