@@ -30,6 +30,7 @@ SETTINGS = {
     "training.warmup_steps": 5,
     "model.dtype": "float32",
     "data.max_length": 128,
+    "data.truncation": "right",
     "data.eval": None,
     "training.early_stopping_patience": None,
     "training.load_best_model_at_end": False,

@@ -134,7 +134,7 @@ def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale:
     """The product on a GPU, in bfloat16. An operator of its own, because torch 2.11's compiler has no rule for
     `scaled_mm`."""
     by_row = F.ScalingType.RowWise
-    return F.scaled_mm(
+    result: Tensor = F.scaled_mm(
         left,
         right.t(),
         left_scale,
@@ -144,6 +144,7 @@ def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale:
         output_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+    return result
 
 
 @scaled_product.register_fake
