@@ -25,7 +25,7 @@ from benchmarks.common import write_result
 from tests.support.stand_ins.gpu_branches import FILE, all_questions
 
 TESTS = """strategies measure launch architecture/test_attention.py architecture/test_varlen_kernel.py
-architecture/test_loss.py model/test_optimizer.py model/test_quantization.py
+architecture/test_loss.py architecture/test_float8_linear.py model/test_optimizer.py model/test_quantization.py
 probe/test_judge.py probe/test_remembered.py tokens/test_batches.py preflight/test_doctor.py
 preflight/test_gpu_proofs.py preflight/test_compare.py
 finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py

@@ -25,7 +25,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
-from finetune.architecture.own_layers.float8_linear import use_float8
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import language_model_path
@@ -92,6 +91,8 @@ def build_model(
 
                 add_frozen_adapter(adapted, recipe)
     if recipe.model.load_in_fp8:  # after peft, which reads weights and their number format
+        from finetune.architecture.own_layers.float8_linear import use_float8
+
         use_float8(model, device, without=model.get_output_embeddings())
     if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.

@@ -122,6 +122,11 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
+def float8_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers whose frozen weights are in float8 (architecture/own_layers/float8_linear.py)."""
+    return (module for module in model.modules() if hasattr(module, "weight_scale"))
+
+
 def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
     """The number of frozen weights. A packed element counts for all weights in it.
 

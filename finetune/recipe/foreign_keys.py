@@ -56,6 +56,7 @@ RENAMED: dict[str, str] = {
     "roles_to_train": "data.train_on",
     "load_in_4bit": "quantization.load_in_4bit",
     "load_in_8bit": "quantization.load_in_8bit",
+    "load_in_fp8": "model.load_in_fp8",
     "gradient_checkpointing": "training.activation_checkpointing",
     "torch_compile": "training.compile",
     "fsdp_config": "accelerate_config: fsdp2",

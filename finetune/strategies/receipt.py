@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.own_layers.float8_linear import FLOAT8_LAYERS, float8_layers
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation import keeps_products
@@ -26,7 +25,7 @@ from finetune.model.adapter_targets import adapted_paths, describe_reach, part_o
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
-from finetune.model.quantization import frozen_weights, quantized_layers
+from finetune.model.quantization import float8_layers, frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -34,6 +33,9 @@ from finetune.strategies.accelerator import kind_of_scaling
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Elsewhere, full_numel, is_trained, local_shard
 from finetune.wording import counted
+
+
+FLOAT8_KIND = "LinearFloat8"  # the kind of a layer in float8, which is torch's class with another forward
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "loss_scaling": kind_of_scaling(accelerator),
         "quantized_layers": dict(
             Counter(type(layer).__name__ for layer in quantized_layers(model))
-            + Counter(FLOAT8_LAYERS for _ in float8_layers(model))
+            + Counter(FLOAT8_KIND for _ in float8_layers(model))
         ),
         "adapted_layers": len(adapted_paths(model)),
         **computed_layers(accelerator, parts),
@@ -194,7 +196,7 @@ def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
 
 def _asked_layers(recipe: Recipe) -> list[str]:
     if recipe.model.load_in_fp8:
-        return [FLOAT8_LAYERS]
+        return [FLOAT8_KIND]
     if recipe.quantization is None:
         return []
     return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]

@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from finetune.architecture.own_layers import float8_linear
 from finetune.architecture.own_layers.float8_linear import (
     FLOAT8,
-    float8_layers,
     input_gradient,
     quantise_rows,
     use_float8,
 )
 from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by, leave_to_peft
-from finetune.model.quantization import unpacked_weight
+from finetune.model.quantization import float8_layers, unpacked_weight
 from tests.architecture.test_lora_linear import INNER, INPUTS, Block, adapted
 
 CPU = torch.device("cpu")
@@ -236,6 +235,8 @@ def test_torch_takes_these_shapes_and_formats() -> None:
     )  # fmt: skip
     fake = float8_linear.scaled_product(left, right, left_scale, right_scale, True)
     assert (fake.shape, fake.dtype) == (result.shape, result.dtype) == ((7, 64), torch.bfloat16)
+    whole = float8_linear._multiplied(left, right, left_scale, right_scale, torch.float32, True)
+    assert (whole.shape, whole.dtype, whole.device.type) == ((7, 64), torch.float32, "meta")
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from finetune.cli.main import main as cli
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import finished_run, load_adapted
+from finetune.preflight.gpu_proofs import rewind
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
@@ -87,6 +88,18 @@ def test_the_receipt_says_it_and_the_adapter_is_a_plain_one(whole: Path) -> None
     run = finished_run(whole)
     model = load_adapted(run, torch.device("cpu"))  # over the base as it is served: without float8
     assert not [name for name, _ in model.named_buffers() if "weight_scale" in name]
+
+
+def test_a_resumed_run_is_bitwise_the_run(tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """Weights are quantised anew from the base's files, so the base after a resume is the one before it."""
+    recipe = write_curve_recipe(tmp_path / "whole", tiny_llama, chats, "lora", FLOAT8, save_steps=3)
+    assert main([str(recipe)]) == 0
+    again = write_curve_recipe(tmp_path / "again", tiny_llama, chats, "lora", FLOAT8, save_steps=3)
+    rewind(tmp_path / "whole" / "run", tmp_path / "again" / "run", 3)
+    assert main([str(again)]) == 0
+    assert curve_of(again) == curve_of(recipe)
+    ours, theirs = (load_file(tmp_path / name / "run/adapter/adapter_model.safetensors") for name in ("again", "whole"))
+    assert all(torch.equal(ours[name], each) for name, each in theirs.items())
 
 
 def words(**sections: Any) -> list[str]:

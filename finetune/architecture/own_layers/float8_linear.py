@@ -17,7 +17,6 @@ Memory: one byte a weight and four an output. The bytes are a parameter in uint8
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any, cast
 
@@ -27,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # torch.finfo(FLOAT8).max
+MOST = 448.0  # torch.finfo(FLOAT8).max
 SMALLEST_SCALE = 2.0**-100  # of a row of zeros
-FLOAT8_LAYERS = "LinearFloat8"  # in a receipt
 MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
@@ -39,8 +37,8 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     A row (-1, 2) has the scale 2 / 448. Its numbers become -224 and 448.
     """
     largest = matrix.abs().amax(dim=1, keepdim=True).float()
-    scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-    # A quotient is float32, 448 and a rounding at most. The conversion makes 448 of numbers below 464, NaN of others.
+    scale = (largest / MOST).clamp(min=SMALLEST_SCALE)
+    # A quotient is 448 and a rounding of float32 at most. The conversion makes 448 of all below 464, and NaN of others.
     return (matrix / scale).to(FLOAT8), scale
 
 
@@ -70,16 +68,6 @@ def _is_plain(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or "forward" in vars(layer) or layer.weight.requires_grad:
         return False
     return all(side % MULTIPLE == 0 for side in layer.weight.shape)
-
-
-def is_float8(layer: Any) -> bool:
-    """Whether this layer's weight is in float8."""
-    return hasattr(layer, "weight_scale")
-
-
-def float8_layers(model: nn.Module) -> Iterator[Any]:
-    """The layers whose weights are in float8."""
-    return (module for module in model.modules() if is_float8(module))
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
@@ -118,6 +106,11 @@ def input_gradient(slope: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return _multiplied(left, weight.T.contiguous().view(FLOAT8), left_scale, ones, slope.dtype, False)
 
 
+def add_input_gradient(layer: Any, result: Tensor, slope: Tensor) -> Tensor:
+    """`result` with a layer's `input_gradient` added in place."""
+    return result.add_(input_gradient(slope, layer.weight, layer.weight_scale))
+
+
 def _multiplied(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: Any, fast: bool) -> Tensor:
     """left [rows, sums] times right [columns, sums] transposed, both float8, with their scales [rows, 1], [1, columns].
 
@@ -135,7 +128,7 @@ def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale:
     """The product on a GPU, in bfloat16. An operator of its own, because torch 2.11's compiler has no rule for
     `scaled_mm`."""
     by_row = F.ScalingType.RowWise
-    return F.scaled_mm(
+    result: Tensor = F.scaled_mm(
         left,
         right.t(),
         left_scale,
@@ -145,6 +138,7 @@ def scaled_product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale:
         output_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+    return result
 
 
 @scaled_product.register_fake

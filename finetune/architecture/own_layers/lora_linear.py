@@ -36,8 +36,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from finetune.architecture.own_layers.float8_linear import input_gradient, is_float8
-
 Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of a packed layer, in that format
 # Adds a packed layer's gradient of the input [tokens, inputs] to the first tensor, from that of its output.
 AddGradient = Callable[[Tensor, Tensor], Tensor]
@@ -142,17 +140,15 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 def _is_packed(layer: Any) -> bool:
     """Whether the base has 4-bit weights, as bitsandbytes packs them, or weights in float8."""
-    return hasattr(layer.base_layer.weight, "quant_state") or is_float8(layer.base_layer)
+    return hasattr(layer.base_layer.weight, "quant_state") or hasattr(layer.base_layer, "weight_scale")
 
 
 def _packed_gradient(base: Any, unpack: Unpack) -> AddGradient:
-    if is_float8(base):
-        return partial(_add_in_float8, base)
+    if hasattr(base, "weight_scale"):
+        from finetune.architecture.own_layers.float8_linear import add_input_gradient
+
+        return partial(add_input_gradient, base)
     return partial(_add_unpacked, partial(unpack, base))
-
-
-def _add_in_float8(base: Any, result: Tensor, slope: Tensor) -> Tensor:
-    return result.add_(input_gradient(slope, base.weight, base.weight_scale))
 
 
 def _add_unpacked(unpack: Callable[[torch.dtype], Tensor], result: Tensor, slope: Tensor) -> Tensor:
