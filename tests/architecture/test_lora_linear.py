@@ -21,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from finetune.architecture.own_layers.compute import ADAPTERS, compute_layers, fast_modules, leave_to_library
-from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by, sharing_module, sharing_modules
+from finetune.architecture.own_layers.lora_linear import (
+    OWN,
+    compute_adapters,
+    computed_by,
+    sharing_module,
+    sharing_modules,
+)
 from finetune.model.quantization import unpacked_weight
 
 INPUTS, INNER, RANK = 64, 128, 4  # whole blocks of 4-bit weights, which bitsandbytes needs on a CPU
