@@ -2,12 +2,13 @@
 
 python benchmarks/host_time.py [--calls]      (four minutes on two cores, no GPU)
 
-A GPU waits for the host if a layer's launches take longer than its kernels: models of 1B and less. Here tensors are tiny
-(8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run without any
-kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums, because its
-kernel is one launch. A layer's time is that of 10 layers less 2, over 8: processor time of one thread, the least of 150 steps.
+A GPU waits for the host if a layer's launches take longer than its kernels: models of 1B and less. Here tensors are
+tiny (8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run without
+any kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums, because
+its kernel is one launch. A layer's time is that of 10 layers less 2, over 8: processor time of one thread, the least of
+150 steps.
 
-A call is one of Python's or of a library's function, as Python's profiler counts them; that number is always the same.
+A call is one of Python's or of a library's function, by Python's profiler; that number is always the same.
 `--calls` also prints the ten in which a layer spends most time, without what they call.
 """
 

@@ -15,8 +15,8 @@ ranks r, their R = 3r columns are one product each of x A^T, of A's gradient, an
     gradient of A  through^T x                                   ->  [R, inputs]
     gradient of x  through [A_q; A_k; A_v] + g_q W_q + g_k W_k + g_v W_v
 
-A decoder layer of Llama has 47 products instead of 56. In a compiled layer 41: the compiler writes g_q, g_k and g_v side
-by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
+A decoder layer of Llama has 47 products instead of 56. A compiled layer has 41: the compiler writes g_q, g_k and g_v
+side by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
 
 Only instances change, so saving, merging and peft see the classes they know. peft still computes everything that
 `computed_by` names, and any call with several adapters, a merged or a disabled one.
@@ -29,7 +29,7 @@ from functools import partial
 from inspect import unwrap
 from itertools import accumulate
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -334,7 +334,7 @@ class _KeptForBackward(torch.autograd.Function):
         flat: Tensor,
         inner: Tensor,  # x A^T, scaled
         mask: Tensor | None,
-        *of_adapters: Any,  # A, B and bias of each; all A and each B in the products' format, None: it is theirs; each W
+        *of_adapters: Any,  # each A, B and bias; all A and each B in the products' format (None: as they are); each W
     ) -> tuple[Tensor, ...]:
         count = settings.adapters
         downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
@@ -450,8 +450,10 @@ def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
-    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks]. The compiler makes one kernel for each of
-    them; of `torch.block_diag` it makes five for two matrices and eleven for three."""
+    """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks].
+
+    The compiler makes one kernel for each matrix; of `torch.block_diag` it makes five for two and eleven for three.
+    """
     ranks = [each.shape[1] for each in matrices]
     ends = list(accumulate(ranks))
     padded = [F.pad(each, (end - rank, ends[-1] - end)) for each, rank, end in zip(matrices, ranks, ends, strict=True)]
