@@ -1,14 +1,15 @@
-"""Print the host's microseconds for one decoder layer, forward and backward, with kernels that take no time.
+"""Print the host's microseconds and calls for one decoder layer, forward and backward, with kernels that take no time.
 
 python benchmarks/host_time.py [--calls]      (four minutes on two cores, no GPU)
 
 A GPU waits for the host if a layer's launches take longer than its kernels: models of 1B and less. Here tensors are
-tiny (8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run
-without any kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums,
-because its kernel is one launch. A layer's time is that of 12 layers less 4, over 8; the median of many steps of one
-thread.
+tiny (8 tokens of width 64), so nearly all time is Python, autograd and torch's dispatcher. Compiled layers run without
+any kernel: inductor's generated host code runs, and what it launches returns at once. Attention is two sums, because
+its kernel is one launch. A layer's time is that of 10 layers less 2, over 8: processor time of one thread, the least of
+150 steps.
 
-`--calls` also prints the ten Python functions in which a compiled layer spends most time, without what they call.
+A call is one of Python's or of a library's function, by Python's profiler; that number is always the same.
+`--calls` also prints the ten in which a layer spends most time, without what they call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -36,7 +36,15 @@ from finetune.architecture.recomputation import checkpoint_layers
 from tests.support.memory.layer_traffic import nothing_computed
 from tests.support.models.tiny import flat_batch, tiny_model
 
-FEW, MANY, STEPS = 4, 12, 60
+
+class Known(dict[Any, float]):
+    """Every kind of layer was compared."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+FEW, MANY, STEPS = 2, 10, 150
 METHODS = ("lora", "full", "lora, recomputed")
 
 
@@ -60,38 +68,52 @@ def built(method: str, layers: int, *, compiled: bool) -> nn.Module:
     if compiled:
         # Without kernels nothing can be compared: compiled layers are taken for right.
         found = CompiledLayers(required=True, log=print)
-        found._tried = lambda *_: True  # type: ignore[method-assign]
+        found.seconds = Known()
         compile_layers(base, found)
     return model
 
 
 def seconds(model: nn.Module) -> float:
-    """The median of a step's seconds."""
+    """A step's processor seconds: the least, because other programs take caches away."""
     row, found = flat_batch([8]), []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        began = time.process_time()
         model(**row).backward()
-        found.append(time.perf_counter() - began)
+        found.append(time.process_time() - began)
         model.zero_grad()
-    return statistics.median(found[STEPS // 4 :])
+    return min(found)
 
 
-def microseconds(method: str, *, compiled: bool) -> float:
-    """One layer's time."""
-    few, many = (seconds(built(method, layers, compiled=compiled)) for layers in (FEW, MANY))
-    return 1e6 * (many - few) / (MANY - FEW)
+def profiled(model: nn.Module, steps: int) -> Any:
+    """The profile of some steps, after one that compiles: (file, line, name) -> (_, calls, own seconds, ...)."""
+    row, profile = flat_batch([8]), cProfile.Profile()
+    model(**row).backward()
+    for _ in range(steps):
+        model.zero_grad()
+        with profile:
+            model(**row).backward()
+    return pstats.Stats(profile).stats  # type: ignore[attr-defined]  # which typeshed does not have
 
 
-def print_calls(method: str) -> None:
-    model, profile = built(method, MANY, compiled=True), cProfile.Profile()
-    seconds(model)
-    with profile:
-        seconds(model)
-    print(f"{method}, compiled: the ten dearest calls, microseconds a layer under the profiler")
-    rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # which typeshed does not have
-    for (file, line, name), (_, count, own, *_) in sorted(rows.items(), key=lambda row: -row[1][2])[:10]:
-        each = STEPS * MANY
-        print(f"  {1e6 * own / each:8.1f}  {count / each:6.1f} calls  {Path(file).name}:{line} {name}")
+def show(method: str, *, compiled: bool, calls: bool) -> None:
+    """Print one layer's time and calls."""
+    few, many = (built(method, layers, compiled=compiled) for layers in (FEW, MANY))
+    time_of, calls_of = [], []
+    for model in (few, many):
+        calls_of.append(sum(count for _, count, *_ in profiled(model, 1).values()))
+        time_of.append(seconds(model))
+    each = MANY - FEW
+    name = f"{method}, {'compiled' if compiled else 'as written'}"
+    print(
+        f"{name:30}{1e6 * (time_of[1] - time_of[0]) / each:>14.0f}{(calls_of[1] - calls_of[0]) / each:>8.0f}",
+        flush=True,
+    )
+    if not calls:
+        return
+    rows = profiled(many, 20)
+    for (file, line, function), (_, count, own, *_) in sorted(rows.items(), key=lambda row: -row[1][2])[:10]:
+        at = f"{Path(file).name}:{line} {function}"
+        print(f"    {1e6 * own / 20 / MANY:8.1f} us {count / 20 / MANY:8.1f} calls  {at}")
 
 
 def main() -> int:
@@ -100,16 +122,12 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     AttentionInterface.register("three_sums", three_sums)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        print(f"{'microseconds a layer':24}{'as written':>12}{'compiled':>12}")
-        for method in METHODS:
-            as_written = microseconds(method, compiled=False)
-            torch.compiler.reset()
-            with nothing_computed():
-                compiled = microseconds(method, compiled=True)
-                print(f"{method:24}{as_written:>12.0f}{compiled:>12.0f}", flush=True)
-                if arguments.calls:
-                    print_calls(method)
+    print(f"{'one layer':30}{'microseconds':>14}{'calls':>8}")
+    for method in METHODS:
+        show(method, compiled=False, calls=arguments.calls)
+        torch.compiler.reset()
+        with torch._inductor.config.patch(force_disable_caches=True), nothing_computed():
+            show(method, compiled=True, calls=arguments.calls)
     return 0
 
 

@@ -3,10 +3,14 @@ happens where they cannot be compiled."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -458,3 +462,35 @@ def test_graphs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) ->
     assert str(keep_graphs(environment)) == environment[CACHE_VARIABLE] == "/somewhere/compiled"
     users = {CACHE_VARIABLE: "/mine"}
     assert str(keep_graphs(users)) == users[CACHE_VARIABLE] == "/mine"
+
+
+START = """
+import json, sys
+from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
+from tests.architecture.test_compiled import built, learned, rows
+model, base = built("llama", True, False)
+compiled = CompiledLayers(required=True, log=print)
+compile_layers(base, compiled)
+learned(model, rows(3)[1])
+print(json.dumps(compiled.facts()))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_its_graphs(tmp_path: Path) -> None:
+    """Forward and backward of the one kind of layer, with adapters, by inductor on a CPU."""
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", START],
+            env=os.environ | {CACHE_VARIABLE: str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        )
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+    print([each["first_seconds"] for each in found])  # the second start's are the shorter ones
+    first, second = (each["graphs"] for each in found)
+    assert first == {"found": 0, "made": 2, "folder": str(tmp_path)}
+    assert second == {"found": 2, "made": 0, "folder": str(tmp_path)}

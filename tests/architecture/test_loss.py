@@ -418,3 +418,34 @@ def test_float32_logits_are_written_twice_and_read_twice() -> None:
     with OnOperations(note):
         summed_cross_entropy(hidden, weight, targets, None, torch.arange(8))
     assert seen == [("copy_", 2, 4), ("max", 2, 0), ("softmax", 4, 4), ("copy_", 4, 2)]
+
+
+@pytest.mark.parametrize("columns", [6400, 12_800, 6401])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_highest_logit_is_found_by_blocks(columns: int, dtype: torch.dtype) -> None:
+    """Rows with the highest in the first, a middle and the last place, with two that are equal, with infinities and
+    with no number."""
+    rows = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row, place in enumerate((0, columns // 2, columns - 1)):
+        rows[row, place] = 100.0
+    rows[3, [70, 5000]] = 200.0
+    rows[4] = -torch.inf
+    rows[5, 300] = torch.inf
+    rows[6, 4321] = torch.nan
+    highest, where = loss_module._highest(rows)
+    assert torch.equal(highest.nan_to_num(7.0), rows.amax(1, keepdim=True).nan_to_num(7.0))
+    assert torch.equal(rows.gather(1, where).nan_to_num(7.0), highest.nan_to_num(7.0))
+
+
+def test_a_large_vocabulary_has_the_same_loss_and_gradients() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(6400, HIDDEN, generator=draw, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 6400, (40,), generator=draw)
+    summed_cross_entropy(hidden, weight, targets).backward()
+    found = [hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum").backward()
+    for each, expected in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert each is not None
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from tests.support.memory.layer_traffic import TOKENS, compiled_step, layer_step
 H, KV, INNER = 4096, 1024, 14336  # hidden size, keys' and values', MLP's
 # Kernels, products among them, and bytes a token outside of products and attention. A step that needs fewer lowers its
 # row.
-MOST = {"lora": (163, 56, 1_325_104), "full": (124, 21, 2_058_580)}
+MOST = {"lora": (152, 47, 1_252_016), "full": (124, 21, 2_058_580)}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -27,7 +27,8 @@ def test_no_more_kernels_and_bytes_than_there_were(method: str, tmp_path: Path) 
     assert found["product"] == pytest.approx(products, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_with_adapters_has_few_products() -> None:
+    """93 kernels with 41 products. Layer by layer it has 105 with 56."""
     found = compiled_step("lora", tokens=128, head_dim=64, **SMALL)
-    assert found["attention"] == 2
-    assert found["products"] <= 44
+    assert (found["kernels"], found["products"], found["attention"]) == (93, 41, 2)

@@ -196,11 +196,6 @@ class CompiledLayers:
         return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s; {graphs}"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in nested_tensors((args, kwargs)):
-            # Every size is a symbol of its own: torch would take two that are equal in the first row, its tokens and
-            # the width of the model, for the same, and compile again where they are not. torch's guide to dynamic
-            # shapes has the function under this name.
-            torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         if not layer.gradient_checkpointing or GRAPHS_RECOMPUTE:
             return self._function(type(layer))(layer, *args, **kwargs)
         return layer._gradient_checkpointing_func(partial(self._kept, layer, **kwargs), *args)
@@ -267,7 +262,14 @@ class CompiledLayers:
             return _mapped(values, lambda tensor: by_place.get(id(tensor), tensor))
 
         def compiled(*leaves: Tensor) -> Any:
-            return self._call(layer, *given((args, self._without_lengths(kwargs)), leaves))
+            values = given((args, self._without_lengths(kwargs)), leaves)
+            for tensor in nested_tensors(values):
+                # Every size is a symbol of its own: torch would take two that are equal in the first row, its tokens
+                # and the width of the model, for the same, and compile again where they are not. torch's guide to
+                # dynamic shapes has the function under this name. Only the first call compiles, so later ones need no
+                # marks, which cost the host a tenth of a layer's time.
+                torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
+            return self._call(layer, *values)
 
         def as_written(*leaves: Tensor) -> Any:
             again, options = given((args, kwargs), leaves)

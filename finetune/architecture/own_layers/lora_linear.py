@@ -15,7 +15,7 @@ ranks r, their R = 3r columns are one product each of x A^T, of A's gradient, an
     gradient of A  through^T x                                   ->  [R, inputs]
     gradient of x  through [A_q; A_k; A_v] + g_q W_q + g_k W_k + g_v W_v
 
-A decoder layer of Llama has 47 products instead of 56. In a compiled layer 41: the compiler writes g_q, g_k and g_v
+A decoder layer of Llama has 47 products instead of 56. A compiled layer has 41: the compiler writes g_q, g_k and g_v
 side by side, so `through` and B's gradients are one product each, by a matrix with B_q, B_k and B_v on its diagonal.
 
 Only instances change, so saving, merging and peft see the classes they know. peft still computes everything that
@@ -318,15 +318,18 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
         cast_ups = [each.to(dtype) for each in ups]
         inner = _scaled(seen, down.T, scale)  # [tokens, ranks]
         del seen
-    settings = _Settings(len(adapters), [each.add_gradient for each in adapters], scale, 1 - dropped)
+    ranks, outputs = [each.shape[0] for each in downs], [each.shape[0] for each in ups]
+    settings = _Settings(ranks, outputs, [each.add_gradient for each in adapters], scale, 1 - dropped)
     casts = [None if cast is each else cast for cast, each in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
     joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
         settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
     )
-    products, parts = [], _columns(inner, [len(each) for each in downs])
+    products, parts, unlinked = [], _columns(inner, ranks), flat.detach()
     for adapter, joint, part, up, weight in zip(adapters, joints, parts, cast_ups, weights, strict=True):
-        known = [None if each is None else each.detach() for each in (flat, part, up, adapter.bias, weight)]
-        product: Tensor = _Product.apply(joint, *known, adapter.base)  # type: ignore[no-untyped-call]
+        bias = None if adapter.bias is None else adapter.bias.detach()
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            joint, unlinked, part, up.detach(), bias, weight, adapter.base
+        )
         products.append(product.view(*hidden.shape[:-1], product.shape[-1]))
     return tuple(products)
 
@@ -334,7 +337,8 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
 class _Settings(NamedTuple):
     """What `_KeptForBackward` needs besides tensors."""
 
-    adapters: int
+    ranks: list[int]
+    outputs: list[int]
     add_gradients: list[AddGradient | None]
     scale: float
     kept: float  # the share of inputs that dropout keeps
@@ -348,21 +352,21 @@ class _KeptForBackward(torch.autograd.Function):
         flat: Tensor,
         inner: Tensor,  # x A^T, scaled
         mask: Tensor | None,
-        # A, B and bias of each; all A and each B in the products' format, or None where they are in it; each W
-        *of_adapters: Any,
+        *of_adapters: Any,  # each A, B and bias; all A and each B in the products' format (None: as they are); each W
     ) -> tuple[Tensor, ...]:
-        count = settings.adapters
+        count = len(settings.ranks)
         downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
         factors = [own if cast is None else cast for own, cast in zip((downs[0], *ups), casts, strict=True)]
         ctx.settings, ctx.formats = settings, [each.dtype for each in (*downs, *ups)]
-        ctx.ranks = [len(each) for each in downs]
         ctx.save_for_backward(flat, inner, mask, *factors, *of_adapters[4 * count + 1 :])
-        return tuple(inner.new_empty(()).expand(len(flat), len(up)) for up in ups)
+        tokens = flat.shape[0]
+        return tuple([inner.new_empty(()).expand(tokens, outputs) for outputs in settings.outputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        (count, add_gradients, scale, kept), ranks = ctx.settings, ctx.ranks
+        ranks, outputs, add_gradients, scale, kept = ctx.settings
+        count = len(ranks)
         flat, inner, mask, down, *rest = ctx.saved_tensors
         ups, weights = rest[:count], rest[count:]
         of_flat, of_adapters = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
@@ -374,7 +378,7 @@ class _KeptForBackward(torch.autograd.Function):
         beside = None
         if count > 1 and torch.compiler.is_compiling():
             beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = tuple(_columns(beside, [len(up) for up in ups]))
+            slopes = _columns(beside, outputs)
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
@@ -398,13 +402,13 @@ class _KeptForBackward(torch.autograd.Function):
                         grad_flat = add_gradient(grad_flat, slope)
         if any(of_ups):
             if beside is not None:
-                blocks = _rows(beside.T @ inner, [len(up) for up in ups])  # of [all outputs, ranks]
-                of_each = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
+                blocks = _rows(beside.T @ inner, outputs)  # of [all outputs, ranks]
+                grad_ups = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
             else:
-                of_each = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
-            grad_ups = [each.to(dtype) for each, dtype in zip(of_each, ctx.formats[count:], strict=True)]
+                grad_ups = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
+            grad_ups = [each.to(dtype) for each, dtype in zip(grad_ups, ctx.formats[count:], strict=True)]
         asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
-        found = (each if wanted else None for each, wanted in asked)
+        found = [each if wanted else None for each, wanted in asked]
         return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
 
 
@@ -469,7 +473,7 @@ def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
     """Each [outputs, rank] as a block on the diagonal of [all outputs, ranks].
 
-    The compiler makes one kernel for each of them; of `torch.block_diag` five for two matrices and eleven for three.
+    The compiler makes one kernel for each matrix; of `torch.block_diag` it makes five for two and eleven for three.
     """
     ranks = [each.shape[1] for each in matrices]
     ends = list(accumulate(ranks))
