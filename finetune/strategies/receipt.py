@@ -34,7 +34,6 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Elsewhere, full_numel, is_trained, local_shard
 from finetune.wording import counted
 
-
 FLOAT8_KIND = "LinearFloat8"  # the kind of a layer in float8, which is torch's class with another forward
 
 

@@ -248,8 +248,8 @@ def _computed(
     if found:
         read = torch.cat([each for _, _, each in found]).cpu().numpy()
         ends = np.cumsum([len(each) for _, _, each in found])
-        for (name, places, _), numbers in zip(found, np.split(read, ends[:-1]), strict=True):
-            values[name][places] = numbers.reshape(len(places), *shapes[name][1:])
+        for (name, stands, _), numbers in zip(found, np.split(read, ends[:-1]), strict=True):
+            values[name][stands] = numbers.reshape(len(stands), *shapes[name][1:])
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
 

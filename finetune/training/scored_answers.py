@@ -8,7 +8,7 @@ forward gathers weights. A pipeline's stages compute all answers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -265,7 +265,8 @@ def generated_answers(
                 place = f"answers to {asked.name}: batch {done + 1} of {done + max(1, len(mine))}"
                 of_batch: list[Answer] = []
                 full, alone = 0, ""  # tokens that do not fit, and why where they are one row
-                with layers_left_out(model) if together else nullcontext([]) as failed:
+                nothing: AbstractContextManager[list[Exception]] = nullcontext([])
+                with layers_left_out(model) if together else nothing as failed:
 
                     def show_token(token: int, place: str = place, before: int = before) -> bool:
                         show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")

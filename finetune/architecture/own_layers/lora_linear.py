@@ -378,7 +378,7 @@ class _KeptForBackward(torch.autograd.Function):
         beside = None
         if count > 1 and torch.compiler.is_compiling():
             beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = _columns(beside, outputs)
+            slopes = tuple(_columns(beside, outputs))
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
@@ -403,10 +403,10 @@ class _KeptForBackward(torch.autograd.Function):
         if any(of_ups):
             if beside is not None:
                 blocks = _rows(beside.T @ inner, outputs)  # of [all outputs, ranks]
-                grad_ups = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
+                of_each = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
             else:
-                grad_ups = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
-            grad_ups = [each.to(dtype) for each, dtype in zip(grad_ups, ctx.formats[count:], strict=True)]
+                of_each = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
+            grad_ups = [each.to(dtype) for each, dtype in zip(of_each, ctx.formats[count:], strict=True)]
         asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
         found = [each if wanted else None for each, wanted in asked]
         return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
