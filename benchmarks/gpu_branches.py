@@ -44,7 +44,10 @@ REASONS: dict[str, str] = {
     "finetune/planner/trace/pinned_memory.py pinned_memory.around: torch.device(to).type == 'cpu'": (
         "asked of non-blocking copies off the pretended GPU, which the trainer makes to the host alone"
     ),
-    "finetune/finished_run/evaluation.py HeldOutLoss.ask: self.device.type == 'cpu'": (
+    "finetune/finished_run/by_ranks.py _as_evaluated: torch.cuda.is_available()": (
+        "a GPU's answer leaves the recipe's budget as it is, for ranks on GPUs"
+    ),
+    "finetune/finished_run/evaluation.py HeldOutLoss.ask: by.device.type == 'cpu'": (
         "a GPU's answer lets Accelerator find the GPU, as a training does in strategies/accelerator.py"
     ),
     "finetune/launch/local_ranks.py _environments: on_cpu": (

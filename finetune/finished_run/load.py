@@ -129,8 +129,8 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
 def answer_with_fewer_kernels(model: nn.Module) -> None:
     """Change adapters for answering, where the result stays the same up to rounding. The held-out loss comes before.
 
-    Over 16 bits an adapter takes the base's number format, as under training's autocast: a token then takes 55 kernels
-    in a layer of Llama, not 83. Over float32 it is merged: 40, not 54. In 16 bits merging would round small changes
+    Over 16 bits an adapter takes the base's number format, as under training's autocast: a token then takes 51 kernels
+    in a layer of Llama, not 80. Over float32 it is merged: 38, not 51. In 16 bits merging would round small changes
     away. Over 4 and 8 bits nothing changes.
     """
     embedding = decoder_parts(model).get_input_embeddings().weight

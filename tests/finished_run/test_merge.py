@@ -24,6 +24,7 @@ from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
+from finetune.finished_run.load import finished_run as opened
 from finetune.finished_run.load import fitting
 from finetune.finished_run.merge_command import describe_merge, merge_run
 from finetune.model.build import load_base
@@ -548,7 +549,12 @@ def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypa
     assert again.returncode == 0  # from the cache
 
 
-def test_a_full_gpu_is_one_line() -> None:
-    words = "does not fit into the memory of cuda:0; CUDA_VISIBLE_DEVICES= takes the CPU"
-    with pytest.raises(DoesNotFit, match=words), fitting(torch.device("cuda:0")):
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("ddp", "CUDA_VISIBLE_DEVICES= takes"), ("fsdp2", "`finetune eval .* --processes 2` spreads it over GPUs; CUDA_")],
+)
+def test_a_full_gpu_is_one_line(strategy: str, words: str, tmp_path: Path, tiny_llama: Path) -> None:
+    run = opened(finished_run(tmp_path, tiny_llama, accelerate_config=strategy))
+    words = f"does not fit into the memory of cuda:0; {words}"
+    with pytest.raises(DoesNotFit, match=words), fitting(torch.device("cuda:0"), run):
         raise torch.OutOfMemoryError("CUDA out of memory")

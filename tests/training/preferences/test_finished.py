@@ -206,7 +206,7 @@ def test_eval_of_the_loss_alone_loads_no_model(
     def loads(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("finetune.finished_run.evaluation.models_of", loads)
+    monkeypatch.setattr("finetune.finished_run.evaluation.models_by_ranks", loads)
     assert cli(["eval", str(dpo), "--loss-only", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"recorded", "reward_accuracy", "reward_margin"}
 
