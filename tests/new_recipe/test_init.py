@@ -411,6 +411,7 @@ def judged(column: str, wanted: str, unwanted: str) -> bytes:
     return f"prompt,completion,{column}\n{''.join(rows)}".encode()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("wanted", "unwanted"), KNOWN)
 def test_labels_whose_words_are_known(wanted: str, unwanted: str, tmp_path: Path) -> None:
     (file := tmp_path / "a.csv").write_bytes(judged("label", wanted, unwanted))
@@ -419,6 +420,7 @@ def test_labels_whose_words_are_known(wanted: str, unwanted: str, tmp_path: Path
     assert [example.desirable for example in found.examples[:4]] == [False, True, False, True]  # type: ignore[union-attr]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("wanted", "unwanted"), [*MAPPED, *KNOWN[:4]])
 @pytest.mark.parametrize("column", ["feedback", "thumb"])
 def test_a_column_that_may_judge_the_answers_is_asked_about(
@@ -474,6 +476,7 @@ ASK, SAY, DENY = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["json", "python", "numpy", "array"])
 @pytest.mark.parametrize("kind", ["messages", "chats", "conversations", "pairs", "answers", "judged"])
 def test_turns_in_a_cell_are_turns(how: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.one_curve import LENGTHS, write_curve_recipe
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_plan_is_what_ran(recomputed: bool, tmp_path: Path) -> None:
     base, chats = save_tiny(tmp_path / "tiny"), write_chats(tmp_path / "chats.jsonl", LENGTHS)

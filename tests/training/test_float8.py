@@ -45,6 +45,7 @@ def whole(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFactor
     return folder / "run"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "split",
     ["accumulation 8x1", "accumulation 3+3+2", "packed into one row", "packed into three rows",
