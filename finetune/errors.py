@@ -29,6 +29,13 @@ class FinetuneError(Exception):
 
     exit_code = 2
 
+    def parts(self) -> tuple[str, str]:
+        """The problem and the remedy of a message `problem; remedy`, whose problem may have semicolons of its own."""
+        problem, separator, remedy = str(self).rpartition("; ")
+        if not separator:
+            return remedy, ""
+        return problem, remedy
+
 
 @dataclass(frozen=True)
 class Mistake:

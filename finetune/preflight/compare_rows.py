@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
 from finetune.errors import FinetuneError, RecipeError
-from finetune.recipe.loader import COMMAND_LINE, load_recipe
+from finetune.output_stream import printable
+from finetune.recipe.loader import COMMAND_LINE, MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.strategy import strategy_of
 from finetune.recipe.yaml_text import shorten
+from finetune.redaction import hide_secrets, known_secrets
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
 SEED_KEY = "training.seed"
@@ -188,13 +190,13 @@ def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[Asked
 
 def _of_row(error: RecipeError, row: AskedRow) -> Iterator[str]:
     """The row's mistakes. One in its own settings names its place; one in the recipe names its settings too."""
-    own = f"{COMMAND_LINE}: "
-    for mistake in error.mistakes:
-        line = mistake.partition("\n")[0]  # without the recipe's line and a caret
-        if line.startswith(own):
-            yield f"{row.place}: {line.removeprefix(own)}"
+    own, secrets = [key for key, _ in row.settings], known_secrets()
+    for line, mistake in zip_longest(error.mistakes, error.found[:MAX_MISTAKES]):
+        if mistake is not None and any(f"{mistake.key}.".startswith(f"{key}.") for key in own):
+            yield hide_secrets(f"{row.place}: {printable(mistake.key)}: {mistake.text}", secrets)
         else:
-            yield f"{row.place}: {line} (with {' '.join(f'{key}={value}' for key, value in row.settings)})"
+            first = line.partition("\n")[0]  # without the recipe's line and a caret
+            yield f"{row.place}: {first} (with {' '.join(f'{key}={value}' for key, value in row.settings)})"
 
 
 def _folder(row: AskedRow, taken: Sequence[str]) -> str:

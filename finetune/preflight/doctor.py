@@ -171,9 +171,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
         try:
             check()
         except FinetuneError as error:
-            seen, _, remedy = str(error).rpartition("; ")
-            seen, remedy = (seen, remedy) if seen else (remedy, "")
-            yield Finding(name, "bad", seen, remedy)
+            yield Finding(name, "bad", *error.parts())
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):
         yield Finding("model", "ok", f"the weights of {model.name_or_path} are on this machine")
@@ -229,8 +227,7 @@ def check_pair() -> Iterator[Finding]:
     try:
         result = pair_test(gpus=torch.cuda.device_count())
     except EnvironmentMismatch as error:
-        text, _, remedy = str(error).rpartition("; ")
-        yield Finding("pair", "bad", text, remedy)
+        yield Finding("pair", "bad", *error.parts())
         return
     size = f"{result['bytes'] / 2**20:g} MiB in {result['seconds'] * 1e3:.1f} ms"
     yield Finding("pair", "ok", f"{result['backend']}: two processes summed {size}")
@@ -283,7 +280,7 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
     try:
         yield Finding("token", "ok", f"{text}: {scope(recipe.hub.repo_id if recipe else None)}")
     except FinetuneError as error:
-        reason, _, remedy = str(error).partition("; ")
+        reason, remedy = error.parts()
         yield Finding("token", "bad", f"{text}: {reason}", remedy)
 
 
@@ -326,7 +323,7 @@ def _token_for(name: str, *, online: bool) -> Finding:
     try:
         gated = is_gated(name, online=online)
     except EnvironmentMismatch as error:
-        seen, _, remedy = str(error).rpartition("; ")
+        seen, remedy = error.parts()
         return Finding("token", "bad", f"none; {seen}", remedy)
     if gated is None:
         return Finding("token", "look", f"none; {name} may be gated", "--online asks the Hub")

@@ -221,7 +221,9 @@ class Strategy:
         return self.settings.get(name) or {}
 
 
-def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bool = True) -> Strategy:
+def read_strategy(
+    name_or_path: str, *, recipe: Recipe | None = None, strict: bool = True, named_by: str = "accelerate_config"
+) -> Strategy:
     """Read an Accelerate config: by its name in accelerate_configs/, or by path.
 
     Raises RecipeError that names the file and, if strict, every key that is unknown, has no effect here or contradicts
@@ -229,6 +231,7 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
 
     Args:
         recipe: With a recipe, the file may repeat settings that the recipe decides.
+        named_by: The key or option that names the file, for mistakes.
     """
     path = CONFIG_FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -237,13 +240,13 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         settings = yaml_value(text := read_regular(path, MAX_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
+        raise RecipeError([f"{named_by}: {path}: cannot be read: {reason}; name an existing file"]) from error
     distributed_type = type_of(settings) if isinstance(settings, dict) else ""
     kind = KIND_OF_TYPE.get(distributed_type)
     if kind is None:
         remedy = _OTHER_TYPES.get(distributed_type, "correct that file")
         known = ", ".join(KIND_OF_TYPE)
-        raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; {remedy}"])
+        raise RecipeError([f"{named_by}: {path}: distributed_type is not one of {known}; {remedy}"])
     if kind == "ddp" and pipelines_named(path.stem):  # a pipeline's file is a DDP file with a pipeline's name
         kind = "pipeline"
     meaning = meaning_of(settings, recipe)
@@ -252,7 +255,7 @@ def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bo
         messages = []
         for key, problem in meaning.mistakes:
             place = f"{path}{line_numbers.get(key, '')}: {printable(shorten(key, 100))}"
-            messages.append(f"accelerate_config: {place}: {problem}")
+            messages.append(f"{named_by}: {place}: {problem}")
         raise RecipeError(first_lines(messages, 20), count=len(messages))
     return Strategy(
         name=path.stem,

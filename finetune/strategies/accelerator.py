@@ -85,10 +85,10 @@ def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Str
     path, stray = launch_side.path, launch.config_file is None
     of_launcher = f"{path}{', a default config in the cache' if stray else ''}"
     try:
-        read_strategy(str(path), recipe=recipe)
+        read_strategy(str(path), recipe=recipe, named_by="--config_file")
         mistakes: list[str] = []
     except RecipeError as error:
-        mistakes = [line.replace("accelerate_config: ", "--config_file: ", 1) for line in error.mistakes]
+        mistakes = [*error.mistakes]
     if not launch_side.only_where:
         ranks = (launch.world_size, launch.local_world_size)
         launched, configured = launch_side.plugin_settings(*ranks), recipe_side.plugin_settings(*ranks)
