@@ -73,7 +73,7 @@ class ChatSession:
         messages = [*speaker.history, {"role": "user", "content": text}]
         if self.endpoint is not None:
             new, warmth = settings.max_new_tokens, settings.temperature
-            asked = Chat(messages, None, [False] * len(messages))
+            asked = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
             reply = reply_of(
                 self.endpoint, speaker.model, asked, max_new_tokens=new, temperature=warmth, seed=settings.seed
             ).text

@@ -109,14 +109,18 @@ def reply_of(
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
-    text = message.get("content") if isinstance(message, dict) else None
+    text, thoughts = None, None
+    if isinstance(message, dict):
+        text, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
     if isinstance(asked, Passage) and isinstance(choice, dict):
         text = choice.get("text")
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
-    if text is None and isinstance(message, dict):
-        text = ""  # cut while it was thinking
+    if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
+    elif text is None and isinstance(message, dict):
+        text = ""
     if not isinstance(choice, dict) or not isinstance(text, str):
         raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
     return Answer(text.strip(), choice.get("finish_reason") != "length")
@@ -268,7 +272,7 @@ def conversations(
                 for index in waiting[row.place]:
                     ids = asked.prompts[index].prompt_ids
                     if index not in found and document.input_ids[: len(ids)] == ids:
-                        found[index] = _question(content, recipe.data.chat_template_kwargs)
+                        found[index] = _question(content, encoder)
             if len(found) == len(asked.items):
                 break
     if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
@@ -276,8 +280,8 @@ def conversations(
     return [(item.place, found[index]) for index, item in enumerate(asked.items)]
 
 
-def _question(content: Chat | Passage, usual: Mapping[str, Any]) -> Chat | Passage:
-    """The conversation up to its last supervised answer. An export's template has the recipe's variables already."""
+def _question(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
+    """The conversation up to its last supervised answer."""
     if isinstance(content, Passage):
         return content
     last = max(
@@ -285,7 +289,7 @@ def _question(content: Chat | Passage, usual: Mapping[str, Any]) -> Chat | Passa
         for index, message in enumerate(content.messages)
         if message["role"] == "assistant" and content.supervised[index]
     )
-    variables = {} if content.template_kwargs == usual else content.template_kwargs
+    variables = encoder.variables_for_server(content.template_kwargs)
     return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
 
 

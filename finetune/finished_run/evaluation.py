@@ -241,7 +241,7 @@ def _measured_there(
 
 def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
     if encoder.has_template:
-        return Chat([{"role": "user", "content": text}], None, [False])
+        return Chat([{"role": "user", "content": text}], None, [False], encoder.variables_for_server())
     return Passage(text, "")
 
 
