@@ -21,6 +21,7 @@ from finetune.files import read_lines
 from finetune.finished_run import endpoint as module
 from finetune.finished_run.endpoint import KEY, Endpoint, reply_of
 from finetune.output_stream import REPLACEMENT
+from finetune.scoring.texts import without_thoughts
 from tests.support.runs.finished import finished_run
 from tests.support.runs.openai_server import OpenAI, serving
 
@@ -307,6 +308,22 @@ def test_chat(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> 
     assert [turn["role"] for turn in server.asked[-1][1]["messages"]] == ["user", "assistant", "user"]
     assert main([*words, "--who", "base"]) == 2
     assert "name it with --base-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_that_a_server_took_out_is_part_of_the_answer(key: str, server: OpenAI) -> None:
+    """vLLM, SGLang and llama.cpp, or Ollama; metrics read what follows the block."""
+    place: Any = Endpoint(f"{server.url}/v1", "tuned")
+    for message, text, visible in (
+        ({"content": "yes", key: "hm"}, "<think>\nhm\n</think>\n\nyes", "yes"),
+        ({"content": "", key: "hm"}, "<think>\nhm", ""),
+        ({"content": None, key: "hm"}, "<think>\nhm", ""),
+        ({"content": None, key: None}, "", ""),
+        ({"content": "yes", key: ""}, "yes", "yes"),
+    ):
+        server.message = message
+        answer = reply_of(place, "tuned", CHAT, max_new_tokens=8).text
+        assert (answer, without_thoughts(answer)) == (text, visible)
 
 
 def test_an_answer_that_was_cut(server: OpenAI) -> None:

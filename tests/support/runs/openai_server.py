@@ -19,12 +19,14 @@ class OpenAI:
     Args:
         fault: status, or a name below; `times` says how often, then the server is right.
         reply: (model, body) -> an answer's text.
+        message: Keys of a chat's answer that win over the usual ones.
         fault_of: body -> its fault, if it has one of its own.
     """
 
     models: list[str]
     reply: Callable[[str, dict[str, Any]], str] = lambda model, body: f"{model} answers"
     fault: str = ""
+    message: dict[str, Any] = field(default_factory=dict)
     fault_of: Callable[[dict[str, Any]], str] = lambda body: ""
     times: int = 10**6
     headers: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +96,7 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
             if self.path == "/v1/completions":
                 choice: dict[str, Any] = {"text": text, "finish_reason": "stop"}
             else:
-                choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+                choice = {"message": {"role": "assistant", "content": text, **state.message}, "finish_reason": "stop"}
             if len(text) > 4 * body["max_tokens"]:
                 choice["finish_reason"] = "length"
             return self.send(200, json.dumps({"choices": [choice]}).encode())
