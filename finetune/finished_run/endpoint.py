@@ -123,6 +123,8 @@ def reply_of(
         text = ""
     if not isinstance(choice, dict) or not isinstance(text, str):
         raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
+    # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return Answer(text.strip(), choice.get("finish_reason") != "length")
 
 

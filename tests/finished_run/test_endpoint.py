@@ -134,6 +134,10 @@ FAULTS = {
 }
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line(
     fault: str, run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -143,12 +147,20 @@ def test_a_fault_is_one_line(
     server.fault = fault
     if fault == "302":
         server.headers = {"Location": "http://127.0.0.2:1/v1/chat/completions"}
+    before = contents(run)
     assert main(evaluated(run, server, "--metric", "exact")) == 4
     printed = capsys.readouterr().err.strip()
-    assert FAULTS[fault].replace("?", REPLACEMENT, fault.isdecimal() and 1) in printed
+    said = FAULTS[fault].replace("?", REPLACEMENT, fault.isdecimal() and 1)
+    assert said in printed
     assert "secret-1" not in printed
     assert len(printed.splitlines()) == 1
     assert re.search(r"\(asked for \S*chats\.jsonl:\d+\)", printed)
+    words = ["chat", str(run), "--endpoint", server.url, "--model", "tuned", "--prompt", "why"]
+    assert main(words) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert "secret-1" not in line
+    assert contents(run) == before, "nothing is written"
 
 
 def test_answers_are_kept_and_a_second_start_asks_the_rest(
@@ -197,6 +209,17 @@ def test_kept_answers_are_of_one_server_and_one_request(tmp_path: Path) -> None:
         (place, "tuned", CHAT, 9),
     ):
         assert module.KeptAnswers(file, other).of(model, asked, new)[1] is None
+
+
+def test_half_of_a_character_is_an_answer(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some servers cut a reply inside a UTF-16 pair: the JSON is right, and the text cannot be encoded."""
+    server.reply = lambda *_: "so \ud83d"
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    assert {line["tuned"] for line in read_lines(run / "eval_answers.jsonl")} == {"so \ufffd"}
+    words = ["chat", str(run), "--endpoint", server.url, "--model", "tuned", "--prompt", "why"]
+    assert main([*words, "--prompt", "and then", "--json"]) == 0
+    assert main(words) == 0
+    assert "so" in capsys.readouterr().out
 
 
 def test_a_fault_that_passes_is_asked_again(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
