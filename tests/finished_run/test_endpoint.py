@@ -333,6 +333,20 @@ def test_chat(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> 
     assert "name it with --base-model" in capsys.readouterr().err
 
 
+def test_a_typed_talk_goes_on_after_a_missing_answer(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["first", "lost", "second", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    server.fault_of = lambda body: "503" if body["messages"][-1]["content"] == "lost" else ""
+    assert main(["chat", str(run), "--endpoint", server.url, "--model", "tuned"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "not remembered" in line]
+    assert len(said) == 1
+    assert "503 not ready" in said[0]
+    asked = [turn["content"] for turn in server.asked[-1][1]["messages"]]
+    assert asked == ["first", "tuned answers", "second"]
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_server_took_out_is_part_of_the_answer(key: str, server: OpenAI) -> None:
     """vLLM, SGLang and llama.cpp, or Ollama; metrics read what follows the block."""
