@@ -44,6 +44,7 @@ TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
 PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
 OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
+BROKEN_OFF = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
 LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
@@ -123,9 +124,12 @@ def reply_of(
         text = ""
     if not isinstance(choice, dict) or not isinstance(text, str):
         raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
+    ending = choice.get("finish_reason")
+    if ending in BROKEN_OFF:
+        raise _no_answer(endpoint.url + path, f"the server broke the answer off: {ending}")
     # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return Answer(text.strip(), choice.get("finish_reason") != "length")
+    return Answer(text.strip(), ending != "length")
 
 
 def _question_sent(
@@ -415,9 +419,12 @@ def _object(content: bytes) -> dict[str, Any] | None:
 
 
 def _reason(reply: Mapping[str, Any] | None) -> str:
-    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...} or {"message": ...}."""
+    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...}, {"message": ...}, or
+    {"detail": ...} and {"detail": [{"msg": ...}]} of FastAPI."""
     error = (reply or {}).get("error", reply) or {}
-    words = error.get("message") if isinstance(error, dict) else error
+    words = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
+    if isinstance(words, list) and words and isinstance(words[0], dict):
+        words = words[0].get("msg")
     return f": {words}" if isinstance(words, str) and words else ""
 
 

@@ -128,6 +128,8 @@ FAULTS = {
     "not json": "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?",
     "no choices": "the reply has no answer in choices: no credit",
     "null choices": "the reply has no answer in choices",
+    "abort": "the server broke the answer off: abort",
+    "422": "422 refused: no extra fields",
     "slow": "no byte in 0.5 s; ask fewer tokens",
     "truncated": "the connection broke: the reply ends early; 3 tries",
     "broken": "the connection broke: ",
@@ -150,7 +152,7 @@ def test_a_fault_is_one_line(
     before = contents(run)
     assert main(evaluated(run, server, "--metric", "exact")) == 4
     printed = capsys.readouterr().err.strip()
-    said = FAULTS[fault].replace("?", REPLACEMENT, fault.isdecimal() and 1)
+    said = FAULTS[fault].replace("?[", f"{REPLACEMENT}[")
     assert said in printed
     assert "secret-1" not in printed
     assert len(printed.splitlines()) == 1

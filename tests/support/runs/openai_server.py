@@ -1,4 +1,4 @@
-"""A loopback server that speaks OpenAI's API, right or with one of ten faults."""
+"""A loopback server that speaks OpenAI's API, right or with one of fourteen faults."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                     state.running -= 1
 
         def answer(self, body: dict[str, Any], fault: str) -> None:
+            if fault == "422":
+                return self.send(422, b'{"detail": [{"loc": ["body"], "msg": "no extra fields"}]}')
             if fault.isdecimal():
                 key = self.headers.get("Authorization", "")
                 words = json.dumps({"error": {"message": f"\x1b[31mno\nto {key}"}}).encode()
@@ -99,6 +101,8 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                 choice = {"message": {"role": "assistant", "content": text, **state.message}, "finish_reason": "stop"}
             if len(text) > 4 * body["max_tokens"]:
                 choice["finish_reason"] = "length"
+            if fault == "abort":
+                choice["finish_reason"] = "abort"
             return self.send(200, json.dumps({"choices": [choice]}).encode())
 
     class Server(ThreadingHTTPServer):
