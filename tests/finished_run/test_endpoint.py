@@ -20,6 +20,7 @@ from finetune.data.chat import Chat, Passage
 from finetune.files import read_lines
 from finetune.finished_run import endpoint as module
 from finetune.finished_run.endpoint import KEY, Endpoint, reply_of
+from finetune.finished_run.load import finished_run as finished
 from finetune.output_stream import REPLACEMENT
 from finetune.scoring.texts import without_thoughts
 from tests.support.runs.finished import finished_run
@@ -347,6 +348,17 @@ def test_a_typed_talk_goes_on_after_a_missing_answer(
     assert "503 not ready" in said[0]
     asked = [turn["content"] for turn in server.asked[-1][1]["messages"]]
     assert asked == ["first", "tuned answers", "second"]
+
+
+def test_an_end_token_that_a_server_shows_is_told(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop, *_ = finished(run).conversation.stops
+    server.reply = lambda *_: f"yes{stop}"
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    line = f"tuned: 4 answers end with {stop}, which the server shows as text; they are scored so"
+    assert line in capsys.readouterr().out
+    assert {each["tuned"] for each in read_lines(run / "eval_answers.jsonl")} == {f"yes{stop}"}
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
