@@ -44,7 +44,7 @@ TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
 PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
 OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
-BROKEN_OFF = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
+HALF_ANSWERS = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
 LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
@@ -125,7 +125,7 @@ def reply_of(
     if not isinstance(choice, dict) or not isinstance(text, str):
         raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
     ending = choice.get("finish_reason")
-    if ending in BROKEN_OFF:
+    if ending in HALF_ANSWERS:
         raise _no_answer(endpoint.url + path, f"the server broke the answer off: {ending}")
     # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -258,6 +258,7 @@ ENDS = {
     "idefics3": "<end_of_utterance>",
     "muse_glimmer": "<|eot|>",
 }
+SHOWS_ITS_END = ("cohere",)  # llama.cpp's reader of this family's chats leaves the end token in the answer
 ASK = """
 import json, sys, xllamacpp
 settings = xllamacpp.CommonParams()
@@ -324,13 +325,16 @@ def test_merged_and_by_llama_cpp(
         monkeypatch.setenv(KEY, "secret-1")
         assert main(["eval", str(run.folder), *words]) == 0
         asked = [words for question in PAIRS for words in ("--prompt", question)]
-        capsys.readouterr()
+        told = capsys.readouterr().out
         assert main(["chat", str(run.folder), "--endpoint", url, *asked, "--json"]) == 0
         talked = json.loads(capsys.readouterr().out)["answers"]
     scored = read_lines(run.folder / "eval_answers.jsonl")
-    assert [row["scores"]["exact"] for row in scored] == [[1.0]] * 8, scored
+    shown = stop if name in SHOWS_ITS_END else ""
+    for given in ([row["tuned"] for row in scored], [each["answer"] for each in talked]):
+        assert [without_thoughts(text) for text in given] == [text + shown for text in PAIRS.values()]
+    assert {*(row["scores"]["exact"][0] for row in scored)} == {0.0 if shown else 1.0}
     assert not any("cut" in row for row in scored)
-    assert [without_thoughts(each["answer"]) for each in talked] == [*PAIRS.values()]
+    assert (f"8 answers end with {stop}, which the server shows as text" in told) is bool(shown)
     print(
         f"{name:18}{stop:24}", sum(answer == [text, "stop"] for answer, text in zip(said, right, strict=True)), "of 8"
     )
