@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from finetune.data.cells import BadRow
 from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
-from finetune.finished_run.endpoint import Endpoint, reply_of
+from finetune.finished_run.endpoint import Endpoint, NoAnswer, reply_of
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering
 from finetune.output_stream import without_controls
@@ -73,7 +73,7 @@ class ChatSession:
         messages = [*speaker.history, {"role": "user", "content": text}]
         if self.endpoint is not None:
             new, warmth = settings.max_new_tokens, settings.temperature
-            asked = Chat(messages, None, [False] * len(messages))
+            asked = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
             reply = reply_of(
                 self.endpoint, speaker.model, asked, max_new_tokens=new, temperature=warmth, seed=settings.seed
             ).text
@@ -122,9 +122,19 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None) -> ChatSession:
 
 
 def chat_loop(
-    session: ChatSession, lines: Iterable[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
+    session: ChatSession,
+    lines: Iterable[str],
+    who: Who,
+    settings: GenerationSettings,
+    log: Callable[[str], None],
+    *,
+    typed: bool = False,
 ) -> None:
-    """Answer each line as it comes, word by word. Lines that begin with a slash are commands: see HELP."""
+    """Answer each line as it comes, word by word. Lines that begin with a slash are commands: see HELP.
+
+    Args:
+        typed: A server's missing answer does not end the talk.
+    """
     for text in map(str.strip, lines):
         command, _, argument = text.partition(" ")
         if command == "/quit":
@@ -146,6 +156,11 @@ def chat_loop(
                 except KeyboardInterrupt:
                     log("\n(stopped; not remembered)")
                     break  # the next speaker does not answer either
+                except NoAnswer as error:
+                    if not typed:
+                        raise
+                    log(f"({error}; not remembered)")
+                    break
 
 
 class PlainStreamer(TextStreamer):
@@ -202,7 +217,7 @@ def converse(
     session.speakers(who)
     if not prompts:
         log(HELP)
-    chat_loop(session, prompts or typed_lines(), who, settings, log)
+    chat_loop(session, prompts or typed_lines(), who, settings, log, typed=not prompts)
 
 
 def answers_to(

@@ -44,6 +44,7 @@ TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
 PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
 OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
+HALF_ANSWERS = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
 LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
@@ -109,17 +110,26 @@ def reply_of(
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
-    text = message.get("content") if isinstance(message, dict) else None
+    text, thoughts = None, None
+    if isinstance(message, dict):
+        text, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
     if isinstance(asked, Passage) and isinstance(choice, dict):
         text = choice.get("text")
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
-    if text is None and isinstance(message, dict):
-        text = ""  # cut while it was thinking
+    if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
+    elif text is None and isinstance(message, dict):
+        text = ""
     if not isinstance(choice, dict) or not isinstance(text, str):
         raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
-    return Answer(text.strip(), choice.get("finish_reason") != "length")
+    ending = choice.get("finish_reason")
+    if ending in HALF_ANSWERS:
+        raise _no_answer(endpoint.url + path, f"the server broke the answer off: {ending}")
+    # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return Answer(text.strip(), ending != "length")
 
 
 def _question_sent(
@@ -268,7 +278,7 @@ def conversations(
                 for index in waiting[row.place]:
                     ids = asked.prompts[index].prompt_ids
                     if index not in found and document.input_ids[: len(ids)] == ids:
-                        found[index] = _question(content, recipe.data.chat_template_kwargs)
+                        found[index] = _question(content, encoder)
             if len(found) == len(asked.items):
                 break
     if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
@@ -276,8 +286,8 @@ def conversations(
     return [(item.place, found[index]) for index, item in enumerate(asked.items)]
 
 
-def _question(content: Chat | Passage, usual: Mapping[str, Any]) -> Chat | Passage:
-    """The conversation up to its last supervised answer. An export's template has the recipe's variables already."""
+def _question(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
+    """The conversation up to its last supervised answer."""
     if isinstance(content, Passage):
         return content
     last = max(
@@ -285,7 +295,7 @@ def _question(content: Chat | Passage, usual: Mapping[str, Any]) -> Chat | Passa
         for index, message in enumerate(content.messages)
         if message["role"] == "assistant" and content.supervised[index]
     )
-    variables = {} if content.template_kwargs == usual else content.template_kwargs
+    variables = encoder.variables_for_server(content.template_kwargs)
     return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
 
 
@@ -409,9 +419,12 @@ def _object(content: bytes) -> dict[str, Any] | None:
 
 
 def _reason(reply: Mapping[str, Any] | None) -> str:
-    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...} or {"message": ...}."""
+    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...}, {"message": ...}, or
+    {"detail": ...} and {"detail": [{"msg": ...}]} of FastAPI."""
     error = (reply or {}).get("error", reply) or {}
-    words = error.get("message") if isinstance(error, dict) else error
+    words = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
+    if isinstance(words, list) and words and isinstance(words[0], dict):
+        words = words[0].get("msg")
     return f": {words}" if isinstance(words, str) and words else ""
 
 

@@ -230,7 +230,14 @@ def _measured_there(
             def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
                 show(f"{name} model, {what}: {text}")
 
-            answers[name] = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
+            found = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
+            for stop in run.conversation.stops:
+                if shown := sum(each.text.endswith(stop) for each in found):
+                    say(
+                        f"{name}: {counted(shown, 'answer')} end with {stop}, which the server shows as text; "
+                        "they are scored so"
+                    )
+            answers[name] = found
         outcome = question.compare(answers["base"], answers["tuned"] or [])
         result[question.key] = outcome.figures
         rows += outcome.rows
@@ -241,7 +248,7 @@ def _measured_there(
 
 def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
     if encoder.has_template:
-        return Chat([{"role": "user", "content": text}], None, [False])
+        return Chat([{"role": "user", "content": text}], None, [False], encoder.variables_for_server())
     return Passage(text, "")
 
 

@@ -69,6 +69,9 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
     python, tokenizer = converter(), load_run_tokenizer(run)
+    # Without it llama-server sets enable_thinking: true.
+    encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+    thinking = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
     source = whole_model(run, prompts, say)
     name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
     file, aside = folder / f"{name}-{quantization}.gguf", run_dir / f"{TEMPORARY_PREFIX}gguf"
@@ -87,7 +90,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     finally:
         remove_folder(aside)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
-    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file)])}
+    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file), *thinking])}
     written, notes = write_modelfile(run, source, tokenizer, file)
     if written is not None:
         commands["ollama"] = shlex.join(["ollama", "create", name, "-f", str(written)])

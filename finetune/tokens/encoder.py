@@ -297,21 +297,37 @@ class Encoder:
             remarks.append(OTHERWISE)
         is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
         has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
-        if not has_reasoning and not is_switched_off and self._asks_for_reasoning(chat.template_kwargs):
+        if not has_reasoning and not is_switched_off and self._thinking_changes(chat.template_kwargs, False):
             remarks.append(UNREASONED)
         return tuple(remarks)
 
-    def _asks_for_reasoning(self, variables: Mapping[str, Any]) -> bool:
-        """Whether enable_thinking: false changes the template's prompt."""
-        if not self.template.takes("enable_thinking"):
+    def variables_for_server(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Template variables that a request to a server must name, so that it writes a chat as this encoder does.
+
+        An exported template has the recipe's variables as defaults. But llama.cpp sets enable_thinking: true where a
+        request does not name it.
+
+        Args:
+            own: The chat's; None: the recipe's.
+        """
+        usual = self._data.chat_template_kwargs
+        own = usual if own is None else own
+        variables = {} if own == usual else dict(own)
+        if self._thinking_changes(own, True) and not self._thinking_changes(own, False):
+            variables["enable_thinking"] = False
+        return variables
+
+    def _thinking_changes(self, variables: Mapping[str, Any], on: bool) -> bool:
+        """Whether enable_thinking changes the template's prompt."""
+        if not self.has_template or not self.template.takes("enable_thinking"):
             return False
-        key = json.dumps(variables, sort_keys=True, default=str)
+        key = json.dumps([variables, on], sort_keys=True, default=str)
         if key not in self._asks:
             question = [{"role": "user", "content": "a"}]
             prompts = set()
             try:
                 form = self.template.forms(variables, tools=False)[0]
-                for changed in (variables, {**variables, "enable_thinking": False}):
+                for changed in (variables, {**variables, "enable_thinking": on}):
                     prompts.add(self.template.render(question, generation_prompt=True, variables=changed, form=form))
             except BadRow:  # a template that wants more than a question
                 prompts.clear()

@@ -17,6 +17,7 @@ from finetune.errors import DoesNotFit
 from finetune.files import read_lines, write_json
 from finetune.finished_run.load import finished_run as load_run
 from finetune.finished_run.load import fitting
+from finetune.untrusted.json_files import read_object
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.curve_table import skip_where_missing
 from tests.support.runs.finished import finished_run
@@ -36,13 +37,22 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("base"), num_hidden_layers=4)
+    """A tiny model whose answers end at different tokens: every eighth token is an end."""
+    folder = save_tiny(tmp_path_factory.mktemp("base"), num_hidden_layers=4)
+    vocabulary = read_object(folder / "config.json")["vocab_size"]
+    write_json(folder / "generation_config.json", {"eos_token_id": list(range(3, vocabulary, 8))})
+    return folder
 
 
 def made(folder: Path, base: Path, strategy: str, lora: dict[str, Any] | None) -> Path:
     run = finished_run(folder, base, move=0.3, lora=lora, accelerate_config=strategy)
-    write_json(run / "receipt.json", {"probe": {"padding": {"same": True}}})  # prompts share batches
+    share_batches(run, True)
     return run
+
+
+def share_batches(run: Path, share: bool) -> None:
+    """Whether the run's probe lets prompts share left-padded batches."""
+    write_json(run / "receipt.json", {"probe": {"padding": {"same": share}}})
 
 
 def evaluated(run: Path, words: list[str], code: int = 0) -> tuple[dict[str, Any], list[Any], str]:
@@ -62,11 +72,15 @@ VERB, TORCHRUN = ["-m", "finetune.cli.main"], ["-m", "torch.distributed.run", "-
 
 
 def same_as_alone(run: Path, words: list[str], tmp_path: Path) -> str:
-    """The ranks' results are those of one process. Returns what they printed."""
+    """The ranks' results are those of one process that answers one prompt at a time. Returns what they printed."""
+    share_batches(run, False)
     alone, answers, _ = evaluated(run, VERB)
+    share_batches(run, True)
     found, theirs, printed = evaluated(run, words)
     assert [(row["base"], row["tuned"]) for row in theirs] == [(row["base"], row["tuned"]) for row in answers]
     assert any(row["base"] != row["tuned"] for row in answers)
+    cut = [who in row.get("cut", {}) for row in answers for who in ("base", "tuned")]
+    assert {*cut} == {True, False}, "all rows end at once, or none"
     assert found["scores"] == alone["scores"]
     for which in ("base", "tuned"):
         assert found["held_out"][which]["loss"] == pytest.approx(alone["held_out"][which]["loss"], rel=1e-6)

@@ -20,7 +20,9 @@ from finetune.data.chat import Chat, Passage
 from finetune.files import read_lines
 from finetune.finished_run import endpoint as module
 from finetune.finished_run.endpoint import KEY, Endpoint, reply_of
+from finetune.finished_run.load import finished_run as finished
 from finetune.output_stream import REPLACEMENT
+from finetune.scoring.texts import without_thoughts
 from tests.support.runs.finished import finished_run
 from tests.support.runs.openai_server import OpenAI, serving
 
@@ -127,10 +129,16 @@ FAULTS = {
     "not json": "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?",
     "no choices": "the reply has no answer in choices: no credit",
     "null choices": "the reply has no answer in choices",
+    "abort": "the server broke the answer off: abort",
+    "422": "422 refused: no extra fields",
     "slow": "no byte in 0.5 s; ask fewer tokens",
     "truncated": "the connection broke: the reply ends early; 3 tries",
     "broken": "the connection broke: ",
 }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -142,12 +150,20 @@ def test_a_fault_is_one_line(
     server.fault = fault
     if fault == "302":
         server.headers = {"Location": "http://127.0.0.2:1/v1/chat/completions"}
+    before = contents(run)
     assert main(evaluated(run, server, "--metric", "exact")) == 4
     printed = capsys.readouterr().err.strip()
-    assert FAULTS[fault].replace("?", REPLACEMENT, fault.isdecimal() and 1) in printed
+    said = FAULTS[fault].replace("?[", f"{REPLACEMENT}[")
+    assert said in printed
     assert "secret-1" not in printed
     assert len(printed.splitlines()) == 1
     assert re.search(r"\(asked for \S*chats\.jsonl:\d+\)", printed)
+    words = ["chat", str(run), "--endpoint", server.url, "--model", "tuned", "--prompt", "why"]
+    assert main(words) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert "secret-1" not in line
+    assert contents(run) == before, "nothing is written"
 
 
 def test_answers_are_kept_and_a_second_start_asks_the_rest(
@@ -196,6 +212,17 @@ def test_kept_answers_are_of_one_server_and_one_request(tmp_path: Path) -> None:
         (place, "tuned", CHAT, 9),
     ):
         assert module.KeptAnswers(file, other).of(model, asked, new)[1] is None
+
+
+def test_half_of_a_character_is_an_answer(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some servers cut a reply inside a UTF-16 pair: the JSON is right, and the text cannot be encoded."""
+    server.reply = lambda *_: "so \ud83d"
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    assert {line["tuned"] for line in read_lines(run / "eval_answers.jsonl")} == {"so \ufffd"}
+    words = ["chat", str(run), "--endpoint", server.url, "--model", "tuned", "--prompt", "why"]
+    assert main([*words, "--prompt", "and then", "--json"]) == 0
+    assert main(words) == 0
+    assert "so" in capsys.readouterr().out
 
 
 def test_a_fault_that_passes_is_asked_again(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +334,47 @@ def test_chat(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> 
     assert [turn["role"] for turn in server.asked[-1][1]["messages"]] == ["user", "assistant", "user"]
     assert main([*words, "--who", "base"]) == 2
     assert "name it with --base-model" in capsys.readouterr().err
+
+
+def test_a_typed_talk_goes_on_after_a_missing_answer(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["first", "lost", "second", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    server.fault_of = lambda body: "503" if body["messages"][-1]["content"] == "lost" else ""
+    assert main(["chat", str(run), "--endpoint", server.url, "--model", "tuned"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "not remembered" in line]
+    assert len(said) == 1
+    assert "503 not ready" in said[0]
+    asked = [turn["content"] for turn in server.asked[-1][1]["messages"]]
+    assert asked == ["first", "tuned answers", "second"]
+
+
+def test_an_end_token_that_a_server_shows_is_told(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop, *_ = finished(run).conversation.stops
+    server.reply = lambda *_: f"yes{stop}"
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    line = f"tuned: 4 answers end with {stop}, which the server shows as text; they are scored so"
+    assert line in capsys.readouterr().out
+    assert {each["tuned"] for each in read_lines(run / "eval_answers.jsonl")} == {f"yes{stop}"}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_that_a_server_took_out_is_part_of_the_answer(key: str, server: OpenAI) -> None:
+    """vLLM, SGLang and llama.cpp, or Ollama; metrics read what follows the block."""
+    place: Any = Endpoint(f"{server.url}/v1", "tuned")
+    for message, text, visible in (
+        ({"content": "yes", key: "hm"}, "<think>\nhm\n</think>\n\nyes", "yes"),
+        ({"content": "", key: "hm"}, "<think>\nhm", ""),
+        ({"content": None, key: "hm"}, "<think>\nhm", ""),
+        ({"content": None, key: None}, "", ""),
+        ({"content": "yes", key: ""}, "yes", "yes"),
+    ):
+        server.message = message
+        answer = reply_of(place, "tuned", CHAT, max_new_tokens=8).text
+        assert (answer, without_thoughts(answer)) == (text, visible)
 
 
 def test_an_answer_that_was_cut(server: OpenAI) -> None:

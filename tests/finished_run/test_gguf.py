@@ -257,6 +257,10 @@ def test_what_other_verbs_get(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "command": f"llama-server -m {run / 'gguf' / 'run-q8_0.gguf'}",
     }
     assert hand_over_gguf(run, "ollama", silent)["command"] == f"ollama create run -f {run / 'gguf' / 'Modelfile'}"
+    # llama-server sets enable_thinking: true unless it is told otherwise.
+    open_if_on = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if enable_thinking }}"
+    (run / "adapter" / "chat_template.jinja").write_text(open_if_on, "utf-8")
+    assert hand_over_gguf(run, "llama.cpp", silent)["command"].endswith("run-q8_0.gguf --reasoning off")
 
 
 def test_without_a_go_template_there_is_no_modelfile(

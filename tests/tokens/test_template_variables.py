@@ -50,6 +50,42 @@ def test_a_variable_moves_the_empty_thinking_block_into_the_prompt() -> None:
     assert closed.endswith("assistant\n<think>\n\n</think>\n\n⟦Hi<|im_end|>⟧\n")
 
 
+OPENED = "{{ '<think>\\n' if enable_thinking is defined and enable_thinking else '<think>\\n\\n</think>\\n\\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("switch", "usual", "own", "named"),
+    [
+        (SWITCH, {}, None, {}),  # thinks unless it is told not to
+        (SWITCH, {"enable_thinking": False}, None, {"enable_thinking": False}),
+        (SWITCH, {"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": True}),
+        (SWITCH, {}, {"enable_thinking": False}, {"enable_thinking": False}),
+        (OPENED, {}, None, {"enable_thinking": False}),  # thinks if it is told to
+        (OPENED, {"enable_thinking": True}, None, {}),
+        ("{{ enable_thinking | string }}", {}, None, {}),  # false would be another prompt too
+        ("", {}, None, {}),
+    ],
+)
+def test_variables_that_a_request_to_a_server_names(switch: str, usual: Any, own: Any, named: Any) -> None:
+    """A server that has the recipe's variables, and enable_thinking: true where a request does not name it."""
+    template = SWITCHED.replace(SWITCH, switch)
+    data = data_section(chat_template=template)
+    data = data.model_copy(update={"train": [data.train[0].model_copy(update={"chat_template_kwargs": usual})]})
+    encoder = Encoder(tokenizer_of("qwen3"), data)
+    found = encoder.variables_for_server(own)
+    assert found == named
+
+    def prompt(variables: dict[str, Any]) -> str:
+        text = tokenizer_of("qwen3").apply_chat_template(
+            HELLO[:1], chat_template=template, tokenize=False, add_generation_prompt=True, **variables
+        )
+        return str(text)
+
+    if "string" not in switch:
+        trained = prompt(usual if own is None else own)
+        assert prompt({"enable_thinking": True, **(usual if own is None else {}), **found}) == trained
+
+
 def test_rows_with_other_variables_do_not_share_what_was_found() -> None:
     encoder = Encoder(tokenizer_of("qwen3"), data_section(chat_template=SWITCHED))
     masks = []

@@ -1,4 +1,4 @@
-"""A loopback server that speaks OpenAI's API, right or with one of ten faults."""
+"""A loopback server that speaks OpenAI's API, right or with one of fourteen faults."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class OpenAI:
     Args:
         fault: status, or a name below; `times` says how often, then the server is right.
         reply: (model, body) -> an answer's text.
+        message: Keys of a chat's answer that win over the usual ones.
         fault_of: body -> its fault, if it has one of its own.
     """
 
     models: list[str]
     reply: Callable[[str, dict[str, Any]], str] = lambda model, body: f"{model} answers"
     fault: str = ""
+    message: dict[str, Any] = field(default_factory=dict)
     fault_of: Callable[[dict[str, Any]], str] = lambda body: ""
     times: int = 10**6
     headers: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +72,8 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                     state.running -= 1
 
         def answer(self, body: dict[str, Any], fault: str) -> None:
+            if fault == "422":
+                return self.send(422, b'{"detail": [{"loc": ["body"], "msg": "no extra fields"}]}')
             if fault.isdecimal():
                 key = self.headers.get("Authorization", "")
                 words = json.dumps({"error": {"message": f"\x1b[31mno\nto {key}"}}).encode()
@@ -94,9 +98,11 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
             if self.path == "/v1/completions":
                 choice: dict[str, Any] = {"text": text, "finish_reason": "stop"}
             else:
-                choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+                choice = {"message": {"role": "assistant", "content": text, **state.message}, "finish_reason": "stop"}
             if len(text) > 4 * body["max_tokens"]:
                 choice["finish_reason"] = "length"
+            if fault == "abort":
+                choice["finish_reason"] = "abort"
             return self.send(200, json.dumps({"choices": [choice]}).encode())
 
     class Server(ThreadingHTTPServer):
