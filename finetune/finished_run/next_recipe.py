@@ -14,6 +14,7 @@ from finetune.finished_run.load import FinishedRun
 from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import Objective
+from finetune.wording import counted
 
 OBJECTIVES: dict[Keep, Objective] = {"right": "supervised", "all": "supervised", "pairs": "dpo", "judged": "kto"}
 
@@ -85,7 +86,7 @@ def next_recipe(
         number += 1
     values["output_dir"] = str(folder)
     Recipe.model_validate(values)  # our own text must be a valid recipe
-    head = f"# Trains on {len(rows):,} rows of {file.name}, which finetune sample kept.\n"
+    head = f"# Trains on {counted(len(rows), 'row')} of {file.name}, which finetune sample kept.\n"
     if reads.trained and recipe.lora is not None:
         head += "# The adapter goes on learning; lora.on_top: true freezes it and trains a second one on top.\n"
     return head + str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
