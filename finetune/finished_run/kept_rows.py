@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+from finetune.data.cells import BadRow, checked_text
 from finetune.scoring.intervals import interval
 from finetune.scoring.texts import normalized, without_thoughts
 from finetune.wording import counted
@@ -104,7 +105,13 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
     if answer.get("control"):
         return "control tokens in them"
     text = answer["text"] if options.thoughts else without_thoughts(answer["text"])
-    return "" if text.strip() else "empty"
+    if not text.strip():
+        return "empty"
+    try:
+        checked_text(text, "answer")
+    except BadRow:
+        return "characters in them that no row may have"
+    return ""
 
 
 def near_copies(text: str, other: str, near: float) -> bool:
