@@ -252,9 +252,7 @@ def sample(
     source: Annotated[
         str, typer.Argument(metavar="RUN|RECIPE|MODEL", help="Who answers, and how rows are read.", show_default=False)
     ],
-    data: Annotated[
-        Path, typer.Option(parser=user_path, help="Prompts: rows with their answers.", show_default=False)
-    ],
+    data: Annotated[Path, typer.Option(parser=user_path, help="Prompts: rows with their answers.", show_default=False)],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", parser=user_path, help="Folder; samples/ and a name.", show_default=False),

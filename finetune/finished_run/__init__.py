@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from finetune.finished_run.gguf import describe_gguf as describe_gguf
     from finetune.finished_run.gguf import write_gguf as write_gguf
     from finetune.finished_run.hand_over import export_for as export_for
-    from finetune.finished_run.merge_command import describe_merge as describe_merge
     from finetune.finished_run.kept_rows import KeepOptions as KeepOptions
     from finetune.finished_run.kept_rows import summary_in_words as summary_in_words
+    from finetune.finished_run.merge_command import describe_merge as describe_merge
     from finetune.finished_run.merge_command import merge_run as merge_run
     from finetune.finished_run.sample import sample_rows as sample_rows
     from finetune.finished_run.sample_source import SampleRequest as SampleRequest

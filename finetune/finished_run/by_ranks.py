@@ -84,9 +84,7 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def models_by_ranks(
-    run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
-) -> Iterator[tuple[str, Assembled]]:
+def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH) -> Iterator[tuple[str, Assembled]]:
     """("base", ...), then ("tuned", ...), as `models_of`. Every rank calls it."""
     if by.sharding is None:
         for name, model in models_of(run, by.device, with_loss=True, names=names):

@@ -133,9 +133,7 @@ def reply_of(
     return Answer(text.strip(), choice.get("finish_reason") != "length")
 
 
-def _question_sent(
-    model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn
-) -> tuple[str, dict[str, Any]]:
+def _question_sent(model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn) -> tuple[str, dict[str, Any]]:
     """The page and the body of a request."""
     body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": drawn.temperature}
     if drawn.top_p < 1:

@@ -7,14 +7,14 @@
         held_out.jsonl   the recipe's held-out questions, for the next recipe's scores
         recipe.yaml      the next training
 
-A command that was ended goes on after the last line. With another --keep, the rows are made anew and no model is loaded.
+A command that was ended goes on after the last line. With another --keep, rows are made anew and no model is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from finetune.data.chat import Chat, Passage
-from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.files import append_lines, disk_errors, lock, read_lines, torn_lines, write_json, write_text
+from finetune.files import append_lines, disk_errors, read_lines, torn_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.kept_rows import kept_rows, summary
@@ -46,7 +45,7 @@ from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_run
-from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
+from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.scoring.texts import without_thoughts
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder
@@ -219,8 +218,8 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
     if held and not request.without_held_out:
         raise DataError(
             [
-                f"{asked.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and a score "
-                "says nothing about rows that were trained on; remove it, or leave such rows out: --without-held-out"
+                f"{asked.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and no score "
+                "of it counts after training on it; remove it, or leave such rows out: --without-held-out"
                 for index in held[:3]
             ],
             len(held),
@@ -392,9 +391,7 @@ def _line(
     return line
 
 
-def _score(
-    line: dict[str, Any], item: Scored, among: Sequence[Scored], checker: Metric, own: OwnScorer | None
-) -> None:
+def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker: Metric, own: OwnScorer | None) -> None:
     """Write each answer's score into the line, or the problem in place of all of them."""
     line.pop("problem", None)
     texts = [answer["text"] for answer in line["answers"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +114,17 @@ class SampleRequest:
                 self.temperature == 0 and self.count > 1,
                 "--temperature 0: every answer would be the same; write --n 1, or a temperature above 0",
             ),
+            (
+                not 0 <= self.temperature < math.inf,
+                f"--temperature {self.temperature:g}: is no number above 0; write 1.0",
+            ),
             (not 0 < self.top_p <= 1, f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95"),
             (not 0 < options.at_least <= 1, f"--at-least {options.at_least:g}: is a score above 0, up to 1"),
-            (options.near <= 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
-            (self.scorer_seconds <= 0, f"--scorer-seconds {self.scorer_seconds:g}: write seconds above 0"),
+            (not options.near > 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
+            (
+                not 0 < self.scorer_seconds < math.inf,
+                f"--scorer-seconds {self.scorer_seconds:g}: write seconds above 0",
+            ),
             (
                 options.keep == "pairs" and self.count == 1,
                 "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8",

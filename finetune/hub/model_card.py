@@ -88,7 +88,8 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
     authors = (run.receipt.get("data") or {}).get("written_by")
     if isinstance(authors, dict) and authors:
         names = sorted(authors, key=lambda name: -authors[name])[:CARD_AUTHORS]
-        data_lines.append("Answers written by " + "; ".join(f"{shorten(name, 100)} ({authors[name]:,})" for name in names))
+        listed = "; ".join(f"{shorten(name, 100)} ({authors[name]:,})" for name in names)
+        data_lines.append(f"Answers written by {listed}")
 
     # The first prompts that were answered both before and after training.
     samples = [(prompt, answers) for prompt, answers in run.samples_by_prompt().items()
