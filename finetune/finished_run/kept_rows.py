@@ -202,6 +202,6 @@ def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
     if figures["failed"]:
         yield f"prompts whose scorer failed: {figures['failed']:,}; the first: {figures['first_failure']}"
     noun = {"pairs": "pair", "judged": "judged answer"}.get(keep, "row")
-    yield f"written: {counted(figures['rows'], noun)}"
+    yield f"written: {counted(figures['rows'], noun)}" + ", so no recipe" * (figures["rows"] == 0)
     if left_out := figures["left_out"]:
         yield "other answers: " + ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())

@@ -218,8 +218,8 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
     if held and not request.without_held_out:
         raise DataError(
             [
-                f"{asked.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and no score "
-                "of it counts after training on it; remove it, or leave such rows out: --without-held-out"
+                f"{asked.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and no "
+                "score of it counts after training on it; remove it, or leave such rows out: --without-held-out"
                 for index in held[:3]
             ],
             len(held),
@@ -288,6 +288,8 @@ def _checker(request: SampleRequest, asked: ScoredSet) -> Metric:
 def _checker_in_words(request: SampleRequest, checker: Metric) -> str:
     if request.scorer is not None:
         path = Path(request.scorer.rpartition(":")[0]).expanduser()
+        if not path.is_file():
+            return request.scorer  # OwnScorer refuses it
         return f"{request.scorer} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
     return ":".join([checker.name, *(f"{key}={value}" for key, value in sorted(checker.options.items()))])
 

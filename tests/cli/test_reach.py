@@ -39,6 +39,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Places
     return {
         "recipe": write_recipe(folder, content),
         "config": other,
+        "chats": chats,
+        "samples": folder / "samples",
         "run": run,
         "trained": folder / "trained",
         "cache": folder / "cache",
@@ -90,6 +92,7 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
         ("preview {recipe}", ["cache"]),
         ("chat {run} --prompt a --max-new-tokens 1", ["cache"]),
         ("eval {run} --loss-only", ["cache", "run"]),
+        ("sample {run} --data {chats} -o {samples} --n 2 --limit 2 --metric exact", ["cache", "samples"]),
         ("merge --verify 0 {run}", ["cache", "run"]),
     ],
 )

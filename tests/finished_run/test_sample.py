@@ -411,13 +411,14 @@ def test_sixteen_bits_record_batch_and_device(base: Path, tmp_path: Path) -> Non
     assert by["prompts_together"] > 100  # a batch has up to 131,072 tokens
 
 
-def test_texts_stay_texts(run: Path, tmp_path: Path, base: Path) -> None:
+def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) + "\n" for n in range(4)), "utf-8"
-    )
+    rows = [json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) for n in range(4)]
+    file.write_text("\n".join(rows) + "\n", "utf-8")
     for keep, keys in (("all", {"prompt", "completion"}), ("judged", {"prompt", "completion", "label"})):
-        command = ["sample", str(base), "--data", str(file), "-o", str(tmp_path / "out"), "--keep", keep, *NEW]
-        main([*command, "--metric", "regex:pattern=."])
-        rows = read_lines(tmp_path / "out/rows.jsonl")
-        assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in rows)
+        assert main(words(run, tmp_path / "out", "--data", str(file), "--keep", keep)) == 0
+        found = read_lines(tmp_path / "out/rows.jsonl")
+        assert len(found) > 16
+        assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
+        recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
+        assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
