@@ -159,7 +159,7 @@ def rank_0_first(by: Computing, act: Callable[[], T]) -> T:
     found = by.ranks.gather(found)[0]
     if isinstance(found, FinetuneError):
         raise found
-    return found  # type: ignore[return-value]  # rank 0's own
+    return found
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def fitting(device: torch.device, run: FinishedRun, ranks: int = 1) -> Iterator[
         strategy, budget = strategy_of(run.recipe), run.recipe.budget
         if strategy.shards_parameters or strategy.schedule is not None:
             more = max(2 * ranks, budget.gpus * budget.nodes)
-            remedies.insert(0, f"`finetune eval {run.folder} --processes {more}` spreads it over GPUs")
+            remedies.insert(0, f"--processes {more} spreads it over GPUs")
         raise DoesNotFit(f"the model does not fit into the memory of {device}; {'; '.join(remedies)}") from error
 
 

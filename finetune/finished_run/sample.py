@@ -313,7 +313,7 @@ def _way(
     if not how.apart:
         longest = max(len(prompt.prompt_ids) for prompt in asked.prompts) + asked.max_new_tokens
         together = max(1, MOST_BATCH_TOKENS // (request.count * longest)) * world
-    author = {"model": model, "dtype": dtype}
+    author: dict[str, Any] = {"model": model, "dtype": dtype}
     if not is_exact:
         device = torch.cuda.get_device_name(by.device) if by.device.type == "cuda" else by.device.type
         author |= {"device": device, "prompts_together": 1 if how.apart else together, "ranks": world}

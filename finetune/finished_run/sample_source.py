@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.finished_run.kept_rows import KeepOptions
-from finetune.model.packaged import PREFIX, published_name, refuse_unreachable
+from finetune.model.gguf_package import PREFIX
+from finetune.model.packaged import published_name, refuse_unreachable
 from finetune.output_stream import one_line
 from finetune.recipe.loader import find_recipe, load_recipe, recipe_from_resolved
 from finetune.recipe.mixed_precision import KEYS
