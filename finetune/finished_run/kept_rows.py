@@ -24,7 +24,7 @@ from finetune.wording import counted
 
 Keep = Literal["right", "pairs", "judged", "all"]
 KEEPS: tuple[Keep, ...] = ("right", "pairs", "judged", "all")
-FORMATS = {"right": "messages", "all": "messages", "pairs": "preference", "judged": "kto"}
+ROW_FORMATS = {"right": "messages", "all": "messages", "pairs": "preference", "judged": "kto"}
 GRAM = 3  # letters whose sets are compared to find near copies
 Line = Mapping[str, Any]
 _Answer = Mapping[str, Any]

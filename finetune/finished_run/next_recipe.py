@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from finetune.finished_run.kept_rows import FORMATS, Keep
+from finetune.finished_run.kept_rows import ROW_FORMATS, Keep
 from finetune.finished_run.load import FinishedRun
 from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import Recipe
@@ -51,7 +51,7 @@ def next_recipe(
     batch = recipe.training.global_batch_size
     if len(rows) < batch and recipe.training.per_device_batch_size in (1, "auto"):
         training["global_batch_size"] = max(2, len(rows) // 4)
-    entry: dict[str, Any] = {"path": str(file), "format": FORMATS[keep]}
+    entry: dict[str, Any] = {"path": str(file), "format": ROW_FORMATS[keep]}
     if keep in ("right", "all") and "messages" not in rows[0]:
         entry["format"] = "prompt_completion"
     if recipe.data.chat_template_kwargs:

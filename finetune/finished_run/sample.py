@@ -298,9 +298,9 @@ def _way(
     request: SampleRequest, writer: FinishedRun, by: Computing, asked: ScoredSet
 ) -> tuple[Answering, int, dict[str, Any]]:
     """How answers are computed, how many prompts are answered together, and who writes them."""
-    model = (request.other or request.source).writer
+    author: dict[str, Any] = {"model": (request.other or request.source).writer}
     if request.endpoint is not None:
-        author = {"model": request.endpoint.model, "endpoint": request.endpoint.url}
+        author |= {"model": request.endpoint.model, "endpoint": request.endpoint.url}
         return Answering(False, by.device), PROMPTS_TO_SERVER, author
     sampling = Sampling(request.temperature, request.top_p, request.seed) if request.temperature else None
     dtype, shared, world = writer.recipe.model.dtype, False, by.ranks.world
@@ -313,7 +313,7 @@ def _way(
     if not how.apart:
         longest = max(len(prompt.prompt_ids) for prompt in asked.prompts) + asked.max_new_tokens
         together = max(1, MOST_BATCH_TOKENS // (request.count * longest)) * world
-    author: dict[str, Any] = {"model": model, "dtype": dtype}
+    author |= {"dtype": dtype}
     if not is_exact:
         device = torch.cuda.get_device_name(by.device) if by.device.type == "cuda" else by.device.type
         author |= {"device": device, "prompts_together": 1 if how.apart else together, "ranks": world}

@@ -19,6 +19,7 @@ from finetune.finished_run.kept_rows import pass_at
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
+from finetune.train import main as train
 from finetune.training import scored_answers
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.curve_table import skip_where_missing
@@ -422,3 +423,20 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
         assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
         recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
         assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forget_the_last_run")
+def test_a_round_is_three_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sample, train, eval. The model card names the answers' author."""
+    assert main(words(run, tmp_path / "one", "--keep", "all")) == 0
+    recipe = str(tmp_path / "one/recipe.yaml")
+    trained = tmp_path / "one-all"
+    changes = ["training.max_steps=2", f"output_dir={trained}", "training.num_train_epochs=1"]
+    assert train([recipe, *changes]) == 0
+    assert main(["eval", str(trained), "--metric", "exact", *NEW]) == 0
+    assert json.loads((trained / "eval.json").read_text("utf-8"))["scores"]["rows"] == 4  # the run's held-out rows
+    author = read_lines(tmp_path / "one/rows.jsonl")[0]["written_by"]
+    capsys.readouterr()
+    assert main(["push", str(trained), "me/it", "--dry-run", "--base", "owner/base"]) == 0
+    assert f"Answers written by {author} (" in capsys.readouterr().out
