@@ -176,6 +176,8 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
         there = path.stat() if path.exists() or path.is_symlink() else None
         if there is not None and not (stat.S_ISDIR if folder else stat.S_ISREG)(there.st_mode):
             what = "is a folder" if stat.S_ISDIR(there.st_mode) else kind_of_file(there.st_mode)
+            if stat.S_ISREG(there.st_mode):
+                what = "is a file"
             raise FinetuneError(f"{option}: {one_line(path, 200)} {what}; name a {kind} that may be written")
         above = next(parent for parent in (path, *path.parents) if parent.exists())
         if above != path and not above.is_dir():

@@ -280,7 +280,15 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (data_verbs.preview, run_verbs.chat, run_verbs.report, run_verbs.export, run_verbs.merge, run_verbs.push):
+for verb in (
+    data_verbs.preview,
+    run_verbs.chat,
+    run_verbs.report,
+    run_verbs.export,
+    run_verbs.sample,
+    run_verbs.merge,
+    run_verbs.push,
+):
     app.command()(verb)
 app.command("eval")(run_verbs.evaluate)
 app.command()(data_verbs.init)

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune import finished_run, planner
+from finetune import finished_run, new_recipe, planner
 from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say, say_begun, user_path
 from finetune.errors import FinetuneError
-from finetune.files import check_output
+from finetune.files import check_output, write_text
 from finetune.finished_run import ENGINES
+from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import require_run_folder
 
 OnServer = Annotated[
@@ -46,6 +48,48 @@ def _server(url: str | None, model: str | None, base_model: str | None) -> Any:
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
+
+
+def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Recipe]) -> Any:
+    """This rank's Launch; None for one process. Without a launcher and with `processes`, starts them and exits.
+
+    Args:
+        alone: An option that one process obeys.
+        recipe: Reads the recipe whose environment a rank sets up.
+    """
+    from finetune.launch.launcher import take_out_left_over
+    from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
+
+    if left_over := take_out_left_over():
+        say(left_over, err=True)
+    if is_rank_already():
+        from finetune.train import set_up_process
+
+        return set_up_process(recipe())
+    if processes > 1:
+        if alone is not None:
+            raise FinetuneError(f"{alone}: is asked by one process; leave --processes out")
+        gpus = count_gpus()
+        check_rank_count(processes, gpus=gpus)
+        command = [sys.executable, "-m", "finetune.cli.main", *sys.argv[1:]]
+        # The ranks have printed everything, JSON too.
+        raise typer.Exit(run_ranks(command, processes, on_cpu=not gpus))
+    return None
+
+
+def _printers(launch: Any, as_json: bool) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """What prints results, and what shows progress on standard error; rank 0 alone does."""
+    from finetune.measure.metrics import Terminal
+
+    silent = as_json or not (launch is None or launch.is_main)
+    progress = Terminal(0, silent=silent, stream=sys.stderr)
+    print_line = _line_printer(as_json)
+
+    def say_result(text: str) -> None:
+        progress.clear()
+        print_line(text)
+
+    return say_result, progress.progress
 
 
 def chat(
@@ -175,27 +219,9 @@ def evaluate(
     """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
 
     def work() -> dict[str, Any]:
-        from finetune.launch.launcher import take_out_left_over
-        from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
-
         resolved = require_run_folder(run)  # before torch is imported
-        launch = None
-        if left_over := take_out_left_over():
-            say(left_over, err=True)
-        if is_rank_already():
-            from finetune.recipe.loader import recipe_from_resolved
-            from finetune.train import set_up_process
-
-            launch = set_up_process(recipe_from_resolved(resolved))
-        elif processes > 1:
-            if tasks is not None or endpoint is not None:
-                named = "--tasks" if tasks is not None else "--endpoint"
-                raise FinetuneError(f"{named}: is asked by one process; leave --processes out")
-            gpus = count_gpus()
-            check_rank_count(processes, gpus=gpus)
-            command = [sys.executable, "-m", "finetune.cli.main", *sys.argv[1:]]
-            # The ranks have printed everything, JSON too.
-            raise typer.Exit(run_ranks(command, processes, on_cpu=not gpus))
+        alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
+        launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
         request = finished_run.EvalRequest(
             metrics=finished_run.chosen_metrics(metric or [], scorer),
             file=data,
@@ -211,21 +237,116 @@ def evaluate(
         )
         if launch is None or launch.is_main:
             say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
-        from finetune.measure.metrics import Terminal
-
-        speaks = launch is None or launch.is_main
-        progress = Terminal(0, silent=as_json or not speaks, stream=sys.stderr)
-        print_line = _line_printer(as_json)
-
-        def say_result(text: str) -> None:
-            progress.clear()
-            print_line(text)
-
-        figures = finished_run.evaluate_finished(run, request, say_result, progress.progress, step=step, launch=launch)
-        if not speaks:
+        say_result, show = _printers(launch, as_json)
+        figures = finished_run.evaluate_finished(run, request, say_result, show, step=step, launch=launch)
+        if launch is not None and not launch.is_main:
             raise typer.Exit
         if not as_json and figures.get("ok", True):  # a failed gate names no next step
             say(f"serve it: {shlex.join(['finetune', 'export', str(run), '--for', 'ollama'])}")
+        return {"ok": True, **figures}
+
+    run_verb(work, as_json=as_json)
+
+
+def sample(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|RECIPE|MODEL", help="Who answers, and how rows are read.", show_default=False)
+    ],
+    data: Annotated[Path, typer.Option(parser=user_path, help="Prompts: rows with their answers.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", parser=user_path, help="Folder; samples/ and a name.", show_default=False),
+    ] = None,
+    count: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 8,
+    keep: Annotated[str, typer.Option(help="Rows of right answers, pairs, judged answers, or all.")] = "right",
+    metric: Annotated[
+        str | None, typer.Option(help="What is right: exact, number, sql, ...; fits the rows.", show_default=False)
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(help="Or your own: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
+    ] = None,
+    scorer_seconds: Annotated[float, typer.Option(help="Time for one answer.")] = 10.0,
+    at_least: Annotated[float, typer.Option(help="The score of a right answer.")] = 1.0,
+    per_prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most rows of a prompt; 1, of judged and all: every one.", show_default=False),
+    ] = None,
+    pick: Annotated[str, typer.Option(help="shortest or random answers first.")] = "random",
+    near: Annotated[float, typer.Option(help="Copies share so many letter triples; above 1 keeps copies.")] = 0.9,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts that are always or never right; may be repeated.", show_default=False),
+    ] = None,
+    thoughts: Annotated[bool, typer.Option("--thoughts/--no-thoughts", help="Rows with thinking blocks.")] = True,
+    without_held_out: Annotated[
+        bool, typer.Option("--without-held-out", help="Leave out prompts that the recipe holds out.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of every draw.")] = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of an answer in tokens; by the references.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts; all.", show_default=False)] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks that share prompts, or weights as training did.")] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="Another RUN or MODEL that answers; its name on a server.", show_default=False)
+    ] = None,
+    endpoint: OnServer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw several answers to each prompt, and write training rows of those that a checker keeps."""
+    one_of("--keep", keep, ("right", "pairs", "judged", "all"))
+    one_of("--pick", pick, ("shortest", "random"))
+    for each in leave_out or ():
+        one_of("--leave-out", each, ("always", "never"))
+
+    def work() -> dict[str, Any]:
+        found = finished_run.source_of(source, data)
+        other = None if model is None or endpoint is not None else finished_run.source_of(model, data)
+        alone = None if endpoint is None else "--endpoint"
+        launch = launch_of_ranks(processes, alone, lambda: (other or found).loaded.recipe)
+        kept: Any = keep  # checked above, as is `pick`
+        chosen: Any = pick
+        folder = output or Path("samples", found.name)
+        metrics = finished_run.chosen_metrics([] if metric is None else [metric], None)
+        options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
+        request = finished_run.SampleRequest(
+            source=found,
+            data=data,
+            folder=folder,
+            options=options,
+            count=count,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            metric=next(iter(metrics), None),
+            scorer=scorer,
+            scorer_seconds=scorer_seconds,
+            without_held_out=without_held_out,
+            other=other,
+            endpoint=_server(endpoint, model, None) if endpoint is not None else None,
+        )
+        request.check()
+        if launch is None or launch.is_main:
+            say_begun(f"loading {model or source} and the prompts" if endpoint is None else f"asking {endpoint}")
+        say_result, show = _printers(launch, as_json)
+        figures = finished_run.sample_rows(request, say_result, show, launch)
+        if launch is not None and not launch.is_main:
+            raise typer.Exit
+        files = figures["files"]
+        if "rows" in files and found.kind == "model":
+            recipe = folder / "recipe.yaml"
+            proposal = new_recipe.propose(files["rows"], model=source, output=recipe)
+            write_text(recipe, proposal.text)
+            files["recipe"] = str(recipe)
+        if not as_json:
+            say("\n".join(finished_run.summary_in_words(figures, kept)))
+            say("\n".join(f"{name}: {file}" for name, file in files.items()))
+            if "recipe" in files:
+                say(f"next: {shlex.join(['finetune', 'train', files['recipe']])}")
         return {"ok": True, **figures}
 
     run_verb(work, as_json=as_json)

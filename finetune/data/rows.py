@@ -48,6 +48,7 @@ SHOWN_PLACES = 3  # of one mistake
 MOST_TRIED = 2_000  # training rows whose answers are read by the metrics; SQL takes 5 ms each
 FIRST_NOTE_SECONDS, SECONDS_BETWEEN_NOTES = 2.0, 10.0  # a file of 91 kB may hold 30 million equal rows
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # message keys for templates or our checks
+WRITTEN_BY = "written_by"  # the column of `finetune sample` that names an answer's author
 MOST_NAMES = 1000  # columns and message keys that are noted by name; each row may have its identifier as a key
 HEAD = 50  # rows from which the layout is found; a mapped column must be in one of them
 # Chat templates' control tokens and begin-of-text tokens, as texts spell them. A row's texts are read as characters, so
@@ -96,6 +97,7 @@ class RowReader:
         # For preferences: pairs with equal answers, answers by label, unread prompts, and rows of texts.
         self._answers = {"pairs": 0, "equal": 0, "wanted": 0, "unwanted": 0, "prompt_unread": 0, "texts": 0}
         self._dropped = dict.fromkeys(source.entry.drop, 0)
+        self._written_by: dict[str, int] = {}  # rows of each author of sampled answers
         self._digests: set[bytes] = set()  # one for each row, if duplicates are dropped
 
     def rows(self, some: Iterator[SourceRow] | None = None) -> Iterator[ReadRow]:
@@ -155,6 +157,8 @@ class RowReader:
     def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
         """Note unread columns. Raises BadRow for a column with images, or a name like an optional column's."""
         for name in layout.unused(values):
+            if name == WRITTEN_BY:
+                continue
             # `datasets` keeps an image or a sound in a table as {"bytes": ..., "path": ...}, or as a list of these.
             value = values[name]
             first = value
@@ -173,7 +177,9 @@ class RowReader:
 
     def _note(self, read: Content, values: Mapping[str, Any], layout: RowLayout) -> None:
         """Count the odd texts of a row, and a preference row's answers."""
-        texts, runs_together = [], False
+        texts, runs_together, author = [], False, values.get(WRITTEN_BY)
+        if isinstance(author, str) and (author in self._written_by or len(self._written_by) < MOST_NAMES):
+            self._written_by[author] = self._written_by.get(author, 0) + 1
         for document in documents_in(read):
             if isinstance(document, Chat):
                 texts += [message["content"] for message in document.messages]
@@ -236,6 +242,7 @@ class RowReader:
             "dropped": dict(self._dropped),
             "dialect": dialect,
             "told": dict(self._source.notes),
+            WRITTEN_BY: self._written_by,
             **facts_of_answers,
         }
 

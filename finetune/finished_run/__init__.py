@@ -1,9 +1,10 @@
-"""After a run: chat, evaluate, merge and export. Other packages import this module only.
+"""After a run: chat, evaluate, sample, merge and export. Other packages import this module only.
 
     folder = run_at(run, step)                        the run, or the export of a checkpoint
     evaluate_finished(folder, EvalRequest(...), print)  eval.json
     merge_run(folder, ...)                            merged/
     write_gguf(folder, "q4_k_m", print)               gguf/, with a Modelfile for Ollama
+    sample_rows(SampleRequest(...), print)            answers.jsonl, rows.jsonl and a recipe for them
     export_with_report(run, step, None, print)       a checkpoint as a finished run
     export_for(folder, "vllm", None, print)           serving/ or gguf/, and the command that serves it
 
@@ -32,8 +33,13 @@ if TYPE_CHECKING:
     from finetune.finished_run.gguf import describe_gguf as describe_gguf
     from finetune.finished_run.gguf import write_gguf as write_gguf
     from finetune.finished_run.hand_over import export_for as export_for
+    from finetune.finished_run.kept_rows import KeepOptions as KeepOptions
+    from finetune.finished_run.kept_rows import summary_in_words as summary_in_words
     from finetune.finished_run.merge_command import describe_merge as describe_merge
     from finetune.finished_run.merge_command import merge_run as merge_run
+    from finetune.finished_run.sample import sample_rows as sample_rows
+    from finetune.finished_run.sample_source import SampleRequest as SampleRequest
+    from finetune.finished_run.sample_source import source_of as source_of
 
 ENGINES = ("transformers", "peft", "vllm", "llama.cpp", "ollama")  # of `finetune export --for`
 
@@ -46,7 +52,10 @@ _NAMES = {
     "export_step": ("export_with_report", "run_at"),
     "gguf": ("describe_gguf", "write_gguf"),
     "hand_over": ("export_for",),
+    "kept_rows": ("KeepOptions", "summary_in_words"),
     "merge_command": ("describe_merge", "merge_run"),
+    "sample": ("sample_rows",),
+    "sample_source": ("SampleRequest", "source_of"),
 }
 
 

@@ -10,17 +10,16 @@ weights. Else each rank loads the model. In both cases the ranks share the rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
-from finetune.finished_run.load import FinishedRun, models_of
+from finetune.finished_run.load import BOTH, FinishedRun, models_of
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
@@ -37,6 +36,7 @@ from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def models_by_ranks(run: FinishedRun, by: Computing) -> Iterator[tuple[str, Assembled]]:
+def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH) -> Iterator[tuple[str, Assembled]]:
     """("base", ...), then ("tuned", ...), as `models_of`. Every rank calls it."""
     if by.sharding is None:
-        for name, model in models_of(run, by.device, with_loss=True):
+        for name, model in models_of(run, by.device, with_loss=True, names=names):
             yield name, Assembled(model, model, None)
         return
     recipe = _as_evaluated(run.recipe)
@@ -97,8 +97,9 @@ def models_by_ranks(run: FinishedRun, by: Computing) -> Iterator[tuple[str, Asse
         tuned = recipe.model.model_copy(
             update={"name_or_path": str(run.product), "revision": "main", "new_tokens": [], "adapter": None}
         )
-        for name, section in (("base", recipe.model), ("tuned", tuned)):
-            yield name, _assembled(run, recipe.model_copy(update={"model": section}), by)
+        sections = {"base": recipe.model, "tuned": tuned}
+        for name in names:
+            yield name, _assembled(run, recipe.model_copy(update={"model": sections[name]}), by)
             by.accelerator.free_memory()
             give_back_freed_memory()
             give_back_cached_memory(by.device)
@@ -111,15 +112,19 @@ def models_by_ranks(run: FinishedRun, by: Computing) -> Iterator[tuple[str, Asse
     # Adapters that add nothing at first, and that the exported ones replace.
     lora = recipe.lora.model_copy(update={"init_lora_weights": True})
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
-    with _without_zero3(by):  # the model that it is compared with is built without data
-        adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
-    assert adapter is not None
+    adapter = None
+    if "tuned" in names:
+        with _without_zero3(by):  # the model that it is compared with is built without data
+            adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
+        assert adapter is not None
     section = recipe.model.model_copy(update={"adapter": None})
     assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
-    with as_the_base(assembled.unwrapped_model):
-        yield "base", assembled
-    start_from(assembled, adapter)
-    yield "tuned", assembled
+    if "base" in names:
+        with as_the_base(assembled.unwrapped_model):
+            yield "base", assembled
+    if adapter is not None:
+        start_from(assembled, adapter)
+        yield "tuned", assembled
 
 
 def _assembled(run: FinishedRun, recipe: Recipe, by: Computing) -> Assembled:
@@ -140,9 +145,12 @@ def _without_zero3(by: Computing) -> AbstractContextManager[None]:
     return loading_unsharded(by.accelerator.state.deepspeed_plugin)
 
 
-def rank_0_first(by: Computing, act: Callable[[], Path]) -> Path:
-    """What `act` returns; rank 0 writes what the others then find. Raises rank 0's FinetuneError on every rank."""
-    found: Path | FinetuneError | None = None
+def rank_0_first(by: Computing, act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, on every rank: it writes what the others then find, or decides for them.
+
+    Raises rank 0's FinetuneError on every rank.
+    """
+    found: T | FinetuneError | None = None
     if by.ranks.rank == 0:
         try:
             found = act()
@@ -151,7 +159,6 @@ def rank_0_first(by: Computing, act: Callable[[], Path]) -> Path:
     found = by.ranks.gather(found)[0]
     if isinstance(found, FinetuneError):
         raise found
-    assert found is not None
     return found
 
 

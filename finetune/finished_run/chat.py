@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from finetune.data.cells import BadRow
 from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
-from finetune.finished_run.endpoint import Endpoint, NoAnswer, reply_of
+from finetune.finished_run.endpoint import Drawn, Endpoint, NoAnswer, reply_of
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering
 from finetune.output_stream import without_controls
@@ -75,7 +75,7 @@ class ChatSession:
             new, warmth = settings.max_new_tokens, settings.temperature
             asked = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
             reply = reply_of(
-                self.endpoint, speaker.model, asked, max_new_tokens=new, temperature=warmth, seed=settings.seed
+                self.endpoint, speaker.model, asked, max_new_tokens=new, drawn=Drawn(warmth, seed=settings.seed)
             ).text
             if streamer is not None:
                 streamer.on_finalized_text(reply, stream_end=True)

@@ -67,6 +67,18 @@ class Endpoint:
         return {**({"base": self.base_model} if self.base_model else {}), "tuned": self.model}
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """How a server draws one answer. Not every server obeys the seed."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+GREEDY = Drawn(0.0)
+
+
 def open_endpoint(text: str, model: str | None, base_model: str | None, say: Callable[[str], None]) -> Endpoint:
     """Look at the address, and find the model's name if the server has one model alone.
 
@@ -101,11 +113,10 @@ def open_endpoint(text: str, model: str | None, base_model: str | None, say: Cal
 
 
 def reply_of(
-    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, temperature: float = 0.0,
-    seed: int | None = None,
-) -> Answer:  # fmt: skip
+    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, drawn: Drawn = GREEDY
+) -> Answer:
     """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
-    path, body = _question_sent(model, asked, max_new_tokens, temperature, seed)
+    path, body = _question_sent(model, asked, max_new_tokens, drawn)
     reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -132,13 +143,13 @@ def reply_of(
     return Answer(text.strip(), ending != "length")
 
 
-def _question_sent(
-    model: str, asked: Chat | Passage, max_new_tokens: int, temperature: float, seed: int | None
-) -> tuple[str, dict[str, Any]]:
+def _question_sent(model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn) -> tuple[str, dict[str, Any]]:
     """The page and the body of a request."""
-    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature}
-    if seed is not None:
-        body["seed"] = seed
+    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": drawn.temperature}
+    if drawn.top_p < 1:
+        body["top_p"] = drawn.top_p
+    if drawn.seed is not None:
+        body["seed"] = drawn.seed
     if isinstance(asked, Passage):
         return "/completions", body | {"prompt": asked.prompt}
     body["messages"] = _sent_messages(asked.messages)
@@ -163,9 +174,11 @@ class KeptAnswers:
             if isinstance(row.get("asked"), str) and isinstance(row.get("text"), str):
                 self._found[row["asked"]] = Answer(row["text"], row.get("ended") is True)
 
-    def of(self, model: str, asked: Chat | Passage, max_new_tokens: int) -> tuple[str, Answer | None]:
+    def of(
+        self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = GREEDY
+    ) -> tuple[str, Answer | None]:
         """The request's hash, and its answer if there is one."""
-        path, body = _question_sent(model, asked, max_new_tokens, 0.0, None)
+        path, body = _question_sent(model, asked, max_new_tokens, drawn)
         key = hashlib.sha256(json.dumps([self._url, path, body], sort_keys=True).encode()).hexdigest()
         return key, self._found.get(key)
 
@@ -185,16 +198,18 @@ def endpoint_answers(
     max_new_tokens: int,
     show: Callable[[str], None],
     kept: KeptAnswers,
+    draws: Sequence[Drawn] = (),
 ) -> list[Answer]:
-    """Greedy answers in their order, PARALLEL at a time. `asked` are places, for messages, and conversations.
+    """Answers in their order, PARALLEL at a time: greedy, or by `draws`. `asked` are places, for messages, and
+    conversations.
 
     A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
     first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
     for. Threads are daemons, so Ctrl-C does not wait for a slow server.
     """
-    keys, found = list[str](), dict[int, Answer]()
+    keys, found, draws = list[str](), dict[int, Answer](), draws or [GREEDY] * len(asked)
     for index, (_, question) in enumerate(asked):
-        key, answer = kept.of(model, question, max_new_tokens)
+        key, answer = kept.of(model, question, max_new_tokens, draws[index])
         keys.append(key)
         if answer is not None:
             found[index] = answer
@@ -217,7 +232,9 @@ def endpoint_answers(
                     return
             place, question = asked[index]
             try:
-                answer: Answer | Exception = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens)
+                answer: Answer | Exception = reply_of(
+                    endpoint, model, question, max_new_tokens=max_new_tokens, drawn=draws[index]
+                )
             except EnvironmentMismatch as error:
                 answer = type(error)(f"{error} (asked for {place})")
             except Exception as error:  # raised again below

@@ -25,7 +25,7 @@ from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
-from finetune.model.build import decoder_parts, load_base
+from finetune.model.build import decoder_parts, load_base, load_tokenizer
 from finetune.model.generate import stop_on
 from finetune.model.new_tokens import add_rows
 from finetune.model.packaged import folder_of
@@ -43,6 +43,8 @@ from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, loo
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
 from finetune.untrusted.safetensors_header import read_header
 
+BOTH = ("base", "tuned")  # a run's models
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -50,6 +52,7 @@ class FinishedRun:
 
     folder: Path
     recipe: Recipe
+    trained: bool = True  # False: a recipe's base, before any training; the folder need not exist
 
     @cached_property
     def conversation(self) -> Conversation:
@@ -57,7 +60,7 @@ class FinishedRun:
 
         Raises FinetuneError for a damaged record.
         """
-        if recorded := read_conversation(self.folder):
+        if self.trained and (recorded := read_conversation(self.folder)):
             return recorded
         data = self.recipe.data
         with suppress(FinetuneError, BadRow):  # a tokenizer or a template that does not load; its users say so
@@ -152,6 +155,8 @@ def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:
 
 def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
     """The run's exported tokenizer. Raises FinetuneError if it is not usable."""
+    if not run.trained:
+        return load_tokenizer(run.recipe)
     look_at_tokenizer(run.product)
     message = f"{run.product}: the tokenizer could not be loaded"
     with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
@@ -193,18 +198,22 @@ def fitting(device: torch.device, run: FinishedRun, ranks: int = 1) -> Iterator[
         strategy, budget = strategy_of(run.recipe), run.recipe.budget
         if strategy.shards_parameters or strategy.schedule is not None:
             more = max(2 * ranks, budget.gpus * budget.nodes)
-            remedies.insert(0, f"`finetune eval {run.folder} --processes {more}` spreads it over GPUs")
+            remedies.insert(0, f"--processes {more} spreads it over GPUs")
         raise DoesNotFit(f"the model does not fit into the memory of {device}; {'; '.join(remedies)}") from error
 
 
-def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
-    """("base", ...), then ("tuned", ...). Use each before you take the next: one is on the device at a time."""
-    if run.recipe.lora is None:
-        yield "base", load_whole(run, device, tuned=False, with_loss=with_loss)
-        gc.collect()  # models refer to themselves in circles, and the next one needs the memory
-        yield "tuned", load_whole(run, device, tuned=True, with_loss=with_loss)
+def models_of(
+    run: FinishedRun, device: torch.device, *, with_loss: bool, names: Sequence[str] = BOTH
+) -> Iterator[tuple[str, nn.Module]]:
+    """("base", ...), then ("tuned", ...), those in `names`. Use each before you take the next: one is on the device at
+    a time."""
+    if run.recipe.lora is None or "tuned" not in names:
+        for name in names:
+            yield name, load_whole(run, device, tuned=name == "tuned", with_loss=with_loss)
+            gc.collect()  # models refer to themselves in circles, and the next one needs the memory
         return
     adapted: Any = load_adapted(run, device, with_loss=with_loss)
-    with adapted.disable_adapter():  # one model serves as both
-        yield "base", adapted
+    if "base" in names:
+        with adapted.disable_adapter():  # one model serves as both
+            yield "base", adapted
     yield "tuned", adapted

@@ -19,6 +19,7 @@ from finetune.run_folder.facts import RunFacts, score_rows
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
 CARD_SAMPLES = 4
+CARD_AUTHORS = 8  # models that wrote answers
 SAMPLE_LETTERS = 600  # of a prompt or an answer; longer ones end in an ellipsis
 PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "no": "float32"}
 LEARNED_FROM = {"assistant": "the assistant's turns", "completion": "the last answer", "all": "all tokens",
@@ -84,6 +85,11 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
             data_lines.append(f"[{data_set.path}](https://huggingface.co/datasets/{data_set.path}), {split}")
         else:
             data_lines.append(f"{_data_name(data_set)}, {split} (a local file, not published here)")
+    authors = (run.receipt.get("data") or {}).get("written_by")
+    if isinstance(authors, dict) and authors:
+        names = sorted(authors, key=lambda name: -authors[name])[:CARD_AUTHORS]
+        listed = "; ".join(f"{shorten(name, 100)} ({authors[name]:,})" for name in names)
+        data_lines.append(f"Answers written by {listed}")
 
     # The first prompts that were answered both before and after training.
     samples = [(prompt, answers) for prompt, answers in run.samples_by_prompt().items()

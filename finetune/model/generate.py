@@ -7,6 +7,7 @@ the end tokens count, because beams, penalties and least lengths would give othe
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
@@ -36,6 +37,32 @@ class Answer:
     text: str
     ended: bool
     tokens: list[int] = field(default_factory=list, compare=False)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn: each by numbers of its own, which neither its batch nor its rank decides."""
+
+    temperature: float  # above 0
+    top_p: float = 1.0  # the likeliest tokens that together have this share
+    seed: int = 0
+
+    def uniform(self, draw: tuple[int, int], token: int) -> float:
+        """The number in [0, 1) that picks a token: 53 bits of a hash of seed, row, answer and the token's place."""
+        text = f"{self.seed} {draw[0]} {draw[1]} {token}"
+        return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 11) * 2.0**-53
+
+    def picked(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
+        """Each row's token, int64 [rows], by inverting the distribution in float64. `logits` are [rows, vocabulary]."""
+        shares = torch.softmax(logits.double() / self.temperature, -1)
+        if self.top_p < 1:
+            ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+            left_out = ranked.cumsum(-1) - ranked >= self.top_p  # never the first
+            shares = shares.masked_fill(left_out.scatter(-1, order, left_out), 0.0)
+        reached = shares.cumsum(-1)
+        points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * reached[:, -1:]
+        # Right of equal values: a token without a share is never picked.
+        return torch.searchsorted(reached, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
 @contextmanager
@@ -79,6 +106,9 @@ def greedy_answers(
     together: bool = False,
     cached: bool = True,
     show: Callable[[int], bool | None] | None = None,
+    sampling: Sampling | None = None,
+    draws: Sequence[tuple[int, int]] = (),
+    drawn: int = 0,
 ) -> list[Answer]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
@@ -90,6 +120,8 @@ def greedy_answers(
         together: All ranks ask the same prompts and run forwards until the last one has its answers.
         cached: Keys and values are kept; otherwise each new token computes all tokens again.
         show: Called with the number of new tokens after each one; True ends all rows there.
+        sampling, draws: Tokens are drawn instead; `draws` are each prompt's row and answer number.
+        drawn: Tokens that end each prompt and were drawn before.
     """
     batch = left_padded(prompts, device)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
@@ -100,6 +132,15 @@ def greedy_answers(
             return torch.full((len(tokens),), ends, device=tokens.device)
 
         options["stopping_criteria"] = StoppingCriteriaList([show_and_go_on])
+    if sampling is not None:
+
+        def leave_the_picked(tokens: Tensor, logits: Tensor) -> Tensor:
+            """All others get no share, so that the likeliest token is the drawn one."""
+            place = drawn + tokens.shape[1] - batch["input_ids"].shape[1]
+            picked = sampling.picked(logits, [sampling.uniform(draw, place) for draw in draws])
+            return torch.full_like(logits, -torch.inf).scatter(-1, picked[:, None], 0.0)
+
+        options["logits_processor"] = LogitsProcessorList([leave_the_picked])
     return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
 
 

@@ -48,8 +48,13 @@ class Metric:
         return self.function is not None or (self.name in READS_THE_ROW and "db" not in self.options)
 
 
-def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -> list[float]:
+def scores_of(
+    metric: Metric, answers: Sequence[str], items: Sequence[Scored], among: Sequence[Scored] = ()
+) -> list[float]:
     """Each answer's score, between 0 and 1.
+
+    Args:
+        among: All rows, if `items` are a part. Their references together show the decimal mark, or the letters.
 
     Raises:
         DataError: references that the metric cannot read, or a user's function that raises; a line each.
@@ -62,10 +67,9 @@ def scores_of(metric: Metric, answers: Sequence[str], items: Sequence[Scored]) -
         results = execution_scores(answered, expected, databases)
     else:
         shown = None  # what all references show together
-        if metric.function is None and metric.name == "number":
-            shown = decimal_mark(expected)
-        elif metric.function is None and metric.name == "choice":
-            shown = allowed_letters(expected)
+        if metric.function is None and metric.name in ("number", "choice"):
+            shows = {"number": decimal_mark, "choice": allowed_letters}[metric.name]
+            shown = shows([texts.without_thoughts(item.reference) for item in among or items])
         results = [_one(metric, *each, shown) for each in zip(answered, expected, items, strict=True)]
     mistakes = [
         f"{item.place}: metric {metric.name}: {result}"

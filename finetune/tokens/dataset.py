@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.rows import Mistakes, notes_of
+from finetune.data.rows import WRITTEN_BY, Mistakes, notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
@@ -232,13 +233,18 @@ def _facts(
     eval_tokens = 0
     if held_out:
         eval_tokens = int(held_out.lengths.sum())
-    counts: dict[str, int] = {}
+    counts: dict[str, Any] = {}
     if unanswered := total("unanswered"):
         longest = max(int(store.facts.get("longest_unanswered", 0)) for store in pool.stores)
         counts |= {"unanswered": unanswered, "longest_unanswered": longest}
     for name in ("identical", "identical_cut"):
         if count := total(name):
             counts[name] = count
+    authors: Counter[str] = Counter()
+    for store in pool.stores:
+        authors.update(store.facts["rows"].get(WRITTEN_BY) or {})
+    if authors:
+        counts[WRITTEN_BY] = dict(authors)
     tokens = int(train.lengths.sum())
     return {
         "documents": len(split.train),  # in one epoch, with copies by weight

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from finetune.model.generate import (
     BATCH_TOKENS,
     MOST_BATCH_TOKENS,
     Answer,
+    Sampling,
     answering,
     decoded_answer,
     greedy_answers,
@@ -209,6 +211,11 @@ class Answering:
     sharded: bool = False  # each forward gathers weights, so all ranks make the same number of forwards
     staged: bool = False  # a pipeline: every rank computes every answer
     most_tokens: int = MOST_BATCH_TOKENS  # of one batch, with padding and answers; fewer after memory ran out
+    sampling: Sampling | None = None  # None: greedy
+    draws: Sequence[tuple[int, int]] = ()  # each prompt's row and answer number, which its drawn tokens depend on
+    # Only a row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
+    # sums: in float32 they are the same bytes in every run.
+    apart: bool = False
 
 
 def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int:
@@ -229,7 +236,7 @@ def generated_answers(
     show: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Answer]:
-    """The model's greedy answers, in the order of the prompts, on every rank. `model` is unwrapped.
+    """The model's answers, in the order of the prompts, on every rank: greedy, or drawn. `model` is unwrapped.
 
     Args:
         show: Receives the progress.
@@ -238,7 +245,8 @@ def generated_answers(
     prompts, ranks = [prompt.prompt_ids for prompt in asked.prompts], how.ranks
     answers: dict[int, Answer] = {}
     together = how.sharded and ranks.world > 1
-    ends = round_ends(asked.max_new_tokens) if how.shared else [asked.max_new_tokens]
+    batched = how.shared or how.apart
+    ends = round_ends(asked.max_new_tokens) if batched else [asked.max_new_tokens]
     with answering(model):
         for before, end in zip([0, *ends], ends, strict=False):
             asking = {index: ids for index, ids in enumerate(prompts) if not before or not answers[index].ended}
@@ -248,12 +256,12 @@ def generated_answers(
             if not rows:
                 break
             most = BATCH_TOKENS
-            if how.shared and not how.staged:
+            if batched and not how.staged:
                 share = -(-len(rows) // ranks.world) * (len(asking[rows[-1]]) + end - before)  # every rank gets rows
                 most = min(
                     tokens_that_fit(model, how.device, ranks), max(BATCH_TOKENS, share), *ranks.gather(how.most_tokens)
                 )
-            mine = _batches(rows, asking, end - before, most if how.shared else 0)
+            mine = _batches(rows, asking, end - before, most if batched else 0, how)
             if not how.staged:
                 mine = mine[ranks.rank :: ranks.world]
             found: dict[int, Answer] = {}
@@ -282,6 +290,9 @@ def generated_answers(
                             together=together,
                             cached=not how.staged,
                             show=show_token,
+                            sampling=how.sampling,
+                            draws=[how.draws[index] for index in batch] if how.sampling else (),
+                            drawn=before,
                         )
                     except Exception as error:
                         if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
@@ -302,7 +313,7 @@ def generated_answers(
                         say(f"answers: a batch with {full:,} tokens does not fit; they go on with {full // 2:,}")
                     how.most_tokens = full // 2
                     again = [index for each in mine for index in each]
-                    mine = _batches(again, asking, end - before, how.most_tokens)
+                    mine = _batches(again, asking, end - before, how.most_tokens, how)
             for others in ranks.gather(found):
                 found |= others  # a repeated batch is there twice
             for index, each in found.items():
@@ -349,10 +360,18 @@ def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
                 layer.forward = own
 
 
-def _batches(rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int) -> list[list[int]]:
+def _batches(
+    rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int, how: Answering
+) -> list[list[int]]:
     """Rows, in order, in batches with at most `most` tokens."""
-    lengths = [len(asking[index]) for index in rows]
-    return [[rows[place] for place in batch] for batch in prompt_batches(lengths, new, most)]
+    groups = [[*rows]]
+    if how.apart:
+        groups = [[*group] for _, group in groupby(rows, key=lambda index: how.draws[index][0])]
+    found: list[list[int]] = []
+    for group in groups:
+        lengths = [len(asking[index]) for index in group]
+        found += [[group[place] for place in batch] for batch in prompt_batches(lengths, new, most)]
+    return found
 
 
 def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:

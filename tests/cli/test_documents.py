@@ -59,6 +59,8 @@ ELSEWHERE = {
     "finetune compare": "preflight/test_compare.py",
     "python -m lectures": "lectures/test_lectures.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
+    "finetune sample": "finished_run/test_sample.py",
+    "finetune eval runs/one-right": "finished_run/test_sample.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
     **{
         f"finetune eval runs/{skill}": "finished_run/test_evaluate.py"
@@ -71,7 +73,7 @@ ELSEWHERE = {
 }
 
 
-INITED = ("my.yaml", "faq_de.yaml")  # recipes that `finetune init` writes
+INITED = ("my.yaml", "faq_de.yaml", "samples/one/recipe.yaml")  # recipes that `finetune init` and `sample` write
 
 
 def blocks(language: str) -> list[str]:

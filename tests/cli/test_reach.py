@@ -36,9 +36,12 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Places
     other = folder / "other.yaml"
     other.write_text(yaml.safe_dump(next(iter(EXAMPLES.values())).values), "utf-8")
     (folder / "here").mkdir()
+    (folder / "samples").mkdir()
     return {
         "recipe": write_recipe(folder, content),
         "config": other,
+        "chats": chats,
+        "samples": folder / "samples",
         "run": run,
         "trained": folder / "trained",
         "cache": folder / "cache",
@@ -90,6 +93,7 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
         ("preview {recipe}", ["cache"]),
         ("chat {run} --prompt a --max-new-tokens 1", ["cache"]),
         ("eval {run} --loss-only", ["cache", "run"]),
+        ("sample {run} --data {chats} -o {samples}/one --n 2 --limit 2 --metric exact", ["cache", "samples"]),
         ("merge --verify 0 {run}", ["cache", "run"]),
     ],
 )

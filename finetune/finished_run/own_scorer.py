@@ -1,0 +1,120 @@
+"""A scorer of the user's own in a process of its own, so that one answer on which it hangs or crashes costs one answer.
+
+    with OwnScorer("check.py:score", seconds=10) as scorer:
+        scorer.score("the answer", "the reference", {"column": 1})     # 1.0, or ValueError
+
+A question is a pickle on the child's standard input, its answer a JSON line. What the function prints goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.launch.with_parent import die_with_parent
+from finetune.scoring.function import call_function, load_function
+
+START_SECONDS = 60.0  # of the user's imports
+
+
+class OwnScorer:
+    """Calls FILE.py:FUNCTION(answer, reference, row) in a child, which is started again after it was lost."""
+
+    def __init__(self, text: str, seconds: float) -> None:
+        """Start the child. Raises FinetuneError if the file or its function cannot be loaded."""
+        self._text, self._seconds = text, seconds
+        self._start()
+
+    def __enter__(self) -> OwnScorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def score(self, answer: str, reference: str, row: Mapping[str, Any]) -> float:
+        """The function's score, from 0 to 1. Raises ValueError in one line for an answer that it does not score."""
+        if self._child.poll() is not None:
+            self._start()
+        assert self._child.stdin is not None
+        with suppress(BrokenPipeError):  # the child is lost, and _reply says so
+            pickle.dump((answer, reference, dict(row)), self._child.stdin)
+            self._child.stdin.flush()
+        reply = self._reply(self._seconds)
+        if "score" in reply:
+            return float(reply["score"])
+        raise ValueError(reply["problem"])
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", __name__, self._text]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        reply = self._reply(START_SECONDS)
+        if "problem" in reply:
+            self._end()
+            raise FinetuneError(reply.get("message") or f"--scorer {self._text}: the file's import {reply['problem']}")
+
+    def _end(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        """The child's next line. If it ends or takes longer, it is killed, and `problem` says so."""
+        assert self._child.stdout is not None
+        output, line, until = self._child.stdout.fileno(), b"", time.monotonic() + seconds
+        while not line.endswith(b"\n"):
+            if not select.select([output], [], [], max(0.0, until - time.monotonic()))[0]:
+                self._end()
+                return {"problem": f"took more than {seconds:g} s"}
+            part = os.read(output, 2**16)
+            if not part:
+                code = self._child.wait()
+                self._end()
+                return {"problem": f"ended its process ({signal.Signals(-code).name if code < 0 else code})"}
+            line += part
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def main(text: str) -> None:
+    """The child: load the function, then answer questions until standard input ends."""
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def reply(**found: Any) -> None:
+        replies.write(json.dumps(found) + "\n")
+        replies.flush()
+
+    try:
+        _, function = load_function(text)
+    except FinetuneError as error:
+        return reply(problem="", message=str(error))
+    reply()
+    with suppress(EOFError):
+        while True:
+            answer, reference, row = pickle.load(sys.stdin.buffer)  # the parent's
+            try:
+                reply(score=call_function(function, answer, reference, row))
+            except ValueError as error:
+                reply(problem=str(error))
+            except BaseException as error:  # a KeyboardInterrupt of the function's own
+                reply(problem=f"the function raised {type(error).__name__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

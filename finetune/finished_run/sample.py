@@ -1,0 +1,479 @@
+"""`finetune sample`: several answers to each prompt, scored, and the training rows that a checker keeps of them.
+
+    FOLDER/
+        sample.json      the request, then the figures
+        answers.jsonl    every answer, one line a prompt, appended as prompts are answered
+        rows.jsonl       the training rows
+        held_out.jsonl   the recipe's held-out questions, for the next recipe's scores
+        recipe.yaml      the next training
+
+A command that was ended goes on after the last line. With another --keep, rows are made anew and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.data.chat import Chat, Passage
+from finetune.errors import DataError, FinetuneError
+from finetune.files import append_lines, disk_errors, read_lines, torn_lines, write_json, write_text
+from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
+from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
+from finetune.finished_run.kept_rows import kept_rows, summary
+from finetune.finished_run.load import (
+    FinishedRun,
+    answer_with_fewer_kernels,
+    best_device,
+    finished_run,
+    fitting,
+    load_run_tokenizer,
+)
+from finetune.finished_run.next_recipe import json_lines, next_recipe
+from finetune.finished_run.own_scorer import OwnScorer
+from finetune.finished_run.sample_source import SampleRequest, SampleSource
+from finetune.launch.launcher import Launch
+from finetune.model.build import load_tokenizer
+from finetune.model.generate import MOST_BATCH_TOKENS, Answer, Sampling, may_share_a_batch
+from finetune.output_stream import one_line
+from finetune.recipe.mixed_precision import FastestFormat
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import read_run
+from finetune.scoring.metrics import Metric, Scored, scores_of
+from finetune.scoring.texts import without_thoughts
+from finetune.tokens.dataset import prepare
+from finetune.tokens.encoder import Encoder
+from finetune.training.scored_answers import (
+    MOST_ROWS_OF_FILE,
+    Answering,
+    ScoredSet,
+    generated_answers,
+    held_out_set,
+)
+from finetune.untrusted.json_files import read_object
+from finetune.wording import counted
+
+RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
+KEPT = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
+FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
+PROMPTS_TO_SERVER = 64  # prompts whose answers are asked together
+WEAKER = ("tool_name", "json_valid")  # metrics that a wrong answer may pass
+GRADES = ("chrf",)  # metrics that no answer but the reference passes
+_Say = Callable[[str], None]
+Question = Chat | Passage
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts that are answered, after held-out ones were left out."""
+
+    asked: ScoredSet
+    questions: list[Question]
+    numbers: list[int]  # each prompt's number in the file, which its draws depend on
+    held_out: list[dict[str, Any]]  # the recipe's own held-out questions, as rows
+    left_out: int  # prompts that are held out
+
+
+def sample_rows(
+    request: SampleRequest, say: _Say, show: _Say = lambda _: None, launch: Launch | None = None
+) -> dict[str, Any]:
+    """Answer, score and keep. Returns sample.json with the files' names. Raises FinetuneError.
+
+    Args:
+        say: Receives notes.
+        show: Receives the progress.
+        launch: Of one of several ranks, which all call it. Rank 0 alone writes and says.
+    """
+    request.check()
+    if launch is None or launch.world_size == 1:
+        return _sampled(request, Computing(best_device()), say, show)
+    source = request.other or request.source
+    with one_rank_speaks(), computing_ranks(_in_formats(source), launch) as by:
+        if launch.is_main:
+            return _sampled(request, by, say, show)
+        _sampled(request, by, lambda _: None, lambda _: None)
+        return {}
+
+
+def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> dict[str, Any]:
+    reads = _opened(request.source)
+    writer = reads if request.other is None else _opened(request.other)
+    if request.other is not None:  # it answers the source's rows, by its own template
+        data = writer.recipe.data.model_copy(update={"train": reads.recipe.data.train})
+        writer = replace(writer, recipe=writer.recipe.model_copy(update={"data": data}))
+    tokenizer = load_run_tokenizer(writer)
+    prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
+    asked = prompts.asked
+    checker = _checker(request, asked)
+    how, together, author = _way(request, writer, by, asked)
+    folder, file = request.folder, request.folder / ANSWERS
+    wanted = {
+        **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
+        "weights": None if request.endpoint is not None else _weights(writer),
+        "prompts": _digest([prompt.prompt_ids for prompt in asked.prompts], [item.reference for item in asked.items]),
+        "n": request.count,
+        **{name: getattr(request, name) for name in ("temperature", "top_p", "seed")},
+        "max_new_tokens": asked.max_new_tokens,
+        "checker": _checker_in_words(request, checker),
+    }
+    lines: list[dict[str, Any]] = []
+    scorer: AbstractContextManager[OwnScorer | None] = nullcontext()
+    if request.scorer is not None and by.ranks.rank == 0:
+        scorer = OwnScorer(request.scorer, request.scorer_seconds)
+    with scorer as own:
+
+        def score(some: Sequence[dict[str, Any]]) -> None:
+            places = {number: place for place, number in enumerate(prompts.numbers)}
+            for line in some:
+                _score(line, asked.items[places[line["row"]]], asked.items, checker, own)
+
+        def begin() -> int:
+            """Look at earlier answers, and score them again if the checker has changed or failed."""
+            lines.extend(_earlier(folder, wanted))
+            earlier = read_object(folder / RECORD)["request"]["checker"] if lines else ""
+            again = [line for line in lines if "problem" in line or earlier != wanted["checker"]]
+            if again and earlier != wanted["checker"]:
+                say(f"{file}: scored again by {wanted['checker']}, before by {earlier}")
+            score(again)
+            with disk_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
+                write_text(file, json_lines(lines))
+            write_json(folder / RECORD, {"request": wanted})
+            if lines:
+                say(f"{file}: has {counted(len(lines), 'prompt')} already, of {len(asked.prompts):,}")
+            return len(lines)
+
+        def take(chunk: range, answers: Sequence[Answer]) -> None:
+            """Score a chunk's answers, and append their lines. Rank 0 does."""
+
+            def append() -> None:
+                found = []
+                for place, index in enumerate(chunk):
+                    of_prompt = answers[place * request.count : (place + 1) * request.count]
+                    found.append(_line(prompts, index, of_prompt, author, tokenizer))
+                score(found)
+                append_lines(file, found)
+                lines.extend(found)
+                _refuse_failing(lines, len(lines), FEWEST_FAILED)
+
+            rank_0_first(by, append)
+
+        done = rank_0_first(by, begin)
+        chunks = [range(at, min(at + together, len(asked.prompts))) for at in range(done, len(asked.prompts), together)]
+        for chunk, answers in _answers(request, writer, by, prompts, how, chunks, show, say):
+            take(chunk, answers)
+    if by.ranks.rank:
+        return {}
+    _refuse_failing(lines, len(lines), 1)
+    return _written(request, reads, prompts, lines, wanted)
+
+
+def _opened(source: SampleSource) -> FinishedRun:
+    """The run, or the recipe's or model's base in this machine's number format."""
+    if source.kind == "run":
+        return finished_run(source.folder)
+    return FinishedRun(source.folder, _in_formats(source), trained=False)
+
+
+def _in_formats(source: SampleSource) -> Recipe:
+    """The recipe with `auto` settled: bfloat16 on a GPU, float32 elsewhere, where a seed then gives the same bytes."""
+    precision = "bf16" if torch.cuda.is_available() else "no"
+    return source.loaded.formats_for(FastestFormat(precision, ""))[0].recipe
+
+
+def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, encoder: Encoder) -> _Prompts:
+    """Read the file's questions. Raises DataError for those that the recipe holds out."""
+    section = reads.recipe.eval.generate
+    metrics = [request.metric] if request.metric is not None else [Metric.of(choice) for choice in section.choices]
+    if request.scorer is not None:
+        metrics = [Metric("exact")]  # reads every reference; not used
+    asked = held_out_set(
+        writer.recipe,
+        encoder,
+        None,
+        file=str(request.data),
+        metrics=metrics,
+        limit=request.limit or MOST_ROWS_OF_FILE,
+        max_new_tokens=request.max_new_tokens or section.max_new_tokens,
+    )
+    questions = [question for _, question in conversations(writer.recipe, encoder, asked, str(request.data))]
+    places: dict[Any, str] = {}
+    rows = []
+    for place, question, reference in _held_out(reads):
+        places.setdefault(_key(question), place)
+        written = _written_question(question)
+        answer: Any = {"completion": reference}
+        if "messages" in written:
+            turns = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in written["messages"]]
+            answer = {"messages": [*turns, {"role": "assistant", "content": reference}]}
+        rows.append(written | answer)
+    held = [index for index, question in enumerate(questions) if _key(question) in places]
+    if held and not request.without_held_out:
+        raise DataError(
+            [
+                f"{asked.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and no "
+                "score of it counts after training on it; remove it, or leave such rows out: --without-held-out"
+                for index in held[:3]
+            ],
+            len(held),
+            max(0, len(held) - 3),
+        )
+    kept = [index for index in range(len(questions)) if index not in {*held}]
+    if not kept:
+        raise FinetuneError(f"{request.data}: every question is held out by the recipe; name other rows")
+    chosen = replace(asked, prompts=[asked.prompts[i] for i in kept], items=[asked.items[i] for i in kept])
+    return _Prompts(chosen, [questions[index] for index in kept], kept, rows, len(held))
+
+
+def _held_out(reads: FinishedRun) -> Iterator[tuple[str, Question, str]]:
+    """Place, question and reference of each row that the recipe evaluates by: data.eval, and eval.generate.file."""
+    recipe, file = reads.recipe, reads.recipe.eval.generate.file
+    encoder = Encoder(load_run_tokenizer(reads), recipe.data, recipe.model)
+    generate = recipe.eval.generate.model_copy(update={"file": None})
+    plain = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"generate": generate})})
+    for name in ([None] if recipe.data.eval is not None else []) + ([file] if file is not None else []):
+        prepared = prepare(recipe, load_tokenizer(recipe)) if name is None else None
+        try:
+            asked = held_out_set(
+                plain, encoder, prepared, file=name, metrics=[Metric("exact")], limit=MOST_ROWS_OF_FILE
+            )
+        except DataError:
+            raise
+        except FinetuneError:  # plain texts have no questions
+            continue
+        for item, (place, question) in zip(asked.items, conversations(plain, encoder, asked, name), strict=True):
+            yield place, question, item.reference
+
+
+def _key(question: Question) -> tuple[str, ...]:
+    """A question without case, spaces and system turn, so that a row is found again in another file."""
+    if isinstance(question, Passage):
+        texts = [question.prompt]
+    else:
+        texts = [f"{turn['role']}: {turn['content']}" for turn in question.messages if turn["role"] != "system"]
+    return tuple(" ".join(text.split()).casefold() for text in texts)
+
+
+def _written_question(question: Question) -> dict[str, Any]:
+    if isinstance(question, Passage):
+        return {"prompt": question.prompt}
+    found: dict[str, Any] = {"messages": question.messages}
+    if question.tools:
+        found["tools"] = question.tools
+    if question.template_kwargs:
+        found["chat_template_kwargs"] = question.template_kwargs
+    return found
+
+
+def _checker(request: SampleRequest, asked: ScoredSet) -> Metric:
+    """The metric that says which answers are right: the one named, or the strictest that fits the references."""
+    if request.metric is not None or request.scorer is not None:
+        return asked.metrics[0]
+    chosen = next((metric for metric in asked.metrics if metric.name not in WEAKER), asked.metrics[0])
+    if chosen.name in GRADES and request.options.keep != "all":
+        raise FinetuneError(
+            f"{request.data}: its references are long texts, and {chosen.name} calls no other answer right; name "
+            "--metric, or --scorer FILE.py:FUNCTION"
+        )
+    return chosen
+
+
+def _checker_in_words(request: SampleRequest, checker: Metric) -> str:
+    if request.scorer is not None:
+        path = Path(request.scorer.rpartition(":")[0]).expanduser()
+        if not path.is_file():
+            return request.scorer  # OwnScorer refuses it
+        return f"{request.scorer} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
+    return ":".join([checker.name, *(f"{key}={value}" for key, value in sorted(checker.options.items()))])
+
+
+def _way(
+    request: SampleRequest, writer: FinishedRun, by: Computing, asked: ScoredSet
+) -> tuple[Answering, int, dict[str, Any]]:
+    """How answers are computed, how many prompts are answered together, and who writes them."""
+    author: dict[str, Any] = {"model": (request.other or request.source).writer}
+    if request.endpoint is not None:
+        author |= {"model": request.endpoint.model, "endpoint": request.endpoint.url}
+        return Answering(False, by.device), PROMPTS_TO_SERVER, author
+    sampling = Sampling(request.temperature, request.top_p, request.seed) if request.temperature else None
+    dtype, shared, world = writer.recipe.model.dtype, False, by.ranks.world
+    if writer.trained:
+        shared = may_share_a_batch(read_run(writer.folder, writer.recipe).receipt.get("probe") or {})
+    is_exact = dtype == "float32" and by.device.type == "cpu"
+    how = Answering(shared, by.device, by.ranks, by.sharding is not None, sampling=sampling)
+    how.apart = is_exact or not shared
+    together = world if world == 1 else 4 * world
+    if not how.apart:
+        longest = max(len(prompt.prompt_ids) for prompt in asked.prompts) + asked.max_new_tokens
+        together = max(1, MOST_BATCH_TOKENS // (request.count * longest)) * world
+    author |= {"dtype": dtype}
+    if not is_exact:
+        device = torch.cuda.get_device_name(by.device) if by.device.type == "cuda" else by.device.type
+        author |= {"device": device, "prompts_together": 1 if how.apart else together, "ranks": world}
+    return how, together, author
+
+
+def _answers(
+    request: SampleRequest,
+    writer: FinishedRun,
+    by: Computing,
+    prompts: _Prompts,
+    how: Answering,
+    chunks: Sequence[range],
+    show: _Say,
+    say: _Say,
+) -> Iterator[tuple[range, list[Answer]]]:
+    """Each chunk of prompts with their answers, one prompt's after another's, on every rank."""
+    asked, count = prompts.asked, request.count
+    if not chunks:
+        return
+
+    def show_chunk(chunk: range) -> _Say:
+        return lambda text: show(f"prompt {chunk.start + 1:,} of {len(asked.prompts):,}: {text}")
+
+    draws = {chunk: [(prompts.numbers[index], each) for index in chunk for each in range(count)] for chunk in chunks}
+    if request.endpoint is not None:
+        endpoint, hashed = request.endpoint, Sampling(1.0, seed=request.seed)
+        kept = KeptAnswers(request.folder / KEPT, endpoint)
+        for chunk in chunks:
+            questions = [(asked.items[i].place, prompts.questions[i]) for i in chunk for _ in range(count)]
+            drawn = [
+                Drawn(request.temperature, request.top_p, int(hashed.uniform(draw, 0) * 2**31)) for draw in draws[chunk]
+            ]
+            new = asked.max_new_tokens
+            yield (
+                chunk,
+                endpoint_answers(endpoint, endpoint.model, questions, new, show_chunk(chunk), kept, draws=drawn),
+            )
+        kept.forget()
+        return
+    tokenizer = load_run_tokenizer(writer)
+    for name, model in models_by_ranks(writer, by, ("tuned",) if writer.trained else ("base",)):
+        # In float32 adapters are not merged, so that every strategy computes the same sums.
+        if name == "tuned" and by.sharding is None and writer.recipe.model.dtype != "float32":
+            answer_with_fewer_kernels(model.unwrapped_model)
+        with fitting(by.device, writer, by.ranks.world):
+            for chunk in chunks:
+                how.draws = draws[chunk]
+                batch = replace(asked, prompts=[asked.prompts[index] for index in chunk for _ in range(count)])
+                yield (
+                    chunk,
+                    generated_answers(model.unwrapped_model, tokenizer, batch, how, show_chunk(chunk), say),
+                )
+
+
+def _line(
+    prompts: _Prompts, index: int, answers: Sequence[Answer], author: Mapping[str, Any], tokenizer: Any
+) -> dict[str, Any]:
+    """A prompt's line of answers.jsonl, before it is scored."""
+    item, special = prompts.asked.items[index], {*tokenizer.all_special_ids}
+    line: dict[str, Any] = {
+        "row": prompts.numbers[index],
+        "place": item.place,
+        "question": _written_question(prompts.questions[index]),
+        "reference": item.reference,
+        "by": dict(author),
+        "answers": [],
+    }
+    if prompts.asked.prompts[index].prompt.rstrip().endswith("<think>"):
+        line["opened"] = "<think>\n"
+    for answer in answers:
+        tokens = answer.tokens or tokenizer(answer.text, add_special_tokens=False)["input_ids"]
+        found = {"text": answer.text, "tokens": len(tokens), "ended": answer.ended}
+        if special & {*answer.tokens[: -1 if answer.ended else None]}:
+            found["control"] = True  # decoding has left them out, so the text is not what the model wrote
+        line["answers"].append(found)
+    return line
+
+
+def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker: Metric, own: OwnScorer | None) -> None:
+    """Write each answer's score into the line, or the problem in place of all of them."""
+    line.pop("problem", None)
+    texts = [answer["text"] for answer in line["answers"]]
+    try:
+        if own is None:
+            scores = scores_of(checker, texts, [item] * len(texts), among)
+        else:
+            scores = [own.score(without_thoughts(text), without_thoughts(item.reference), item.row) for text in texts]
+    except (DataError, ValueError) as error:
+        line["problem"] = one_line(str(error), 300)
+        scores = [None] * len(texts)  # type: ignore[list-item]
+    for answer, score in zip(line["answers"], scores, strict=True):
+        answer["score"] = score
+
+
+def _refuse_failing(lines: Sequence[Mapping[str, Any]], scored: int, fewest: int) -> None:
+    """Raise FinetuneError if the scorer failed on most prompts."""
+    failed = [line for line in lines if "problem" in line]
+    if len(failed) >= fewest and 2 * len(failed) > scored:
+        raise FinetuneError(
+            f"{failed[0]['place']}: the scorer failed: {failed[0]['problem']}; so it did for {len(failed):,} of "
+            f"{counted(scored, 'prompt')}; mend it, and run the same command again: the answers are kept"
+        )
+
+
+def _weights(writer: FinishedRun) -> str:
+    """The weights that answer: a run's files with their sizes and times, or a base's name and revision."""
+    if not writer.trained:
+        return f"{writer.recipe.model.name_or_path} {writer.recipe.model.revision}"
+    files = sorted(writer.product.glob("*.safetensors"))
+    return _digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def _digest(*things: Any) -> str:
+    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
+
+
+def _earlier(folder: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines that an earlier command wrote. Raises FinetuneError if it asked for something else."""
+    if not (folder / RECORD).is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise FinetuneError(f"--output {folder}: holds other files; name another folder")
+        return []
+    recorded = read_object(folder / RECORD).get("request")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    for key, value in wanted.items():
+        if key != "checker" and recorded.get(key) != value:
+            words = {"prompts": "other prompts", "weights": "other weights"}
+            asked = words.get(key, f"{key} {recorded.get(key)}, not {value}")
+            raise FinetuneError(f"--output {folder}: holds answers of another request ({asked}); name another folder")
+    return read_lines(folder / ANSWERS) if (folder / ANSWERS).is_file() else []
+
+
+def _written(
+    request: SampleRequest,
+    reads: FinishedRun,
+    prompts: _Prompts,
+    lines: Sequence[Mapping[str, Any]],
+    wanted: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write rows, held-out questions, the next recipe and the figures. Returns the figures."""
+    folder, options = request.folder, request.options
+    order = Sampling(1.0, seed=request.seed)
+    rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
+    figures = {"left_out_held_out": prompts.left_out, **summary(lines, options), "rows": len(rows)}
+    figures |= {"left_out": left_out, "keep": options.keep}
+    if failed := [line["problem"] for line in lines if "problem" in line]:
+        figures["first_failure"] = failed[0]
+    for name in (ROWS, RECIPE):
+        (folder / name).unlink(missing_ok=True)
+    files = {"answers": str(folder / ANSWERS)}
+    held_out = folder / HELD_OUT if prompts.held_out else None
+    if held_out is not None:
+        write_text(held_out, json_lines(prompts.held_out))
+    if rows:
+        write_text(folder / ROWS, json_lines(rows))
+        files["rows"] = str(folder / ROWS)
+        if request.source.kind != "model":
+            metric = None if request.scorer is not None else str(wanted["checker"])
+            write_text(folder / RECIPE, next_recipe(reads, folder / ROWS, rows, options.keep, held_out, metric))
+            files["recipe"] = str(folder / RECIPE)
+    write_json(folder / RECORD, {"request": dict(wanted), "options": vars(options), "figures": figures})
+    return {**figures, "files": files, "request": dict(wanted)}

@@ -1,0 +1,442 @@
+"""`finetune sample`: the same bytes in every run, rows for the next recipe, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.files import append_lines, read_lines
+from finetune.finished_run import sample
+from finetune.finished_run.kept_rows import pass_at
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.tokens.dataset import prepare
+from finetune.train import main as train
+from finetune.training import scored_answers
+from tests.support.models.tiny import save_tiny
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.openai_server import OpenAI, serving
+from tests.support.runs.sampling import sampled_run
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = ["--max-new-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sampled_run(tmp_path_factory.mktemp("made"), base)
+
+
+def words(run: Path, folder: Path, *more: str) -> list[str]:
+    """The command with the run's tasks and scorer; 8 answers to each of 40 prompts."""
+    made = run.parent
+    own = [] if "--metric" in more or "--scorer" in more else ["--scorer", f"{made / 'check.py'}:score"]
+    return ["sample", str(run), "--data", str(made / "tasks.jsonl"), "-o", str(folder), *NEW, *own, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed command."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert main(words(run, folder)) == 0
+    return folder
+
+
+def test_forty_prompts_with_eight_answers(base: Path, whole: Path) -> None:
+    lines, figures = read_lines(whole / "answers.jsonl"), json.loads((whole / "sample.json").read_text())["figures"]
+    assert [len(line["answers"]) for line in lines] == [8] * 40
+    right = [sum(len(each["text"]) % 3 == 0 for each in line["answers"]) for line in lines]
+    assert right == [sum(each["score"] for each in line["answers"]) for line in lines]
+    for k in (1, 2, 4, 8):
+        mean = sum(pass_at(each, 8, k) for each in right) / 40
+        assert figures["pass_at"][str(k)]["mean"] == pytest.approx(mean, abs=1e-12)
+    assert 0.1 < figures["pass_at"]["1"]["mean"] < figures["pass_at"]["8"]["mean"]
+    assert all(1 <= each["tokens"] <= 12 for line in lines for each in line["answers"])
+    ended = sum(each["ended"] for line in lines for each in line["answers"])
+    assert 200 < ended < 320
+    assert len({each["text"] for line in lines for each in line["answers"]}) > 250
+    rows = read_lines(whole / "rows.jsonl")
+    assert len(rows) == figures["rows"] > 20
+    assert {row["written_by"] for row in rows} == {f"run, trained from {base.name}"}
+
+
+def test_stopped_ten_times_and_continued(
+    run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stop comes while a line is written, every second one leaves a torn line."""
+    folder, draw, stops, left = tmp_path / "out", random.Random(3), 0, 0
+
+    class Stop(Exception):
+        pass
+
+    def stopping(file: Path, rows: list[dict[str, Any]]) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            append_lines(file, rows)
+            return
+        if stops % 2:
+            with file.open("ab") as written:
+                written.write((json.dumps(rows[0]) + "\n").encode()[: draw.randint(1, 200)])
+        raise Stop
+
+    monkeypatch.setattr(sample, "append_lines", stopping)
+    while True:
+        left = draw.randint(1, 4)
+        try:
+            assert main(words(run, folder)) == 0
+            break
+        except Stop:
+            stops += 1
+    assert stops >= 10
+    for name in ("answers.jsonl", "rows.jsonl", "sample.json", "held_out.jsonl"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory for batches, and prompts in groups of seven."""
+    monkeypatch.setattr(scored_answers, "BATCH_TOKENS", 300)
+    monkeypatch.setattr(sample, "MOST_BATCH_TOKENS", 10**6)
+    own = sample._way
+
+    def in_sevens(*arguments: Any) -> Any:
+        how, _, author = own(*arguments)
+        return how, 7, author
+
+    monkeypatch.setattr(sample, "_way", in_sevens)
+    assert main(words(run, tmp_path / "out")) == 0
+    assert (tmp_path / "out/answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
+
+
+def test_another_seed_draws_other_answers(run: Path, whole: Path, tmp_path: Path) -> None:
+    assert main(words(run, tmp_path / "out", "--seed", "1", "--limit", "4")) == 0
+    other, one = (read_lines(folder / "answers.jsonl")[0]["answers"] for folder in (tmp_path / "out", whole))
+    assert [each["text"] for each in other] != [each["text"] for each in one]
+
+
+def test_a_small_top_p_is_greedy(run: Path, tmp_path: Path) -> None:
+    assert main(words(run, tmp_path / "p", "--top-p", "1e-9", "--n", "3", "--limit", "4")) == 0
+    assert main(words(run, tmp_path / "greedy", "--temperature", "0", "--n", "1", "--limit", "4")) == 0
+    for drawn, greedy in zip(
+        read_lines(tmp_path / "p/answers.jsonl"), read_lines(tmp_path / "greedy/answers.jsonl"), strict=True
+    ):
+        assert [each["text"] for each in drawn["answers"]] == [greedy["answers"][0]["text"]] * 3
+
+
+@pytest.mark.parametrize("keep", ["right", "pairs", "judged", "all"])
+def test_the_next_recipe_trains_on_the_rows(run: Path, whole: Path, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another --keep loads no model. The recipe's data are read, and its held-out questions are the run's."""
+    monkeypatch.setattr(sample, "models_by_ranks", None)
+    assert main(words(run, whole, "--keep", keep)) == 0
+    recipe = load_recipe(whole / "recipe.yaml").recipe
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    assert prepared.facts["documents"] == len(read_lines(whole / "rows.jsonl"))
+    author = read_lines(whole / "answers.jsonl")[0]["by"]["model"]
+    assert prepared.facts["written_by"] == {author: prepared.facts["documents"]}
+    assert recipe.model.adapter == str(run / "adapter")
+    assert recipe.eval.generate.file == str(whole / "held_out.jsonl")
+    assert len(read_lines(whole / "held_out.jsonl")) == 4  # 0.3 of 12
+    assert not Path(recipe.run_dir).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_write_one_processes_rows(strategy: str, base: Path, tmp_path: Path) -> None:
+    skip_where_missing(strategy)
+    run = sampled_run(tmp_path / "made", base, accelerate_config=strategy)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    assert main(words(run, tmp_path / "one")) == 0
+    command = [sys.executable, str(ROOT / "tests/support/runs/eval_by.py"), "2", *words(run, tmp_path / "two")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("written: ") == 1
+    for name in ("answers.jsonl", "rows.jsonl"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--keep", "best"], "best is not one of right, pairs, judged, all"),
+    (["--pick", "longest"], "longest is not one of shortest, random"),
+    (["--leave-out", "sometimes"], "sometimes is not one of always, never"),
+    (["--n", "0"], "Input should be greater than or equal to 1"),
+    (["--n", "5000"], "--n 5000: is more than 1,024 answers; name fewer"),
+    (["--temperature", "0"], "--temperature 0: every answer would be the same; write --n 1, or a temperature above 0"),
+    (["--temperature", "nan"], "Input should be greater than or equal to 0"),
+    (["--temperature", "inf"], "--temperature inf: is no number above 0"),
+    (["--top-p", "0"], "--top-p 0: is a share above 0, up to 1; write 0.95"),
+    (["--top-p", "1.5"], "--top-p 1.5: is a share above 0"),
+    (["--at-least", "0"], "--at-least 0: is a score above 0, up to 1"),
+    (["--at-least", "nan"], "--at-least nan: is a score above 0, up to 1"),
+    (["--near", "0"], "--near 0: is a share above 0; above 1 keeps all copies"),
+    (["--scorer-seconds", "0"], "--scorer-seconds 0: write seconds above 0"),
+    (["--keep", "pairs", "--n", "1"], "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8"),
+    (["--metric", "exact", "--scorer", "CHECK"], "--metric, --scorer: one of them says what is right; keep one"),
+    (["--metric", "exakt"], "--metric exakt: "),
+    (["--metric", "number"], "tasks.jsonl:1: metric number: the reference"),
+    (["--scorer", "nowhere.py:score"], "--scorer nowhere.py:score: nowhere.py: no such file"),
+    (["--scorer", "CHECK:judge"], "has no function judge"),
+    (["--scorer", "EXITS"], "--scorer EXITS: the file fails: SystemExit: 0"),
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--data", "HELD"], "held.jsonl:1: is held out by the recipe ("),
+    (["--data", "UNANSWERED"], "unanswered.jsonl:1: no assistant turn"),
+    (["--data", "EMPTY"], "no row has a question and an answer"),
+    (["--output", "CHECK_FILE"], "is a file; name a folder that may be written"),
+    (["--output", "OTHERS"], "holds other files; name another folder"),
+    (["--model", "./other"], "./other: is no run, recipe or model here"),
+    (["--endpoint", "localhost"], "--endpoint localhost: is not the address of a server"),
+    (["--processes", "2", "--endpoint", "http://localhost:1/v1"], "--endpoint: is asked by one process"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_files(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bad")
+    files = {
+        "exits.py": "raise SystemExit(0)\n",
+        "unanswered.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
+        "empty.jsonl": json.dumps({"text": "a river carries"}) + "\n",
+        "others/thesis.txt": "mine",
+    }
+    (folder / "others").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, "utf-8")
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    number = int(prepared.pool.place(int(prepared.split.held_out[0])).rpartition(":")[2])
+    row = json.loads((run.parent / "chats.jsonl").read_text("utf-8").splitlines()[number - 1])
+    row["messages"][0]["content"] = f"  {row['messages'][0]['content'].upper()}"  # it is the same question
+    (folder / "held.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+    return {
+        "CHECK": f"{run.parent / 'check.py'}:score",
+        "CHECK:judge": f"{run.parent / 'check.py'}:judge",
+        "CHECK_FILE": str(run.parent / "check.py"),
+        "EXITS": f"{folder / 'exits.py'}:score",
+        "HELD": str(folder / "held.jsonl"),
+        "UNANSWERED": str(folder / "unanswered.jsonl"),
+        "EMPTY": str(folder / "empty.jsonl"),
+        "OTHERS": str(folder / "others"),
+    }
+
+
+@pytest.mark.parametrize(("more", "message"), BAD)
+def test_bad_input_is_one_line(
+    more: list[str],
+    message: str,
+    run: Path,
+    bad_files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    command = words(run, tmp_path / "out", *(bad_files.get(word, word) for word in more))
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    for name, file in bad_files.items():
+        message = message.replace(name, file)
+    assert message in " ".join(printed.split()), printed
+    assert "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+    assert len(BAD) >= 25
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("nowhere.yaml", "nowhere.yaml: no such recipe; "),
+        ("tasks.jsonl", "is data, not a recipe"),
+        ("made", "is no run, recipe or model here"),
+        ("a b", "a b: is no run, recipe or model here"),
+        ("\x1b[31m", "is no run, recipe or model here"),
+    ],
+)
+def test_an_unknown_source_is_one_line(
+    word: str,
+    message: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "tasks.jsonl").write_text("{}\n", "utf-8")
+    assert main(["sample", word, "--data", str(run.parent / "tasks.jsonl")]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize(
+    ("bad", "words_of_it"),
+    [
+        ("raise KeyError(answer)", "the function raised KeyError"),
+        ("while True: pass", "took more than 0.3 s"),
+        ("return 'yes'", "the function returned 'yes'"),
+        ("import os; os._exit(0)", "the function raised SystemExit"),
+        ("import ctypes; ctypes.string_at(0)", "ended its process (SIGSEGV)"),
+    ],
+)
+def test_a_bad_scorer_costs_one_prompt(
+    bad: str, words_of_it: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second prompt alone; then the scorer is mended, and all answers are scored again."""
+    file = tmp_path / "bad.py"
+    code = (
+        "def score(answer, reference, row):\n"
+        "    if row['messages'][0]['content'].endswith('NUMBER'):\n"
+        "        BAD\n"
+        "    return len(answer) % 3 == 0\n"
+    )
+    file.write_text(code.replace("NUMBER", " 1").replace("BAD", bad), "utf-8")
+    command = [
+        *words(run, tmp_path / "out", "--scorer", f"{file}:score", "--limit", "8", "--scorer-seconds", "0.3"),
+        "--json",
+    ]
+    assert main(command) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["failed"] == 1
+    assert words_of_it in figures["first_failure"]
+    assert figures["left_out"]["the scorer failed"] == 8
+    lines = read_lines(tmp_path / "out/answers.jsonl")
+    assert [line["row"] for line in lines if "problem" in line] == [1]
+    file.write_text(code.replace("BAD", "pass"), "utf-8")
+    assert main(command) == 0
+    mended = json.loads(capsys.readouterr().out)
+    assert mended["failed"] == 0
+    assert [[each["text"] for each in line["answers"]] for line in lines] == [
+        [each["text"] for each in line["answers"]] for line in read_lines(tmp_path / "out/answers.jsonl")
+    ]
+
+
+def test_a_scorer_that_mostly_fails_ends_the_command(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text("def score(answer, reference, row):\n    return 1 / 0\n", "utf-8")
+    assert main(words(run, tmp_path / "out", "--scorer", f"{tmp_path / 'bad.py'}:score")) == 2
+    error = capsys.readouterr().err
+    assert "tasks.jsonl:1: the scorer failed: the function raised ZeroDivisionError" in error
+    assert "3 of 3 prompts; mend it, and run the same command again: the answers are kept" in error
+    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 3
+    assert not (tmp_path / "out/rows.jsonl").exists()
+
+
+def test_another_request_is_refused_in_a_folder_with_answers(
+    run: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (whole / "answers.jsonl").read_bytes()
+    assert main(words(run, whole, "--temperature", "0.5")) == 2
+    assert "holds answers of another request (temperature 1.0, not 0.5); name another folder" in capsys.readouterr().err
+    assert main(words(run, whole, "--limit", "3")) == 2
+    assert "(other prompts)" in capsys.readouterr().err
+    assert (whole / "answers.jsonl").read_bytes() == before
+
+
+def test_held_out_prompts_can_be_left_out(run: Path, bad_files: dict[str, str], tmp_path: Path) -> None:
+    data = tmp_path / "both.jsonl"
+    data.write_text(
+        Path(bad_files["HELD"]).read_text("utf-8") + (run.parent / "tasks.jsonl").read_text("utf-8"), "utf-8"
+    )
+    command = words(run, tmp_path / "out", "--data", str(data), "--limit", "4", "--without-held-out")
+    assert main(command) == 0
+    assert [line["row"] for line in read_lines(tmp_path / "out/answers.jsonl")] == [1, 2, 3]
+    figures = json.loads((tmp_path / "out/sample.json").read_text("utf-8"))["figures"]
+    assert figures["left_out_held_out"] == 1
+    # The next round's recipe names held_out.jsonl, and its questions are still refused.
+    recipe = load_recipe(tmp_path / "out/recipe.yaml", ["model.adapter=null"]).path
+    text = recipe.read_text("utf-8").replace(f"adapter: {run / 'adapter'}", "adapter: null")
+    (tmp_path / "next.yaml").write_text(text, "utf-8")
+    assert main(words(tmp_path / "next.yaml", tmp_path / "two", "--data", str(data), "--limit", "4")) == 2
+
+
+def test_a_server_writes_the_answers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each request has a seed of its own. The file, each row and the model card name the server's model."""
+    with serving(OpenAI(["teacher"])) as server:
+        server.reply = lambda _, body: f"said {body['seed'] % 7}"
+        more = ["--endpoint", server.url, "--model", "teacher", "--limit", "5", "--n", "4", "--top-p", "0.9"]
+        assert main(words(run, tmp_path / "out", *more, "--keep", "all")) == 0
+        assert len(server.asked) == 20
+        assert len({body["seed"] for _, body, _ in server.asked}) == 20
+        assert {(body["temperature"], body["top_p"]) for _, body, _ in server.asked} == {(1.0, 0.9)}
+    lines = read_lines(tmp_path / "out/answers.jsonl")
+    assert {(line["by"]["model"], line["by"]["endpoint"]) for line in lines} == {("teacher", f"{server.url}/v1")}
+    assert [*(tmp_path / "out").glob("endpoint.jsonl")] == []
+    assert {row["written_by"] for row in read_lines(tmp_path / "out/rows.jsonl")} == {"teacher"}
+
+
+def test_another_model_writes_the_answers(run: Path, whole: Path, tmp_path: Path, tiny_llama: Path) -> None:
+    assert main(words(run, tmp_path / "out", "--model", str(tiny_llama), "--limit", "3", "--keep", "all")) == 0
+    lines = read_lines(tmp_path / "out/answers.jsonl")
+    assert {line["by"]["model"] for line in lines} == {tiny_llama.name}
+    assert [line["question"] for line in lines] == [
+        line["question"] for line in read_lines(whole / "answers.jsonl")[:3]
+    ]
+
+
+def test_a_recipe_and_a_model_draw_the_same_answers(run: Path, base: Path, tmp_path: Path) -> None:
+    """Before any training both are the base. A model's next recipe comes from `init`."""
+    made = load_recipe(run / "recipe.yaml").recipe
+    text = f"model: {{name_or_path: {base}}}\ndata: {{train: [{{path: {made.data.train[0].path}}}]}}\n"
+    if made.data.train[0].data_files:
+        text = text.replace("}]}", f", data_files: {made.data.train[0].data_files}}}]}}")
+    (tmp_path / "start.yaml").write_text(text + "budget: {gpus: 0}\n", "utf-8")
+    data, scorer = run.parent / "tasks.jsonl", f"{run.parent / 'check.py'}:score"
+    for source, folder in ((tmp_path / "start.yaml", "recipe"), (base, "model")):
+        command = ["sample", str(source), "--data", str(data), "-o", str(tmp_path / folder), "--scorer", scorer]
+        assert main([*command, *NEW, "--limit", "6", "--keep", "all"]) in (0, 2)
+    first, second = (read_lines(tmp_path / folder / "answers.jsonl") for folder in ("recipe", "model"))
+    assert first == second
+    assert first[0]["by"] == {"model": base.name, "dtype": "float32"}
+
+
+def test_sixteen_bits_record_batch_and_device(base: Path, tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "made", base, model={"dtype": "bfloat16"})
+    assert main(words(run, tmp_path / "out", "--limit", "3", "--n", "2")) == 0
+    by = read_lines(tmp_path / "out/answers.jsonl")[0]["by"]
+    assert by["dtype"] == "bfloat16"
+    assert by["device"] == "cpu"
+    assert by["prompts_together"] > 100  # a batch has up to 131,072 tokens
+
+
+def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    rows = [json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) for n in range(4)]
+    file.write_text("\n".join(rows) + "\n", "utf-8")
+    for keep, keys in (("all", {"prompt", "completion"}), ("judged", {"prompt", "completion", "label"})):
+        assert main(words(run, tmp_path / "out", "--data", str(file), "--keep", keep)) == 0
+        found = read_lines(tmp_path / "out/rows.jsonl")
+        assert len(found) > 16
+        assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
+        recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
+        assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forget_the_last_run")
+def test_a_round_is_three_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sample, train, eval. The model card names the answers' author."""
+    assert main(words(run, tmp_path / "one", "--keep", "all")) == 0
+    recipe = str(tmp_path / "one/recipe.yaml")
+    trained = tmp_path / "one-all"
+    changes = ["training.max_steps=2", f"output_dir={trained}", "training.num_train_epochs=1"]
+    assert train([recipe, *changes]) == 0
+    assert main(["eval", str(trained), "--metric", "exact", *NEW]) == 0
+    assert json.loads((trained / "eval.json").read_text("utf-8"))["scores"]["rows"] == 4  # the run's held-out rows
+    author = read_lines(tmp_path / "one/rows.jsonl")[0]["written_by"]
+    capsys.readouterr()
+    assert main(["push", str(trained), "me/it", "--dry-run", "--base", "owner/base"]) == 0
+    assert f"Answers written by {author} (" in capsys.readouterr().out
