@@ -16,6 +16,7 @@ from finetune.cli.main import main
 from finetune.files import append_lines, read_lines
 from finetune.finished_run import sample
 from finetune.finished_run.kept_rows import pass_at
+from finetune.model import generate
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
@@ -107,18 +108,25 @@ def test_stopped_ten_times_and_continued(
 
 
 def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less memory for batches, and prompts in groups of seven."""
+    """Less memory for batches, rounds of four tokens, prompts in groups of seven. A batch has one prompt's answers."""
+    own, answers, rows = sample._way, scored_answers.greedy_answers, list[set[int]]()
     monkeypatch.setattr(scored_answers, "BATCH_TOKENS", 300)
-    monkeypatch.setattr(sample, "MOST_BATCH_TOKENS", 10**6)
-    own = sample._way
+    monkeypatch.setattr(generate, "FIRST_ROUND", 4)
 
     def in_sevens(*arguments: Any) -> Any:
         how, _, author = own(*arguments)
         return how, 7, author
 
+    def counted(*arguments: Any, **options: Any) -> Any:
+        rows.append({row for row, _ in options["draws"]})
+        return answers(*arguments, **options)
+
     monkeypatch.setattr(sample, "_way", in_sevens)
+    monkeypatch.setattr(scored_answers, "greedy_answers", counted)
     assert main(words(run, tmp_path / "out")) == 0
     assert (tmp_path / "out/answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
+    assert {len(each) for each in rows} == {1}
+    assert len(rows) > 80  # 40 prompts in three rounds, less those whose answers had all ended
 
 
 def test_another_seed_draws_other_answers(run: Path, whole: Path, tmp_path: Path) -> None:
