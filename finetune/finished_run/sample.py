@@ -26,7 +26,7 @@ from finetune.errors import DataError, FinetuneError
 from finetune.files import append_lines, disk_errors, read_lines, torn_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
-from finetune.finished_run.kept_rows import kept_rows, summary
+from finetune.finished_run.kept_rows import kept_rows, sampled_figures
 from finetune.finished_run.load import (
     FinishedRun,
     answer_with_fewer_kernels,
@@ -458,7 +458,7 @@ def _written(
     folder, options = request.folder, request.options
     order = Sampling(1.0, seed=request.seed)
     rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
-    figures = {"left_out_held_out": prompts.left_out, **summary(lines, options), "rows": len(rows)}
+    figures = {"left_out_held_out": prompts.left_out, **sampled_figures(lines, options), "rows": len(rows)}
     figures |= {"left_out": left_out, "keep": options.keep}
     if failed := [line["problem"] for line in lines if "problem" in line]:
         figures["first_failure"] = failed[0]
