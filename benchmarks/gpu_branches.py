@@ -35,6 +35,15 @@ SLOW_TESTS = ["proofs/test_recipes_on_gpu.py"]
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
+    "finetune/finished_run/sample.py _in_formats: torch.cuda.is_available()": (
+        "a GPU's number format and name in the file of sampled answers; no stand-in generates answers"
+    ),
+    "finetune/finished_run/sample.py _way: by.device.type == 'cpu'": (
+        "a GPU's number format and name in the file of sampled answers; no stand-in generates answers"
+    ),
+    "finetune/finished_run/sample.py _way: by.device.type == 'cuda'": (
+        "a GPU's number format and name in the file of sampled answers; no stand-in generates answers"
+    ),
     "finetune/architecture/compiled/document_operator.py document_operator.gradients: slope.device.type == 'cuda'": (
         "asked inside an operator that a GPU alone runs; tests/support/threaded_device.py has a device like it"
     ),

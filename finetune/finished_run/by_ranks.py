@@ -36,7 +36,7 @@ from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ def _without_zero3(by: Computing) -> AbstractContextManager[None]:
     return loading_unsharded(by.accelerator.state.deepspeed_plugin)
 
 
-def rank_0_first(by: Computing, act: Callable[[], T]) -> T:
+def rank_0_first(by: Computing, act: Callable[[], _T]) -> _T:
     """What `act` returns on rank 0, on every rank: it writes what the others then find, or decides for them.
 
     Raises rank 0's FinetuneError on every rank.
     """
-    found: T | FinetuneError | None = None
+    found: _T | FinetuneError | None = None
     if by.ranks.rank == 0:
         try:
             found = act()

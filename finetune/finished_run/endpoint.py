@@ -76,7 +76,7 @@ class Drawn:
     seed: int | None = None
 
 
-GREEDY = Drawn(0.0)
+LIKELIEST = Drawn(0.0)
 
 
 def open_endpoint(text: str, model: str | None, base_model: str | None, say: Callable[[str], None]) -> Endpoint:
@@ -113,7 +113,7 @@ def open_endpoint(text: str, model: str | None, base_model: str | None, say: Cal
 
 
 def reply_of(
-    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, drawn: Drawn = GREEDY
+    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, drawn: Drawn = LIKELIEST
 ) -> Answer:
     """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
     path, body = _question_sent(model, asked, max_new_tokens, drawn)
@@ -175,7 +175,7 @@ class KeptAnswers:
                 self._found[row["asked"]] = Answer(row["text"], row.get("ended") is True)
 
     def of(
-        self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = GREEDY
+        self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = LIKELIEST
     ) -> tuple[str, Answer | None]:
         """The request's hash, and its answer if there is one."""
         path, body = _question_sent(model, asked, max_new_tokens, drawn)
@@ -207,7 +207,7 @@ def endpoint_answers(
     first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
     for. Threads are daemons, so Ctrl-C does not wait for a slow server.
     """
-    keys, found, draws = list[str](), dict[int, Answer](), draws or [GREEDY] * len(asked)
+    keys, found, draws = list[str](), dict[int, Answer](), draws or [LIKELIEST] * len(asked)
     for index, (_, question) in enumerate(asked):
         key, answer = kept.of(model, question, max_new_tokens, draws[index])
         keys.append(key)

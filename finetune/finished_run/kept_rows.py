@@ -160,7 +160,7 @@ def pass_at(right: int, count: int, k: int) -> float:
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
-def summary(lines: Sequence[Line], options: KeepOptions) -> dict[str, Any]:
+def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, Any]:
     """pass@k with 95 % intervals, prompts by verdict, and lengths in tokens."""
     scored = [line for line in lines if "problem" not in line]
     if not scored:

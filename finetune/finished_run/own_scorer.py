@@ -25,7 +25,7 @@ from finetune.errors import FinetuneError
 from finetune.launch.with_parent import die_with_parent
 from finetune.scoring.function import call_function, load_function
 
-START_SECONDS = 60.0  # of the user's imports
+IMPORT_SECONDS = 60.0  # of the user's imports
 
 
 class OwnScorer:
@@ -58,7 +58,7 @@ class OwnScorer:
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__, self._text]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        reply = self._reply(START_SECONDS)
+        reply = self._reply(IMPORT_SECONDS)
         if "problem" in reply:
             self._end()
             raise FinetuneError(reply.get("message") or f"--scorer {self._text}: the file's import {reply['problem']}")

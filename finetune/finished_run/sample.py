@@ -26,7 +26,7 @@ from finetune.errors import DataError, FinetuneError
 from finetune.files import append_lines, disk_errors, read_lines, torn_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
-from finetune.finished_run.kept_rows import kept_rows, summary
+from finetune.finished_run.kept_rows import kept_rows, sampled_figures
 from finetune.finished_run.load import (
     FinishedRun,
     answer_with_fewer_kernels,
@@ -60,13 +60,13 @@ from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
-KEPT = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
+KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
 PROMPTS_TO_SERVER = 64  # prompts whose answers are asked together
 WEAKER = ("tool_name", "json_valid")  # metrics that a wrong answer may pass
 GRADES = ("chrf",)  # metrics that no answer but the reference passes
 _Say = Callable[[str], None]
-Question = Chat | Passage
+_Question = Chat | Passage
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Prompts:
     """The prompts that are answered, after held-out ones were left out."""
 
     asked: ScoredSet
-    questions: list[Question]
+    questions: list[_Question]
     numbers: list[int]  # each prompt's number in the file, which its draws depend on
     held_out: list[dict[str, Any]]  # the recipe's own held-out questions, as rows
     left_out: int  # prompts that are held out
@@ -232,7 +232,7 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
     return _Prompts(chosen, [questions[index] for index in kept], kept, rows, len(held))
 
 
-def _held_out(reads: FinishedRun) -> Iterator[tuple[str, Question, str]]:
+def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
     """Place, question and reference of each row that the recipe evaluates by: data.eval, and eval.generate.file."""
     recipe, file = reads.recipe, reads.recipe.eval.generate.file
     encoder = Encoder(load_run_tokenizer(reads), recipe.data, recipe.model)
@@ -252,7 +252,7 @@ def _held_out(reads: FinishedRun) -> Iterator[tuple[str, Question, str]]:
             yield place, question, item.reference
 
 
-def _key(question: Question) -> tuple[str, ...]:
+def _key(question: _Question) -> tuple[str, ...]:
     """A question without case, spaces and system turn, so that a row is found again in another file."""
     if isinstance(question, Passage):
         texts = [question.prompt]
@@ -261,7 +261,7 @@ def _key(question: Question) -> tuple[str, ...]:
     return tuple(" ".join(text.split()).casefold() for text in texts)
 
 
-def _written_question(question: Question) -> dict[str, Any]:
+def _written_question(question: _Question) -> dict[str, Any]:
     if isinstance(question, Passage):
         return {"prompt": question.prompt}
     found: dict[str, Any] = {"messages": question.messages}
@@ -341,7 +341,7 @@ def _answers(
     draws = {chunk: [(prompts.numbers[index], each) for index in chunk for each in range(count)] for chunk in chunks}
     if request.endpoint is not None:
         endpoint, hashed = request.endpoint, Sampling(1.0, seed=request.seed)
-        kept = KeptAnswers(request.folder / KEPT, endpoint)
+        kept = KeptAnswers(request.folder / KEPT_REPLIES, endpoint)
         for chunk in chunks:
             questions = [(asked.items[i].place, prompts.questions[i]) for i in chunk for _ in range(count)]
             drawn = [
@@ -458,7 +458,7 @@ def _written(
     folder, options = request.folder, request.options
     order = Sampling(1.0, seed=request.seed)
     rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
-    figures = {"left_out_held_out": prompts.left_out, **summary(lines, options), "rows": len(rows)}
+    figures = {"left_out_held_out": prompts.left_out, **sampled_figures(lines, options), "rows": len(rows)}
     figures |= {"left_out": left_out, "keep": options.keep}
     if failed := [line["problem"] for line in lines if "problem" in line]:
         figures["first_failure"] = failed[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.finished_run.kept_rows import KeepOptions, kept_rows, near_copies, pass_at, summary
+from finetune.finished_run.kept_rows import KeepOptions, kept_rows, near_copies, pass_at, sampled_figures
 from finetune.model.generate import Sampling
 
 WORDS = "river boat sea stone bird hill morning road green song".split()
@@ -92,7 +92,7 @@ def test_pass_at_k_is_the_share_of_all_choices() -> None:
 
 def test_the_summary() -> None:
     lines = made()
-    figures = summary(lines, KeepOptions("right"))
+    figures = sampled_figures(lines, KeepOptions("right"))
     scored = [line for line in lines if "problem" not in line]
     right = [sum(each["score"] for each in line["answers"]) for line in scored]
     assert [*figures["pass_at"]] == ["1", "2", "4", "8"]
