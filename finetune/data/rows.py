@@ -229,6 +229,8 @@ class RowReader:
             question = columns.pop("prompt", "prompt")
             as_chats = in_yaml({**columns, "instruction": question})
             facts_of_answers = {"answers": dict(self._answers), "as_chats": as_chats}
+        if self._written_by:
+            facts_of_answers[WRITTEN_BY] = self._written_by
         return {
             "read_as": read_as,
             "remarks": self._remarks,
@@ -242,7 +244,6 @@ class RowReader:
             "dropped": dict(self._dropped),
             "dialect": dialect,
             "told": dict(self._source.notes),
-            WRITTEN_BY: self._written_by,
             **facts_of_answers,
         }
 
