@@ -147,12 +147,19 @@ def _merged_metadata(old: Any, kit: Any) -> tuple[Any, list[str]]:
 
 def parsed_card(card: str, place: str) -> Any:
     """huggingface_hub's ModelCard. Raises FinetuneError, in one line, if its metadata cannot be read."""
+    import yaml
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if not re.match(r"\s*---\s*\n", card):
         card = f"---\n{{}}\n---\n{card}"
     try:
-        return ModelCard(card)
+        parsed: Any = ModelCard(card)
+        block = REGEX_YAML_BLOCK.search(card)
+        tags = (yaml.safe_load(block.group(2)) or {}).get("tags") if block else None
+        if isinstance(tags, str):  # huggingface_hub 1.5 makes a list of its letters
+            parsed.data.tags = [tags]
+        return parsed
     except Exception as error:  # YAML's, or the card's own about a field
         raise FinetuneError(f"{place}: its metadata cannot be read: {words_of(error)}; correct them there") from None
 

@@ -185,7 +185,7 @@ def create(call: Call) -> Answer:
         raise Refused(403, f'You don\'t have the rights to create a {kind} under the namespace "{owner}"')
     if (kind, name) in call.hub.repositories:
         raise Refused(409, f"You already created this {kind} repo", url=url)
-    call.hub.add(name, private=asked.get("visibility") == "private", kind=kind)
+    call.hub.add(name, private=_asked_for_private(asked), kind=kind)
     return as_json({"url": url, "name": name, "id": git_object("blob", name.encode())[:24]})
 
 
@@ -316,8 +316,13 @@ def commits(call: Call) -> Answer:
 
 def settings(call: Call) -> Answer:
     repository = call.repository(write=True)
-    repository.private = call.data["visibility"] == "private"
+    repository.private = _asked_for_private(call.data)
     return as_json({"private": repository.private})
+
+
+def _asked_for_private(asked: dict[str, Any]) -> bool:
+    """`visibility` of today's clients, `private` of huggingface_hub 1.5."""
+    return asked.get("visibility") == "private" or asked.get("private") is True
 
 
 def tree(call: Call) -> Answer:
