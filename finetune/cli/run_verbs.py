@@ -309,6 +309,8 @@ def sample(
         kept: Any = keep  # checked above, as is `pick`
         chosen: Any = pick
         folder = output or Path("samples", found.name)
+        if found.kind == "model":  # asked as the recipe that `init` writes would ask it
+            found = found.reading(new_recipe.propose(str(data), model=source, output=folder / "prompts.yaml").entry)
         metrics = finished_run.chosen_metrics([] if metric is None else [metric], None)
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ from finetune.recipe.loader import find_recipe, load_recipe, recipe_from_resolve
 from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.names import is_repository
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ class SampleSource:
         if Path(base).is_dir():
             base = Path(base).resolve().name
         return f"{self.name}, trained from {base}" if self.kind == "run" else base
+
+    def reading(self, entry: DataSet) -> SampleSource:
+        """This source, whose rows are read as `entry` says."""
+        recipe = self.loaded.recipe
+        data = recipe.data.model_copy(update={"train": [entry]})
+        return replace(self, loaded=replace(self.loaded, recipe=recipe.model_copy(update={"data": data})))
 
 
 def source_of(text: str, data: Path) -> SampleSource:

@@ -448,3 +448,13 @@ def test_a_round_is_three_commands(run: Path, tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main(["push", str(trained), "me/it", "--dry-run", "--base", "owner/base"]) == 0
     assert f"Answers written by {author} (" in capsys.readouterr().out
+
+
+def test_a_models_rows_are_asked_as_init_would_train_them(tmp_path: Path, base: Path) -> None:
+    """Columns of a question and an answer are chats for a model with a chat template; a recipe calls them texts."""
+    rows = [{"prompt": f"the cat {number}", "completion": f"a dog {number}"} for number in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    asked = ["sample", str(base), "--data", str(tmp_path / "tasks.jsonl"), "-o", str(tmp_path / "out"), "--n", "2"]
+    assert main([*asked, "--max-new-tokens", "3", "--metric", "exact", "--limit", "2"]) == 0
+    questions = [line["question"] for line in read_lines(tmp_path / "out" / "answers.jsonl")]
+    assert questions == [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:2]]
