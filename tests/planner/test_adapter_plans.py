@@ -15,6 +15,7 @@ from finetune.model.known_configs import full_config
 from finetune.planner.arithmetic import explain_plan
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from tests.support.models.new_tokens import TEXTS, TOKENS, save_base
 from tests.support.models.tiny import save_tiny
@@ -98,3 +99,9 @@ def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tie
     halves = {"model": {"dtype": "bfloat16", **TOKENS}, "lora": lora}
     why = unsupported(half_recipe(base, **halves), config, parse_gpus("1x24gb"))
     assert why == ("lora: with model.add_tokens" if lora else None)
+
+
+def test_adapters_over_four_bits_are_planned_as_the_kit_computes_them() -> None:
+    """peft's way would keep a 16-bit copy of every adapter in autocast's cache."""
+    plan = plan_recipe(load_recipe("recipes/llama3_qlora.yaml").recipe, parse_gpus("24GB"))
+    assert "cast weights" not in plan.phases["forward"].peak.parts

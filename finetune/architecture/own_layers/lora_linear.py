@@ -140,7 +140,7 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 def _is_packed(layer: Any) -> bool:
     """Whether the base has 4-bit weights, as bitsandbytes packs them, or weights in float8."""
-    return hasattr(layer.base_layer.weight, "quant_state") or hasattr(layer.base_layer, "weight_scale")
+    return hasattr(layer.base_layer, "quant_state") or hasattr(layer.base_layer, "weight_scale")
 
 
 def _packed_gradient(base: Any, unpack: Unpack) -> AddGradient:
