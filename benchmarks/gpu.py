@@ -69,7 +69,8 @@ from finetune.preflight import ended_by_signals
 # compile, in 30. Of the proofs nine had ended after 46, and float32, which is compiled, had not after 225. The
 # optimizer's are a guess: 20 to import and compile, 2 for 20 updates, the rest to draw and to copy.
 CHECKS = {"environment": 30.0, "optimizer": 45.0, "layers": 120.0, "proofs": 300.0}
-# Guesses: three cases of at most 60; 30 to make the model, 60 of answers; 30 and two ways of 30; four starts of 20.
+# Guesses. operator: three cases of at most 60. generate: 30 to make the model, 60 to answer. peer: 30 to start, two
+# ways of 30. two_ranks: four starts of 20.
 CHECKS |= {"operator": 120.0, "generate": 90.0, "peer": 100.0, "two_ranks": 90.0}
 # The most telling first; nine minutes reach the two of 8B. A recipe that is not named here comes after these.
 FIRST = (
@@ -326,7 +327,7 @@ def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _profile_lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
-    """A table of a step's classes of kernels, and one of the longest kernels."""
+    """Two tables of a step: milliseconds by class of kernels, and the longest kernels."""
     idle = f"{profile['idle_share'] or 0:.1%} of {profile['span_ms']:,.1f} ms without a kernel"
     yield f"\n## Kernels of {name}: {profile['kernels']:,}, {profile['launches']:,} launches, {idle}\n"
     yield "| class | ms a step | share |\n|---|---:|---:|"

@@ -5,8 +5,8 @@
 For each recipe that a record has, and each set of counts below: where a micro-batch's time goes, and the tokens a
 second that follow. Then the decode steps of an evaluation by the tokens that its batches hold.
 
-What a count cannot know is one of RATES: a share of what the card reached with one large product, seconds of a small
-kernel, passes over memory. `finetune plan --gpus` has an upper bound from vendors' peaks instead.
+RATES has what counting cannot tell: the share of one large product's rate that a layer's products reach, the seconds
+of a small kernel, the passes over memory. `finetune plan --gpus` has an upper bound from vendors' peaks instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Counts:
-    """What the code does, as numbers that a change of the code changes."""
+    """Counts that follow from the code, such as the products in a layer."""
 
     name: str
     products_a_layer: int = 56  # of a Llama layer with adapters: 14 by W, the others by A and B
@@ -54,9 +54,9 @@ JOINED = 7  # of those: B's products, which add to W's and are part of their pas
 
 @dataclass(frozen=True)
 class Rates:
-    """What arithmetic takes from experience."""
+    """Rates that were measured, not computed."""
 
-    product_share: float = 0.83  # of the rate of one product of 8192^3, for a layer's own sizes
+    product_share: float = 0.83  # a layer's products reach this share of the rate of one product of 8192^3
     attention: float = 350e12  # FLOP/s of torch's FlashAttention-2, forward and backward
     small_product: float = 20e-6  # seconds of a product with an adapter's factor
     # Passes over a hidden state [tokens, hidden] in bfloat16 in all other kernels of a layer. Fitted to the H200's and
@@ -103,7 +103,7 @@ class Shape:
 
     @property
     def down_share(self) -> float:
-        """Of a layer's weights: the last product, which a recomputation leaves out."""
+        """The share of a layer's weights that is in its last product. Recomputation leaves that product out."""
         return self.hidden * self.ffn / self.layer_weights
 
     @property
@@ -114,7 +114,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Card:
-    """What gpu.py measured of a card."""
+    """A card, as gpu.py measured it."""
 
     name: str
     product: float  # FLOP/s

@@ -324,7 +324,7 @@ CASE_SECONDS, CASE_SECONDS_ON_CPU = 60.0, 600.0  # after which a case is taken t
 
 def operator(lines: Lines, *, shrunken: bool) -> None:
     """Attention that no flash kernel computes, by document inside a compiled layer: three models, all weights trained,
-    each in a process of its own that is ended after a minute. It once hung on a GPU without a word."""
+    each in a process of its own, which is ended after a minute, because a GPU once hung here without a message."""
     seconds = CASE_SECONDS_ON_CPU if shrunken else CASE_SECONDS
     for case in OPERATOR_CASES:
         before = lines.file.read_text("utf-8") if lines.file.is_file() else ""

@@ -107,7 +107,7 @@ def class_of(name: str, operation: Mapping[str, Any], *, updating: bool, vocabul
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What ran on the device. Without one: the operations on a CPU that call no other."""
+    """The kernels of the device. Without a device: the CPU's operations that call no other operation."""
     events = list(events)
     kernels = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
