@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,16 +108,24 @@ class Claim:
 
 def curve_identity(recipe: Recipe) -> dict[str, Any]:
     """Every key on which the curve depends, flat: `data.train[0].path` -> value."""
-    identity = {}
-    for path, value in leaves(recipe.model_dump(mode="json"), lists="all"):
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-        if not _is_free(key):
-            identity[key] = value
+    identity = {key: value for key, value in _keys(recipe.model_dump(mode="json")) if not _is_free(key)}
     # Only the objective's own section counts. Supervised runs have neither, as in folders of earlier releases.
     objective = recipe.training.objective
     others = tuple(f"{name}." for name in ("dpo", "kto") if name != objective)
     supervised = ("training.objective",) if objective == "supervised" else ()
     return {key: value for key, value in identity.items() if not key.startswith(others) and key not in supervised}
+
+
+def keys_at_default(recipe: Recipe) -> set[str]:
+    """The keys of `curve_identity` that have the schema's default."""
+    written = dict(_keys(recipe.model_dump(mode="json", exclude_defaults=True)))
+    return curve_identity(recipe).keys() - written.keys()
+
+
+def _keys(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each leaf as `data.train[0].path`, with its value."""
+    for path, value in leaves(sections, lists="all"):
+        yield "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix("."), value
 
 
 def _equal(key: str, earlier: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
@@ -134,6 +142,7 @@ def claim_run_folder(
     resume: Literal["auto", "never"],
     identity: Mapping[str, Any],
     command: str,
+    at_default: Collection[str] = (),
     asked: Asked | None = None,
     also: Mapping[str, str] = MappingProxyType({}),
     wait_seconds: float = 10.0,
@@ -147,6 +156,7 @@ def claim_run_folder(
         resume: never: an existing run is renamed to `<run_dir>.previous-N`. Nothing is deleted.
         identity: `curve_identity(recipe)` and the curve's other inputs (data fingerprint, ...), as JSON.
         command: The command that continues the run.
+        at_default: `keys_at_default(recipe)`. An older release lacks newer keys; these may be lacking.
         asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
         also: Other values of `identity` that mean the same, as the release before wrote them.
         wait_seconds: The longest wait for a process that is still saving.
@@ -179,7 +189,9 @@ def claim_run_folder(
         locked, previous = _lock(run_dir, wait_seconds), None
     try:
         # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
-        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)), asked, also)
+        status, checkpoint, damaged = _start(
+            run_dir, previous, json.loads(json.dumps(identity)), at_default, asked, also
+        )
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
@@ -206,6 +218,7 @@ def _start(
     run_dir: Path,
     previous: Mapping[str, Any] | None,
     identity: Mapping[str, Any],
+    at_default: Collection[str],
     asked: Asked | None,
     also: Mapping[str, str],
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
@@ -221,8 +234,8 @@ def _start(
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
-    # An older release may have saved keys that are free to change now. It lacks newer keys, which matter only if set.
-    earlier = {key: value for key, value in identity.items() if value in (None, "", [], {})} | previous["identity"]
+    # An older release may have saved keys that are free to change now. It lacks newer keys: its run had their defaults.
+    earlier = {key: identity[key] for key in at_default} | previous["identity"]
     for key, value in also.items():
         if earlier.get(key) == value:
             earlier[key] = identity[key]

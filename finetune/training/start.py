@@ -50,7 +50,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.facts import MOST_RECORD_BYTES
-from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, read_state
+from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default, read_state
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
@@ -286,6 +286,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
         resume=recipe.training.resume,
         identity=identity,
         command=choices.checked.command,
+        at_default=keys_at_default(recipe),
         asked=Asked(recipe.training, len(prepared.train)),
         also=_written_before(Path(recipe.run_dir), prepared),
     )

@@ -26,6 +26,7 @@ from finetune.run_folder.folder import (
     Claim,
     claim_run_folder,
     curve_identity,
+    keys_at_default,
     mark_failed,
     mark_run,
     mark_step,
@@ -163,17 +164,31 @@ def test_the_tables_are_whole() -> None:
 
 
 def test_a_run_of_the_release_before_goes_on(tmp_path: Path) -> None:
-    """It lacks keys that came since, which matter only if they are set, and its data had another address."""
+    """It lacks keys that came since, which matter only if they have another value; its data had another address."""
     run_dir = tmp_path / "run"
     run(run_dir, steps=2)
-    since = IDENTITY | {"data.sheet": None, "data.labels": {}, "data": "new"}
-    with pytest.raises(FinetuneError, match="  data: abc there, new now"):
-        claim_run_folder(run_dir, resume="auto", identity=since, command="x", wait_seconds=0)
-    with pytest.raises(FinetuneError, match=r"  data.sheet: \(not set\) there, first now"):
-        claim(run_dir, **{"data.sheet": "first"})
-    same = claim_run_folder(run_dir, resume="auto", identity=since, command="x", also={"data": "abc"}, wait_seconds=0)
-    assert same.status == "resumed"
-    same.release()
+
+    def again(at_default: set[str], **also: Any) -> Claim:
+        return claim_run_folder(
+            run_dir, resume="auto", identity=since, command="x", at_default=at_default, wait_seconds=0, **also
+        )
+
+    since = IDENTITY | {"data.sheet": None, "model.load_in_fp8": False, "data": "new"}
+    newer = {"data.sheet", "model.load_in_fp8"}
+    with pytest.raises(FinetuneError, match="holds a run of another recipe:\n  data: abc there, new now\n  set"):
+        again(newer)
+    with pytest.raises(FinetuneError, match=r"  model.load_in_fp8: \(not set\) there, False now"):
+        again({"data.sheet"})
+    again(newer, also={"data": "abc"}).release()
+
+
+def test_the_keys_at_their_default() -> None:
+    given = recipe()
+    at_default = keys_at_default(given)
+    assert {"model.load_in_fp8", "training.weight_decay", "data.train[0].split"} <= at_default
+    assert not {"model.name_or_path", "data.train[0].path"} & at_default
+    changed = recipe(**{"model.load_in_fp8": True, "training.weight_decay": 0.25})
+    assert at_default - keys_at_default(changed) == {"model.load_in_fp8", "training.weight_decay"}
 
 
 def test_every_difference_is_listed(tmp_path: Path) -> None:
