@@ -187,8 +187,8 @@ def test_the_keys_at_their_default() -> None:
     at_default = keys_at_default(given)
     assert {"model.load_in_fp8", "training.weight_decay", "data.train[0].split"} <= at_default
     assert not {"model.name_or_path", "data.train[0].path"} & at_default
-    changed = recipe(**{"model.load_in_fp8": True, "training.weight_decay": 0.25})
-    assert at_default - keys_at_default(changed) == {"model.load_in_fp8", "training.weight_decay"}
+    changed = recipe(model={"revision": "v2"}, training={"weight_decay": 0.25})
+    assert at_default - keys_at_default(changed) == {"model.revision", "training.weight_decay"}
 
 
 def test_every_difference_is_listed(tmp_path: Path) -> None:
