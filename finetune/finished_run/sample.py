@@ -13,17 +13,18 @@ A command that was ended goes on after the last line. With another --keep, rows 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
-from finetune.files import append_lines, disk_errors, read_lines, torn_lines, write_json, write_text
+from finetune.files import append_lines, disk_errors, lock, read_lines, torn_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.kept_rows import kept_rows, sampled_figures
@@ -60,6 +61,7 @@ from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
+LOCK = ".lock"
 KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
 PROMPTS_TO_SERVER = 64  # prompts whose answers are asked together
@@ -112,7 +114,6 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     asked = prompts.asked
     checker = _checker(request, asked)
     how, together, author = _way(request, writer, by, asked)
-    folder, file = request.folder, request.folder / ANSWERS
     wanted = {
         **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
         "weights": None if request.endpoint is not None else _weights(writer),
@@ -122,57 +123,104 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
         "max_new_tokens": asked.max_new_tokens,
         "checker": _checker_in_words(request, checker),
     }
-    lines: list[dict[str, Any]] = []
     scorer: AbstractContextManager[OwnScorer | None] = nullcontext()
     if request.scorer is not None and by.ranks.rank == 0:
         scorer = OwnScorer(request.scorer, request.scorer_seconds)
-    with scorer as own:
-
-        def score(some: Sequence[dict[str, Any]]) -> None:
-            places = {number: place for place, number in enumerate(prompts.numbers)}
-            for line in some:
-                _score(line, asked.items[places[line["row"]]], asked.items, checker, own)
-
-        def begin() -> int:
-            """Look at earlier answers, and score them again if the checker has changed or failed."""
-            lines.extend(_earlier(folder, wanted))
-            earlier = read_object(folder / RECORD)["request"]["checker"] if lines else ""
-            again = [line for line in lines if "problem" in line or earlier != wanted["checker"]]
-            if again and earlier != wanted["checker"]:
-                say(f"{file}: scored again by {wanted['checker']}, before by {earlier}")
-            score(again)
-            with disk_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
-                write_text(file, json_lines(lines))
-            write_json(folder / RECORD, {"request": wanted})
-            if lines:
-                say(f"{file}: has {counted(len(lines), 'prompt')} already, of {len(asked.prompts):,}")
-            return len(lines)
-
-        def take(chunk: range, answers: Sequence[Answer]) -> None:
-            """Score a chunk's answers, and append their lines. Rank 0 does."""
-
-            def append() -> None:
-                found = []
-                for place, index in enumerate(chunk):
-                    of_prompt = answers[place * request.count : (place + 1) * request.count]
-                    found.append(_line(prompts, index, of_prompt, author, tokenizer))
-                score(found)
-                append_lines(file, found)
-                lines.extend(found)
-                _refuse_failing(lines, len(lines), FEWEST_FAILED)
-
-            rank_0_first(by, append)
-
-        done = rank_0_first(by, begin)
+    with scorer as own, _Record(request.folder, wanted, prompts, checker, own) as record:
+        done = rank_0_first(by, lambda: record.begin(say))
         chunks = [range(at, min(at + together, len(asked.prompts))) for at in range(done, len(asked.prompts), together)]
         for chunk, answers in _answers(request, writer, by, prompts, how, chunks, show, say):
-            take(chunk, answers)
+            of_prompts = [answers[at : at + request.count] for at in range(0, len(answers), request.count)]
+            new = [
+                _line(prompts, index, texts, author, tokenizer) for index, texts in zip(chunk, of_prompts, strict=True)
+            ]
+            rank_0_first(by, lambda new=new: record.append(new))  # type: ignore[misc]
     if by.ranks.rank:
         return {}
-    _refuse_failing(lines, len(lines), 1)
-    return _written(request, reads, prompts, lines, wanted)
+    return _written(request, reads, prompts, record.whole(), wanted)
+
+
+@dataclass
+class _Record:
+    """answers.jsonl, which rank 0 writes: a line for each prompt, with its answers and their scores."""
+
+    folder: Path
+    wanted: Mapping[str, Any]  # the request
+    prompts: _Prompts
+    checker: Metric
+    own: OwnScorer | None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    locked: int | None = None  # a descriptor, from `begin` to the end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.locked is not None:
+            os.close(self.locked)
+
+    def begin(self, say: _Say) -> int:
+        """Look at earlier answers, and score them again if the checker has changed or failed. Returns their number.
+
+        Raises FinetuneError if another command writes here, or one has answered another request here.
+        """
+        folder, file = self.folder, self.folder / ANSWERS
+        if not (folder / RECORD).is_file() and folder.is_dir() and {*os.listdir(folder)} - {LOCK}:
+            raise FinetuneError(f"--output {folder}: holds other files; name another folder")
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.locked = lock(folder / LOCK, wait_seconds=0)
+            except BlockingIOError as error:
+                raise FinetuneError(
+                    f"--output {folder}: another command is writing here ({error.strerror}); name another folder"
+                ) from None
+        earlier = self._earlier()
+        again = [line for line in self.lines if "problem" in line or earlier != self.wanted["checker"]]
+        if again and earlier != self.wanted["checker"]:
+            say(f"{file}: scored again by {self.wanted['checker']}, before by {earlier}")
+        self._score(again)
+        if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
+            write_text(file, json_lines(self.lines))
+        write_json(folder / RECORD, {"request": dict(self.wanted)})
+        if self.lines:
+            say(f"{file}: has {counted(len(self.lines), 'prompt')} already, of {len(self.prompts.numbers):,}")
+        return len(self.lines)
+
+    def append(self, new: list[dict[str, Any]]) -> None:
+        """Score these lines and write them. Raises FinetuneError if the scorer has failed on most prompts."""
+        self._score(new)
+        append_lines(self.folder / ANSWERS, new)
+        self.lines.extend(new)
+        _refuse_failing(self.lines, FEWEST_FAILED)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The lines of all prompts. Raises FinetuneError if the scorer failed on most of them."""
+        _refuse_failing(self.lines, 1)
+        return self.lines
+
+    def _earlier(self) -> str:
+        """Read the lines that an earlier command wrote. Returns its checker, "" if there was none."""
+        if not (self.folder / RECORD).is_file():
+            return ""
+        recorded = read_object(self.folder / RECORD).get("request")
+        recorded = recorded if isinstance(recorded, dict) else {}
+        for key, value in self.wanted.items():
+            if key != "checker" and recorded.get(key) != value:
+                words = {"prompts": "other prompts", "weights": "other weights"}
+                asked = words.get(key, f"{key} {recorded.get(key)}, not {value}")
+                raise FinetuneError(
+                    f"--output {self.folder}: holds answers of another request ({asked}); name another folder"
+                )
+        if (self.folder / ANSWERS).is_file():
+            self.lines = read_lines(self.folder / ANSWERS)
+        return str(recorded.get("checker"))
+
+    def _score(self, lines: Sequence[dict[str, Any]]) -> None:
+        items = self.prompts.asked.items
+        places = {number: place for place, number in enumerate(self.prompts.numbers)}
+        for line in lines:
+            _score(line, items[places[line["row"]]], items, self.checker, self.own)
 
 
 def _opened(source: SampleSource) -> FinishedRun:
@@ -409,13 +457,13 @@ def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker:
         answer["score"] = score
 
 
-def _refuse_failing(lines: Sequence[Mapping[str, Any]], scored: int, fewest: int) -> None:
-    """Raise FinetuneError if the scorer failed on most prompts."""
+def _refuse_failing(lines: Sequence[Mapping[str, Any]], fewest: int) -> None:
+    """Raise FinetuneError if the scorer failed on most prompts, and on so many."""
     failed = [line for line in lines if "problem" in line]
-    if len(failed) >= fewest and 2 * len(failed) > scored:
+    if len(failed) >= fewest and 2 * len(failed) > len(lines):
         raise FinetuneError(
             f"{failed[0]['place']}: the scorer failed: {failed[0]['problem']}; so it did for {len(failed):,} of "
-            f"{counted(scored, 'prompt')}; mend it, and run the same command again: the answers are kept"
+            f"{counted(len(lines), 'prompt')}; mend it, and run the same command again: the answers are kept"
         )
 
 
@@ -429,22 +477,6 @@ def _weights(writer: FinishedRun) -> str:
 
 def _digest(*things: Any) -> str:
     return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
-
-
-def _earlier(folder: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines that an earlier command wrote. Raises FinetuneError if it asked for something else."""
-    if not (folder / RECORD).is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise FinetuneError(f"--output {folder}: holds other files; name another folder")
-        return []
-    recorded = read_object(folder / RECORD).get("request")
-    recorded = recorded if isinstance(recorded, dict) else {}
-    for key, value in wanted.items():
-        if key != "checker" and recorded.get(key) != value:
-            words = {"prompts": "other prompts", "weights": "other weights"}
-            asked = words.get(key, f"{key} {recorded.get(key)}, not {value}")
-            raise FinetuneError(f"--output {folder}: holds answers of another request ({asked}); name another folder")
-    return read_lines(folder / ANSWERS) if (folder / ANSWERS).is_file() else []
 
 
 def _written(

@@ -343,6 +343,23 @@ def test_a_scorer_that_mostly_fails_ends_the_command(
     assert not (tmp_path / "out/rows.jsonl").exists()
 
 
+def test_two_commands_do_not_write_in_one_folder(run: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "answers.jsonl").read_bytes()
+    holds = (
+        "import sys, pathlib, finetune.files as files; files.lock(pathlib.Path(sys.argv[1]), wait_seconds=0); print()"
+    )
+    other = [sys.executable, "-c", f"{holds}; input()", str(whole / ".lock")]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert main(words(run, whole)) == 2
+        said = f"--output {whole}: another command is writing here (process {holder.pid} on "
+        assert said in " ".join(capsys.readouterr().err.split())
+        holder.communicate("\n")
+    assert main(words(run, whole)) == 0
+    assert (whole / "answers.jsonl").read_bytes() == before
+
+
 def test_another_request_is_refused_in_a_folder_with_answers(
     run: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
