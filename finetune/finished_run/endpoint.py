@@ -394,8 +394,11 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             elif 300 <= error.code < 400:
                 raise _fault(url, "redirects to another address, which is not followed; name that one") from None
             else:
-                fault = _no_answer if error.code in OF_THE_QUESTION else _fault
-                raise fault(url, f"{error.code} {_STATES.get(error.code, 'refused')}{said}") from None
+                problem = f"{error.code} {_STATES.get(error.code, 'refused')}{said}"
+                if error.code not in OF_THE_QUESTION:
+                    raise _fault(url, problem) from None
+                remedy = "if the row is too long for the server, give it a longer context, or leave the row out"
+                raise _no_answer(url, f"{problem}; {remedy}") from None
         except TimeoutError:
             raise _no_answer(
                 url, f"no byte in {TIMEOUT:g} s; ask fewer tokens (--max-new-tokens) or another server"
