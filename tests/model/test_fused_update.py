@@ -208,6 +208,7 @@ def test_a_resumed_run_is_bitwise_the_run() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_inductor_makes_one_kernel_without_temporaries() -> None:
     """Compiled by inductor for the CPU, the update is what it is as written, rounded without bias, in one kernel."""
     from torch._inductor.utils import run_and_get_code  # not public: only a test looks at the code

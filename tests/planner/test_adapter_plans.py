@@ -101,7 +101,15 @@ def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tie
     assert why == ("lora: with model.add_tokens" if lora else None)
 
 
-def test_adapters_over_four_bits_are_planned_as_the_kit_computes_them() -> None:
+def test_adapters_over_four_bits_are_planned_as_the_kit_computes_them(deep: Path) -> None:
     """peft's way would keep a 16-bit copy of every adapter in autocast's cache."""
-    plan = plan_recipe(load_recipe("recipes/llama3_qlora.yaml").recipe, parse_gpus("24GB"))
+    asked = half_recipe(
+        deep,
+        model={"dtype": "bfloat16"},
+        quantization={"load_in_4bit": True},
+        lora={"r": 4},
+        data={"max_length": 64},
+        training={"compile": False},
+    )
+    plan = plan_recipe(asked, parse_gpus("24GB"))
     assert "cast weights" not in plan.phases["forward"].peak.parts
