@@ -15,7 +15,6 @@ from finetune.model.known_configs import full_config
 from finetune.planner.arithmetic import explain_plan
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
-from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from tests.support.models.new_tokens import TEXTS, TOKENS, save_base
 from tests.support.models.tiny import save_tiny
