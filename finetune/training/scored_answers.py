@@ -340,7 +340,8 @@ def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
                 if not is_out_of_memory(error):
                     raise
                 failed.append(error.with_traceback(None))  # its frames hold the layer's tensors
-            for kept in getattr(kwargs.get("past_key_values"), "layers", ()):  # keep their shapes, free their bytes
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name in transformers 5.17
+            for kept in getattr(cache, "layers", ()):  # keep their shapes, free their bytes
                 for name in ("keys", "values"):
                     if isinstance(tensor := getattr(kept, name, None), Tensor):
                         setattr(kept, name, tensor.new_zeros(1).expand(tensor.shape))

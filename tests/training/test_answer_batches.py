@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
 
 from finetune.measure.out_of_memory import Memory, memory_of
 from finetune.model.generate import (
@@ -25,7 +28,7 @@ from finetune.scoring.metrics import Scored
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training import scored_answers
-from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, tokens_that_fit
+from finetune.training.scored_answers import Answering, ScoredSet, generated_answers, layers_left_out, tokens_that_fit
 from tests.support.models.tiny import tiny_model, tiny_tokenizer
 from tests.support.stand_ins.ranks import made_up_ranks
 
@@ -171,3 +174,27 @@ def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, mon
     monkeypatch.setattr(scored_answers, "greedy_answers", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generated_answers(model, tiny_tokenizer(), asked, how)
+
+
+def test_a_layer_without_memory_gives_the_cache_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's layers go on without computing; the keys and values that they have kept are freed."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        prompt, kept = torch.tensor([[7, 30, 41, 9]]), list[Any]()
+
+        def no_memory(*arguments: Any, **options: Any) -> Any:
+            kept.extend(value.layers[0] for value in options.values() if isinstance(value, Cache))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(model.model.layers[1].self_attn, "forward", no_memory)
+        with torch.no_grad(), layers_left_out(model) as failed:
+            model(input_ids=prompt, use_cache=True)
+        assert isinstance(failed[0], torch.OutOfMemoryError)
+        assert kept[0].keys.shape[-2] == 4
+        assert [each.untyped_storage().nbytes() for each in (kept[0].keys, kept[0].values)] == [4, 4]
+    finally:
+        dist.destroy_process_group()
