@@ -17,8 +17,9 @@ from finetune.errors import NotFinite
 from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW
+from finetune.training import update
 from finetune.training.step import optimizer_step
-from finetune.training.update import PendingStep, gradient_norm, updates_on_device
+from finetune.training.update import PendingStep, StepResult, gradient_norm, updates_on_device
 from tests.support.models.tiny import flat_batch
 from tests.support.runs.one_rank import half_recipe, one_rank
 from tests.support.runs.stepping import CPU, CountReads, float32_recipe, step_parts
@@ -142,6 +143,17 @@ def test_a_wrong_count_is_our_own_bug(tiny_llama: Path) -> None:
     bench.accelerator.reduce = lambda tally, reduction: tally + 1
     with pytest.raises(AssertionError, match="planned"):
         bench.begin(0).result()
+
+
+def test_an_overflow_ends_a_run_at_the_lowest_scale_alone() -> None:
+    def judged(scale: float, lowest: float) -> StepResult:
+        return update._result((2.0, 2.0, 0.0, math.inf), 2, {}, (scale, lowest))
+
+    assert judged(64.0, 1.0).skipped
+    assert judged(2.0, 1.0).skipped, "half of it is the lowest scale, which is still to try"
+    for last in (1.0, 1.5):
+        with pytest.raises(NotFinite, match=f"even at a loss scale of {last:g} "):
+            judged(last, 1.0)
 
 
 def test_the_others_wait_for_the_host(tiny_llama: Path) -> None:
