@@ -283,6 +283,7 @@ def launch(
 for verb in (
     data_verbs.preview,
     run_verbs.chat,
+    run_verbs.status,
     run_verbs.report,
     run_verbs.export,
     run_verbs.sample,

@@ -49,8 +49,8 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.facts import MOST_RECORD_BYTES
-from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, read_state
+from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
+from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
