@@ -77,6 +77,7 @@ FREE_TO_CHANGE = (
     "measure_phases",
     "output_dir",
     "report_to",
+    "run",
     "hub",
     "timeout_seconds",
     "training.activation_checkpointing",
@@ -324,12 +325,22 @@ def _of_another_user(run_dir: Path) -> Path | None:
     return None
 
 
-def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
-    """Write the run's state after `step`, and the exported step. Returns the command that continues the run."""
+def mark_run(
+    run_dir: Path,
+    state: RunState,
+    *,
+    step: int,
+    exported: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+) -> str:
+    """Write the run's state after `step`, the exported step, and what stopped it. Returns the command that continues
+    the run."""
     saved = read_state(run_dir)
     if saved is None:
         raise FinetuneError(f"{run_dir}: the run's folder, or its {STATE}, was deleted or renamed while it trained")
-    more = {"exported": dict(exported)} if exported else None
+    more: dict[str, Any] = {"exported": dict(exported)} if exported else {}
+    if reason is not None:
+        more["reason"] = reason
     _write_state(run_dir, state, step, saved["command"], saved["identity"], more)
     return str(saved["command"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from finetune.files import TEMPORARY_PREFIX, disk_errors, remove_folder
 from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
@@ -30,6 +32,7 @@ from finetune.strategies.pieces import Ranks, Stored, all_ranks, local_part, res
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.
 COPIES_BESIDE_A_STEP = 8
+SAMPLE_BYTES = 64 * 2**20  # whose writing tells the disk's speed
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Held:
 
     parts: Assembled
     ranks: Ranks
+    saved_bytes: int  # this rank's share of a checkpoint
     nbytes: int = 0  # of this rank's copies in host memory, which live until the step is over; 0: it is on the disk
     folder: Path | None = None  # of the temporary checkpoint
     weights: Mapping[str, Any] = field(default_factory=dict)  # copies; under ZeRO `Stored` pieces
@@ -90,19 +94,62 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
     needed = nbytes * (COPIES_BESIDE_A_STEP if on_host else 1)
     if parts.engine is not None:
         needed -= nbytes  # its pieces are copies already
-    reserved = _disk_reserves(temporary_folder(recipe), sum(piece.nbytes for piece in pieces), ranks)
+    saved_bytes = sum(piece.nbytes for piece in pieces)
+    reserved = _disk_reserves(temporary_folder(recipe), saved_bytes, ranks)
     if reserved and machine_without_room(ranks, needed + bytes_below_peak(), available_bytes()) is None:
         if parts.engine is None:
-            return Held(parts, ranks, nbytes, None, *_live_copies(parts))
+            return Held(parts, ranks, saved_bytes, nbytes, None, *_live_copies(parts))
         # Rank 0 alone has the step counts, which every rank reads.
         steps = ranks.gather({name: piece for name, piece in tensors["optimizer"].items() if name.endswith(":step")})[0]
         held = [
             {name: Stored.in_memory(name, piece) for name, piece in named.items()}
             for named in (tensors["model"], {**tensors["optimizer"], **steps})
         ]
-        return Held(parts, ranks, nbytes, None, *held)
+        return Held(parts, ranks, saved_bytes, nbytes, None, *held)
     folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
-    return Held(parts, ranks, folder=folder)
+    return Held(parts, ranks, saved_bytes, folder=folder)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A checkpoint's writing beside the time that a signal leaves for it."""
+
+    checkpoint_bytes: int  # of all ranks
+    seconds: float  # at the speed that was just measured
+    grace_seconds: float
+    killer: str  # ends the process afterwards
+
+    def facts(self) -> dict[str, float | str]:
+        """For the receipt."""
+        rounded = {"seconds": round(self.seconds, 1), "grace_seconds": self.grace_seconds}
+        return {"checkpoint_bytes": self.checkpoint_bytes, **rounded, "killer": self.killer}
+
+    @property
+    def warning(self) -> str:
+        """One line if a checkpoint takes longer than the grace period; else empty."""
+        if self.seconds <= self.grace_seconds:
+            return ""
+        return (
+            f"stop: a checkpoint of {self.checkpoint_bytes / GIB:,.1f} GiB takes about {self.seconds:,.0f} s on this "
+            f"disk, and {self.killer} ends the run {self.grace_seconds:,.0f} s after a signal, so a signal would lose "
+            "the steps since the last save; lengthen that period, or set run.stop_after to a time before it"
+        )
+
+
+def planned_save(run_dir: Path, checkpoint_bytes: int, grace_seconds: float, killer: str) -> PlannedSave:
+    """How long a checkpoint takes, from the time that a sample of at most SAMPLE_BYTES takes, written and synced."""
+    file, size = run_dir / f"{TEMPORARY_PREFIX}speed", max(1, min(SAMPLE_BYTES, checkpoint_bytes))
+    with disk_errors(run_dir):
+        try:
+            sample, began = os.urandom(size), time.perf_counter()
+            with open(file, "wb") as stream:
+                stream.write(sample)
+                stream.flush()
+                os.fsync(stream.fileno())
+            seconds = time.perf_counter() - began
+        finally:
+            file.unlink(missing_ok=True)
+    return PlannedSave(checkpoint_bytes, seconds * checkpoint_bytes / size, grace_seconds, killer)
 
 
 def temporary_folder(recipe: Recipe) -> Path:
