@@ -282,6 +282,7 @@ def launch(
 
 for verb in (
     data_verbs.preview,
+    data_verbs.fetch,
     run_verbs.chat,
     run_verbs.status,
     run_verbs.report,

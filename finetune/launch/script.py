@@ -59,9 +59,16 @@ def _head(plan: LaunchPlan) -> list[str]:
     if plan.nodes > 1:
         machines = f"{plan.nodes} machines with {devices} each"
     ranks = counted(plan.world, "rank")
+    offline = []
+    if plan.offline:
+        offline = [
+            "# Its files are all here: libraries that would ask the Hub fail at once.",
+            "export HF_HUB_OFFLINE=1",
+        ]
     return [
         _MARK + printable(plan.verb_arguments),
         f"# {plan.strategy.name} on {machines}, {ranks}. Paths are as seen from the folder where it is started.",
+        *offline,
     ]
 
 

@@ -26,19 +26,19 @@ from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import least, tiny_lora, write_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Another process claims the folder, writes heartbeats of so many ranks, and lives until it is killed.
+# Another process, without torch, has the run's lock and heartbeats of so many ranks, and lives until it is killed.
 RUN = """
-import sys, time
+import json, os, sys, time
 from pathlib import Path
-from finetune.run_folder.folder import claim_run_folder
-from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats
+from finetune.files import lock
+from finetune.run_folder.heartbeat import Heartbeat
 folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-claim = claim_run_folder(folder, resume="auto", identity={}, command="finetune train r.yaml")
-if ranks:
-    clear_heartbeats(folder)
-    beats = [Heartbeat(folder, rank, 11) for rank in range(ranks)]
-    for beat in beats:
-        beat.write("running", "training", 7)
+held = lock(folder / ".lock", wait_seconds=0)
+state = json.loads((folder / "run_state.json").read_text())
+(folder / "run_state.json").write_text(json.dumps(state | {"process": os.getpid()}))
+beats = [Heartbeat(folder, rank, 11) for rank in range(ranks)]
+for beat in beats:
+    beat.write("running", "training", 7)
 print("claimed", flush=True)
 time.sleep(600)
 """
@@ -46,6 +46,9 @@ time.sleep(600)
 
 @contextmanager
 def claimed(folder: Path, ranks: int = 0) -> Iterator[subprocess.Popen[str]]:
+    claim_run_folder(folder, resume="auto", identity={}, command="finetune train r.yaml").release()
+    if ranks:
+        clear_heartbeats(folder)
     words = [sys.executable, "-c", RUN, str(folder), str(ranks)]
     process = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,0 +1,313 @@
+"""`finetune fetch`: a recipe with its model, tokenizer and data in one folder, for a machine without a network.
+
+    DIR/recipe.yaml                                          the recipe, with paths below DIR
+        hub/models--OWNER--NAME/snapshots/COMMIT/            a model or an adapter; base_identity reads the commit here
+        data/train-0/...                                     a data set's files, or the rows of one from the Hub
+        fetch.json                                           commits; whether everything is here
+
+All questions come first, so nothing is fetched of a recipe whose last repository refuses. The commits are written down
+before the first file, so an interrupted fetch continues with them, wherever a branch points by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from finetune.data.sources import Source, files_below, resolve
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import FETCHED, TEMPORARY_PREFIX, check_output, disk_errors, remove_folder, write_json, write_text
+from finetune.measure.units import GIB
+from finetune.output_stream import one_line
+from finetune.preflight.disk import free_bytes
+from finetune.recipe.adapter_config import names_a_folder
+from finetune.recipe.names import is_repository
+from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.sections.preferences import names_second_model
+from finetune.recipe.strategy import CONFIG_FOLDER
+from finetune.redaction import known_secrets, secret_key
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import in_one_line
+
+PACKAGE = "package:"
+# Files at the top of a repository that a training reads, and those that say what one may do with them.
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
+BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A repository on the Hub that a key of the recipe names."""
+
+    key: str
+    name: str
+    revision: str
+    kind: str = "model"  # or dataset
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository at its commit."""
+
+    path: str
+    nbytes: int
+    sha256: str | None  # known of large files
+
+
+def fetch(loaded: LoadedRecipe, folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
+    """Bring everything that the recipe names into the folder, and write its recipe.yaml there.
+
+    Returns the folder, the commits by key, the bytes of models, and the notes in the recipe's head.
+
+    Raises:
+        FinetuneError: the folder holds something else; the recipe holds a token; a model has no safetensors.
+        EnvironmentMismatch: the Hub refuses, or cannot be reached; the disk has no room.
+    """
+    check_output(folder, "--to", folder=True)
+    recipe = loaded.recipe
+    if (secret := secret_key(recipe.model_dump(mode="json"), known_secrets())) is not None:
+        raise FinetuneError(f"{secret[0]}: holds {secret[1]}, which would be in the folder; remove it from the recipe")
+    digest = hashlib.sha256(json.dumps(recipe.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    commits = _earlier_commits(folder, digest)
+    sources = {key: resolve(entry) for key, entry in _data_sets(recipe)}
+    wanted = [*_models(recipe), *(_data_set_on_hub(key, source) for key, source in sources.items())]
+    repositories = [each for each in wanted if each is not None]
+
+    files: dict[str, list[RemoteFile]] = {}
+    for each in repositories:
+        with in_one_line(partial(_in_words, each)):
+            commits[each.key] = commits.get(each.key) or _commit_of(each)
+            listed = _files_of(each, commits[each.key])
+            if each.kind == "model":
+                files[each.key] = _needed(each, listed, code=recipe.model.trust_remote_code)
+            _ask_for_access(each, commits[each.key], files.get(each.key, listed))
+    total = sum(file.nbytes for each in files.values() for file in each)
+    if total > (free := free_bytes(folder)):
+        raise EnvironmentMismatch(
+            f"--to: {folder}: the models have {total / GIB:.1f} GiB, and {free / GIB:.1f} GiB of its disk are free; "
+            "free some space, or name another folder"
+        )
+
+    record = {"recipe": digest, "commits": commits}
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FETCHED, {**record, "complete": False})
+        changed: dict[str, str | None] = {}  # dotted key -> its new value
+        for each in repositories:
+            if each.kind == "model":
+                log(f"{each.key}: {each.name} at {commits[each.key][:12]}")
+                place = Path("hub", f"models--{each.name.replace('/', '--')}", "snapshots", commits[each.key])
+                _download(each, commits[each.key], files[each.key], folder / place)
+                changed[each.key] = str(place)
+        data = {key: _bring_data(key, source, commits.get(key), folder, log) for key, source in sources.items()}
+        fetched, notes = _with_places(recipe, folder, commits, changed, data)
+        head = [f"# Made by: finetune fetch {loaded.path.name}. Start it from this folder:"]
+        head += ["#   HF_HUB_OFFLINE=1 finetune train recipe.yaml"]
+        head += [f"# {each.key}: {each.name} at {commits[each.key]}" for each in repositories]
+        text = resolved_yaml(replace(loaded, recipe=fetched), keep_auto=True)
+        write_text(folder / "recipe.yaml", "\n".join([*head, *(f"# {note}" for note in notes), text]))
+        write_json(folder / FETCHED, {**record, "complete": True})
+    return {"folder": str(folder), "commits": commits, "model_bytes": total, "notes": notes}
+
+
+def _earlier_commits(folder: Path, digest: str) -> dict[str, str]:
+    """The commits of an interrupted fetch of this recipe; none for a new folder. Raises FinetuneError for others."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return {}
+    record = read_object(folder / FETCHED) if (folder / FETCHED).is_file() else {}
+    commits = record.get("commits")
+    if record.get("recipe") != digest or not isinstance(commits, dict):
+        what = "another recipe's files" if record else "other files"
+        raise FinetuneError(f"--to: {folder} holds {what}; name an empty or a new folder")
+    return {str(key): str(commit) for key, commit in commits.items()}
+
+
+def _data_sets(recipe: Recipe) -> Iterator[tuple[str, DataSet]]:
+    yield from ((f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train))
+    if isinstance(recipe.data.eval, list):
+        yield from ((f"data.eval[{index}]", entry) for index, entry in enumerate(recipe.data.eval))
+
+
+def _models(recipe: Recipe) -> Iterator[Wanted]:
+    """The models and adapters on the Hub that the recipe names."""
+    model, section = recipe.model, recipe.preferences
+    if not model.name_or_path.startswith(PACKAGE) and not Path(model.name_or_path).is_dir():
+        yield Wanted("model.name_or_path", model.name_or_path, model.revision)
+    if model.adapter is not None and not names_a_folder(model.adapter):
+        yield Wanted("model.adapter", model.adapter, model.adapter_revision)
+    if section is not None and names_second_model(section) and not Path(section.reference).is_dir():
+        yield Wanted(f"{recipe.training.objective}.reference", section.reference, "main")
+
+
+def _data_set_on_hub(key: str, source: Source) -> Wanted | None:
+    """The data set's repository; None for local files, and for files by their addresses."""
+    if source.kind == "hub" and is_repository(source.entry.path):
+        return Wanted(key, source.entry.path, source.entry.revision, "dataset")
+    return None
+
+
+def _commit_of(wanted: Wanted) -> str:
+    from huggingface_hub import HfApi
+
+    return str(HfApi().repo_info(wanted.name, revision=wanted.revision, repo_type=wanted.kind).sha)
+
+
+def _files_of(wanted: Wanted, commit: str) -> list[RemoteFile]:
+    from huggingface_hub import HfApi
+
+    tree: Any = HfApi().list_repo_tree(wanted.name, recursive=True, revision=commit, repo_type=wanted.kind)
+    return [RemoteFile(each.path, each.size, each.lfs and each.lfs.sha256) for each in tree if hasattr(each, "size")]
+
+
+def _needed(wanted: Wanted, files: list[RemoteFile], *, code: bool) -> list[RemoteFile]:
+    """What a training reads of a model's files. Raises FinetuneError if its weights are no safetensors."""
+    patterns = [*WEIGHTS, *BESIDE, *(["*.py"] if code else [])]
+    found = [file for file in files if "/" not in file.path and any(fnmatch(file.path, each) for each in patterns)]
+    if not any(fnmatch(file.path, each) for file in found for each in WEIGHTS):
+        raise FinetuneError(f"{wanted.key}: {wanted.name} has no weights in safetensors; name a model that has them")
+    return found
+
+
+def _ask_for_access(wanted: Wanted, commit: str, files: list[RemoteFile]) -> None:
+    """Ask for one file's facts. The Hub tells everybody about a gated repository, and gives its files to some."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    largest = max(files, key=lambda file: file.nbytes, default=None)
+    if largest is not None:
+        get_hf_file_metadata(hf_hub_url(wanted.name, largest.path, revision=commit, repo_type=wanted.kind))
+
+
+def _in_words(wanted: Wanted, error: Exception) -> EnvironmentMismatch:
+    """An error of the Hub's client in one line, with the recipe's key."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page = f"https://huggingface.co/{'' if wanted.kind == 'model' else 'datasets/'}{wanted.name}"
+    match error:
+        case OfflineModeIsEnabled():
+            why = "HF_HUB_OFFLINE is set; unset it, because this verb needs the network"
+        case GatedRepoError():
+            why = f"the Hub gives it to those alone who asked for access; ask on {page}, then: hf auth login"
+        case RepositoryNotFoundError():
+            why = "the Hub has none with this name, or does not show it to this token; correct it, or: hf auth login"
+        case RevisionNotFoundError():
+            why = f"the Hub has no revision {one_line(wanted.revision, 80)} of it; correct the revision"
+        case _:
+            why = f"the Hub did not answer ({type(error).__name__}: {one_line(error, 160)}); start this again"
+    return EnvironmentMismatch(f"{wanted.key}: {one_line(wanted.name, 120)}: {why}")
+
+
+def _download(wanted: Wanted, commit: str, files: list[RemoteFile], place: Path) -> None:
+    """Bring the files, or what is missing of them. Each has the Hub's size, and a large one its SHA-256."""
+    from huggingface_hub import hf_hub_download
+
+    for file in files:
+        with in_one_line(partial(_in_words, wanted)):
+            hf_hub_download(wanted.name, file.path, revision=commit, local_dir=place)
+        path = place / file.path
+        if path.stat().st_size != file.nbytes or (file.sha256 and _sha256(path) != file.sha256):
+            path.unlink()
+            raise EnvironmentMismatch(f"{path}: is not what the Hub lists, and was removed; start this again")
+    remove_folder(place / ".cache")  # what the client needs to continue
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _bring_data(key: str, source: Source, commit: str | None, folder: Path, log: Callable[[str], None]) -> DataSet:
+    """Bring a data set's files, or the rows of one on the Hub. Returns the entry that reads them from the folder."""
+    entry, place = source.entry, Path("data", key.removeprefix("data.").replace("[", "-").rstrip("]"))
+    log(f"{key}: {source.name}{'' if commit is None else f' at {commit[:12]}'}")
+    if source.kind == "hub":
+        file = place / f"{entry.short_name}.parquet"
+        if not (folder / file).is_file():
+            rows = resolve(entry.model_copy(update={"revision": commit or entry.revision})).hub_data_set
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            temporary = folder / place / f"{TEMPORARY_PREFIX}{file.name}"
+            rows.to_parquet(str(temporary))
+            os.replace(temporary, folder / file)
+        read = {"path": "parquet", "name": None, "data_files": str(file), "split": "train"}
+        return entry.model_copy(update={**read, "revision": commit or entry.revision})
+    if entry.data_files is None and Path(entry.path).is_dir():
+        top = place / (Path(entry.path).resolve().name or "files")
+        for file in files_below(Path(entry.path)):
+            _copy(file, folder / top / file.relative_to(entry.path))
+        return entry.model_copy(update={"path": str(top)})
+    # Several files may have one name; each keeps it, because a split and a set are known by it.
+    names = [
+        place / (str(number) if len(source.files) > 1 else "") / file.name for number, file in enumerate(source.files)
+    ]
+    for file, name in zip(source.files, names, strict=True):
+        _copy(file, folder / name)
+    if entry.data_files is None:
+        return entry.model_copy(update={"path": str(names[0])})
+    listed: Any = str(names[0]) if len(names) == 1 else [str(name) for name in names]
+    return entry.model_copy(update={"path": source.kind, "data_files": listed})
+
+
+def _copy(file: Path, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    temporary = to.with_name(f"{TEMPORARY_PREFIX}{to.name}")
+    shutil.copyfile(file, temporary)
+    os.replace(temporary, to)
+
+
+def _with_places(
+    recipe: Recipe,
+    folder: Path,
+    commits: Mapping[str, str],
+    changed: dict[str, str | None],
+    data: Mapping[str, DataSet],
+) -> tuple[Recipe, list[str]]:
+    """The recipe with places in the folder, where other local files are copied too; and notes for its head."""
+    model, section = recipe.model, recipe.preferences
+    locals_ = {"model.name_or_path": model.name_or_path, "model.adapter": model.adapter}
+    if section is not None and names_second_model(section):
+        locals_[f"{recipe.training.objective}.reference"] = section.reference
+    locals_ |= {"data.chat_template": recipe.data.chat_template, "eval.generate.file": recipe.eval.generate.file}
+    if not (CONFIG_FOLDER / f"{recipe.accelerate_config}.yaml").is_file():
+        locals_["accelerate_config"] = recipe.accelerate_config
+    for key, name in locals_.items():
+        if key in changed or name is None or name.startswith(PACKAGE) or not os.path.exists(name):
+            continue
+        place = Path("local", key, Path(name).resolve().name)
+        for file in files_below(Path(name)) if Path(name).is_dir() else [Path(name)]:
+            _copy(file, folder / place / file.relative_to(name) if Path(name).is_dir() else folder / place)
+        changed[key] = str(place)
+    notes = []
+    if recipe.hub.push or recipe.hub.checkpoints is not None:
+        changed |= {"hub.push": False, "hub.checkpoints": None}  # type: ignore[dict-item]
+        notes.append("hub.push, hub.checkpoints: off, because they need a network; finetune push RUN sends the result")
+    if model.name_or_path.startswith(PACKAGE):
+        notes.append(f"{model.name_or_path}: comes with an installed package, which the other machine needs too")
+
+    values = recipe.model_dump()
+    changed |= {"model.revision": commits.get("model.name_or_path", model.revision)}
+    changed |= {"model.adapter_revision": commits.get("model.adapter", model.adapter_revision)}
+    if os.path.isabs(recipe.run_dir):
+        changed["output_dir"] = f"runs/{Path(recipe.run_dir).name}"
+    for dotted, value in changed.items():
+        *sections, last = dotted.split(".")
+        inner = values
+        for name in sections:
+            inner = inner[name]
+        inner[last] = value
+    for key, entry in data.items():
+        name, _, index = key.removeprefix("data.").rstrip("]").partition("[")
+        values["data"][name][int(index)] = entry.model_dump()
+    return Recipe.model_validate(values), notes
