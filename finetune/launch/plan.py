@@ -44,6 +44,11 @@ class LaunchPlan:
         return self.nodes * self.ranks
 
     @property
+    def exports(self) -> list[str]:
+        """Lines of bash for the ranks' environment."""
+        return ["export HF_HUB_OFFLINE=1  # everything is in this folder: nothing is asked for"] if self.offline else []
+
+    @property
     def alone(self) -> bool:
         """Whether it is one process that needs no launcher; under torchrun it would be a distributed run."""
         return not self.strategy.distributed

@@ -248,10 +248,9 @@ def _bring_data(key: str, source: Source, commit: str | None, folder: Path, log:
         for file in files_below(Path(entry.path)):
             _copy(file, folder / top / file.relative_to(entry.path))
         return entry.model_copy(update={"path": str(top)})
-    # Several files may have one name; each keeps it, because a split and a set are known by it.
-    names = [
-        place / (str(number) if len(source.files) > 1 else "") / file.name for number, file in enumerate(source.files)
-    ]
+    # Several files may have one name. Each keeps it, because splits and data sets are known by their files' names.
+    folders = [place / str(number) for number in range(len(source.files))] if len(source.files) > 1 else [place]
+    names = [inner / file.name for inner, file in zip(folders, source.files, strict=True)]
     for file, name in zip(source.files, names, strict=True):
         _copy(file, folder / name)
     if entry.data_files is None:
