@@ -188,17 +188,16 @@ def test_each_end_has_its_reason(tmp_path: Path) -> None:
     def begin() -> None:
         claim_run_folder(tmp_path, resume="auto", identity={}, command="c").release()
 
-    write_json(tmp_path / "receipt.json", {"batch": {"total_steps": 9}})
-    (tmp_path / "receipt.json").rename(tmp_path / ".tmp-receipt")
     begin()
-    (tmp_path / ".tmp-receipt").rename(tmp_path / "receipt.json")
+    write_json(tmp_path / "receipt.json", {"batch": {"total_steps": 9}})
     mark_failed(tmp_path, EnvironmentMismatch("the disk is full"), phase="save", rank=3, step=4)
     found = read_status(tmp_path)
     assert (found.state, found.phase, found.step) == ("failed", "save", 4)
     assert found.reason == "rank 3: EnvironmentMismatch: the disk is full"
     begin()
-    mark_run(tmp_path, "stopped", step=5)
-    assert (read_status(tmp_path).state, read_status(tmp_path).step) == ("stopped", 5)
+    mark_run(tmp_path, "stopped", step=5, reason="run.stop_after: 3h50m")
+    found = read_status(tmp_path)
+    assert (found.state, found.step, found.reason) == ("stopped", 5, "run.stop_after: 3h50m")
     mark_run(tmp_path, "finished", step=6)
     assert (read_status(tmp_path).state, read_status(tmp_path).reason) == ("finished", "early stopping")
     mark_run(tmp_path, "finished", step=9)
