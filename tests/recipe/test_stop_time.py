@@ -54,11 +54,8 @@ def test_a_date_is_the_moment_that_date_says(text: str) -> None:
 
 def test_each_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     soon = datetime.now().astimezone() + timedelta(seconds=90)
-    date = stop_time(
-        f"{soon:%Y-%m-%dT%H:%M:%S}Z" if not soon.utcoffset() else f"{soon.isoformat(timespec='seconds')}", 0
-    )
-    lasting = stop_time("90s", time.monotonic())
-    assert not (date.has_come or lasting.has_come)
+    date, lasting = stop_time(soon.isoformat(timespec="seconds"), 0), stop_time("90s", time.monotonic())
+    assert (date.has_come, lasting.has_come) == (False, False)
     now, monotonic = time.time(), time.monotonic()
     monkeypatch.setattr(module.time, "time", lambda: now + 100)  # the machine slept: its other clock stood still
     assert (date.has_come, lasting.has_come) == (True, False)
