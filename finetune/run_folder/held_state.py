@@ -41,7 +41,6 @@ class Held:
 
     parts: Assembled
     ranks: Ranks
-    saved_bytes: int  # this rank's share of a checkpoint
     nbytes: int = 0  # of this rank's copies in host memory, which live until the step is over; 0: it is on the disk
     folder: Path | None = None  # of the temporary checkpoint
     weights: Mapping[str, Any] = field(default_factory=dict)  # copies; under ZeRO `Stored` pieces
@@ -94,20 +93,19 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
     needed = nbytes * (COPIES_BESIDE_A_STEP if on_host else 1)
     if parts.engine is not None:
         needed -= nbytes  # its pieces are copies already
-    saved_bytes = sum(piece.nbytes for piece in pieces)
-    reserved = _disk_reserves(temporary_folder(recipe), saved_bytes, ranks)
+    reserved = _disk_reserves(temporary_folder(recipe), sum(piece.nbytes for piece in pieces), ranks)
     if reserved and machine_without_room(ranks, needed + bytes_below_peak(), available_bytes()) is None:
         if parts.engine is None:
-            return Held(parts, ranks, saved_bytes, nbytes, None, *_live_copies(parts))
+            return Held(parts, ranks, nbytes, None, *_live_copies(parts))
         # Rank 0 alone has the step counts, which every rank reads.
         steps = ranks.gather({name: piece for name, piece in tensors["optimizer"].items() if name.endswith(":step")})[0]
         held = [
             {name: Stored.in_memory(name, piece) for name, piece in named.items()}
             for named in (tensors["model"], {**tensors["optimizer"], **steps})
         ]
-        return Held(parts, ranks, saved_bytes, nbytes, None, *held)
+        return Held(parts, ranks, nbytes, None, *held)
     folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
-    return Held(parts, ranks, saved_bytes, folder=folder)
+    return Held(parts, ranks, folder=folder)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from finetune.model.generate import may_share_a_batch, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
+from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
@@ -435,9 +436,9 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     give_back_freed_memory()
     give_back_cached_memory(device)
     log(str(worst))
-    saved_bytes = int(accelerator.reduce(torch.tensor(worst.saved_bytes, device=device), reduction="sum"))
     if start.writes and (grace := grace_period()) is not None:
-        planned = planned_save(start.run_dir, saved_bytes, *grace)
+        saved = checkpoint_bytes(start.recipe.training, receipt.content["parameters"]["trained"])
+        planned = planned_save(start.run_dir, saved, *grace)
         log(planned.warning)
         receipt.add("stop", planned.facts())
     receipt.add("worst_step_first", worst.facts())

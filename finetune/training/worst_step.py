@@ -53,7 +53,6 @@ class WorstStep:
     peak_bytes: int  # so far
     phases: dict[str, Phase] = field(default_factory=dict)  # state (the optimizer's), forward, backward, step
     peak_of: str = "process"  # on a GPU: tensors
-    saved_bytes: int = 0  # this rank's share of a checkpoint
     held_bytes: int = 0  # this rank's copies in host memory, until the step was over; 0: they were on the disk
 
     def facts(self) -> dict[str, int | float]:
@@ -108,7 +107,7 @@ def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     restored = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
     seconds = stepped - saved, (saved - began) + (restored - stepped)
-    return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.saved_bytes, held.nbytes)
+    return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.nbytes)
 
 
 @contextmanager
