@@ -79,18 +79,19 @@ def fetch(loaded: LoadedRecipe, folder: Path, log: Callable[[str], None]) -> dic
     digest = hashlib.sha256(json.dumps(recipe.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
     commits = _earlier_commits(folder, digest)
     sources = {key: resolve(entry) for key, entry in _data_sets(recipe)}
-    wanted = [*_models(recipe), *(_data_set_on_hub(key, source) for key, source in sources.items())]
-    repositories = [each for each in wanted if each is not None]
-
+    repositories = [
+        *_models(recipe),
+        *(
+            Wanted(key, source.entry.path, source.entry.revision, "dataset")
+            for key, source in sources.items()
+            if source.kind == "hub" and is_repository(source.entry.path)  # others are files by their addresses
+        ),
+    ]
     files: dict[str, list[RemoteFile]] = {}
     for each in repositories:
         with in_one_line(partial(_in_words, each)):
-            commits[each.key] = commits.get(each.key) or _commit_of(each)
-            listed = _files_of(each, commits[each.key])
-            if each.kind == "model":
-                files[each.key] = _needed(each, listed, code=recipe.model.trust_remote_code)
-            _ask_for_access(each, commits[each.key], files.get(each.key, listed))
-    total = sum(file.nbytes for each in files.values() for file in each)
+            commits[each.key], files[each.key] = _ask(each, commits.get(each.key), recipe.model.trust_remote_code)
+    total = sum(file.nbytes for each in repositories if each.kind == "model" for file in files[each.key])
     if total > (free := free_bytes(folder)):
         raise EnvironmentMismatch(
             f"--to: {folder}: the models have {total / GIB:.1f} GiB, and {free / GIB:.1f} GiB of its disk are free; "
@@ -148,42 +149,35 @@ def _models(recipe: Recipe) -> Iterator[Wanted]:
         yield Wanted(f"{recipe.training.objective}.reference", section.reference, "main")
 
 
-def _data_set_on_hub(key: str, source: Source) -> Wanted | None:
-    """The data set's repository; None for local files, and for files by their addresses."""
-    if source.kind == "hub" and is_repository(source.entry.path):
-        return Wanted(key, source.entry.path, source.entry.revision, "dataset")
-    return None
+def _ask(wanted: Wanted, commit: str | None, code: bool) -> tuple[str, list[RemoteFile]]:
+    """The repository's commit, and its files there: all of a data set, and of a model what a training reads.
 
+    Asks for the largest one's facts too: the Hub tells everybody about a gated repository, and gives its files to some.
 
-def _commit_of(wanted: Wanted) -> str:
-    from huggingface_hub import HfApi
+    Args:
+        commit: Of an interrupted fetch.
+        code: Python files are read too.
 
-    return str(HfApi().repo_info(wanted.name, revision=wanted.revision, repo_type=wanted.kind).sha)
+    Raises FinetuneError for a model without safetensors, and the client's own errors.
+    """
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-
-def _files_of(wanted: Wanted, commit: str) -> list[RemoteFile]:
-    from huggingface_hub import HfApi
-
-    tree: Any = HfApi().list_repo_tree(wanted.name, recursive=True, revision=commit, repo_type=wanted.kind)
-    return [RemoteFile(each.path, each.size, each.lfs and each.lfs.sha256) for each in tree if hasattr(each, "size")]
-
-
-def _needed(wanted: Wanted, files: list[RemoteFile], *, code: bool) -> list[RemoteFile]:
-    """What a training reads of a model's files. Raises FinetuneError if its weights are no safetensors."""
-    patterns = [*WEIGHTS, *BESIDE, *(["*.py"] if code else [])]
-    found = [file for file in files if "/" not in file.path and any(fnmatch(file.path, each) for each in patterns)]
-    if not any(fnmatch(file.path, each) for file in found for each in WEIGHTS):
-        raise FinetuneError(f"{wanted.key}: {wanted.name} has no weights in safetensors; name a model that has them")
-    return found
-
-
-def _ask_for_access(wanted: Wanted, commit: str, files: list[RemoteFile]) -> None:
-    """Ask for one file's facts. The Hub tells everybody about a gated repository, and gives its files to some."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    largest = max(files, key=lambda file: file.nbytes, default=None)
-    if largest is not None:
-        get_hf_file_metadata(hf_hub_url(wanted.name, largest.path, revision=commit, repo_type=wanted.kind))
+    api, kind = HfApi(), wanted.kind
+    if commit is None:
+        commit = str(api.repo_info(wanted.name, revision=wanted.revision, repo_type=kind).sha)
+    tree: Any = api.list_repo_tree(wanted.name, recursive=True, revision=commit, repo_type=kind)
+    files = [RemoteFile(each.path, each.size, each.lfs and each.lfs.sha256) for each in tree if hasattr(each, "size")]
+    if kind == "model":
+        patterns = [*WEIGHTS, *BESIDE, *(["*.py"] if code else [])]
+        files = [file for file in files if "/" not in file.path and any(fnmatch(file.path, each) for each in patterns)]
+        if not any(fnmatch(file.path, each) for file in files for each in WEIGHTS):
+            raise FinetuneError(
+                f"{wanted.key}: {wanted.name} has no weights in safetensors; name a model that has them"
+            )
+    if files:
+        largest = max(files, key=lambda file: file.nbytes)
+        get_hf_file_metadata(hf_hub_url(wanted.name, largest.path, revision=commit, repo_type=kind))
+    return commit, files
 
 
 def _in_words(wanted: Wanted, error: Exception) -> EnvironmentMismatch:
@@ -218,15 +212,14 @@ def _download(wanted: Wanted, commit: str, files: list[RemoteFile], place: Path)
         with in_one_line(partial(_in_words, wanted)):
             hf_hub_download(wanted.name, file.path, revision=commit, local_dir=place)
         path = place / file.path
-        if path.stat().st_size != file.nbytes or (file.sha256 and _sha256(path) != file.sha256):
+        with open(path, "rb") as stream:
+            is_whole = path.stat().st_size == file.nbytes
+            if is_whole and file.sha256 is not None:
+                is_whole = hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256
+        if not is_whole:
             path.unlink()
             raise EnvironmentMismatch(f"{path}: is not what the Hub lists, and was removed; start this again")
     remove_folder(place / ".cache")  # what the client needs to continue
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _bring_data(key: str, source: Source, commit: str | None, folder: Path, log: Callable[[str], None]) -> DataSet:
@@ -284,9 +277,9 @@ def _with_places(
     for key, name in locals_.items():
         if key in changed or name is None or name.startswith(PACKAGE) or not os.path.exists(name):
             continue
-        place = Path("local", key, Path(name).resolve().name)
-        for file in files_below(Path(name)) if Path(name).is_dir() else [Path(name)]:
-            _copy(file, folder / place / file.relative_to(name) if Path(name).is_dir() else folder / place)
+        path, place = Path(name), Path("local", key, Path(name).resolve().name)
+        for file in files_below(path) if path.is_dir() else [path]:
+            _copy(file, folder / place / file.relative_to(path))
         changed[key] = str(place)
     notes = []
     if recipe.hub.push or recipe.hub.checkpoints is not None:
