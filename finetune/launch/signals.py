@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, Stopped
 from finetune.launch.launcher import (
@@ -37,7 +38,9 @@ from finetune.launch.launcher import (
     under_launcher,
 )
 from finetune.launch.with_parent import die_with_parent
-from finetune.recipe.stop_time import StopTime
+
+if TYPE_CHECKING:
+    from finetune.recipe.stop_time import StopTime
 
 # SIGUSR1 is Slurm's warning before the end of a job's time, SIGQUIT what Ctrl-\\ sends.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)

@@ -26,6 +26,7 @@ from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import FETCHED, TEMPORARY_PREFIX, check_output, disk_errors, remove_folder, write_json, write_text
 from finetune.measure.units import GIB
+from finetune.model.gguf_package import PREFIX
 from finetune.output_stream import one_line
 from finetune.preflight.disk import free_bytes
 from finetune.recipe.adapter_config import names_a_folder
@@ -38,14 +39,23 @@ from finetune.redaction import known_secrets, secret_key
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line
 
-PACKAGE = "package:"
 # Files at the top of a repository that a training reads, and those that say what one may do with them.
-WEIGHTS = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
-BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
+FILES_BESIDE = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Repository:
     """A repository on the Hub that a key of the recipe names."""
 
     key: str
@@ -82,7 +92,7 @@ def fetch(loaded: LoadedRecipe, folder: Path, log: Callable[[str], None]) -> dic
     repositories = [
         *_models(recipe),
         *(
-            Wanted(key, source.entry.path, source.entry.revision, "dataset")
+            Repository(key, source.entry.path, source.entry.revision, "dataset")
             for key, source in sources.items()
             if source.kind == "hub" and is_repository(source.entry.path)  # others are files by their addresses
         ),
@@ -138,18 +148,18 @@ def _data_sets(recipe: Recipe) -> Iterator[tuple[str, DataSet]]:
         yield from ((f"data.eval[{index}]", entry) for index, entry in enumerate(recipe.data.eval))
 
 
-def _models(recipe: Recipe) -> Iterator[Wanted]:
+def _models(recipe: Recipe) -> Iterator[Repository]:
     """The models and adapters on the Hub that the recipe names."""
     model, section = recipe.model, recipe.preferences
-    if not model.name_or_path.startswith(PACKAGE) and not Path(model.name_or_path).is_dir():
-        yield Wanted("model.name_or_path", model.name_or_path, model.revision)
+    if not model.name_or_path.startswith(PREFIX) and not Path(model.name_or_path).is_dir():
+        yield Repository("model.name_or_path", model.name_or_path, model.revision)
     if model.adapter is not None and not names_a_folder(model.adapter):
-        yield Wanted("model.adapter", model.adapter, model.adapter_revision)
+        yield Repository("model.adapter", model.adapter, model.adapter_revision)
     if section is not None and names_second_model(section) and not Path(section.reference).is_dir():
-        yield Wanted(f"{recipe.training.objective}.reference", section.reference, "main")
+        yield Repository(f"{recipe.training.objective}.reference", section.reference, "main")
 
 
-def _ask(wanted: Wanted, commit: str | None, code: bool) -> tuple[str, list[RemoteFile]]:
+def _ask(repository: Repository, commit: str | None, code: bool) -> tuple[str, list[RemoteFile]]:
     """The repository's commit, and its files there: all of a data set, and of a model what a training reads.
 
     Asks for the largest one's facts too: the Hub tells everybody about a gated repository, and gives its files to some.
@@ -162,25 +172,25 @@ def _ask(wanted: Wanted, commit: str | None, code: bool) -> tuple[str, list[Remo
     """
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-    api, kind = HfApi(), wanted.kind
+    api, kind = HfApi(), repository.kind
     if commit is None:
-        commit = str(api.repo_info(wanted.name, revision=wanted.revision, repo_type=kind).sha)
-    tree: Any = api.list_repo_tree(wanted.name, recursive=True, revision=commit, repo_type=kind)
+        commit = str(api.repo_info(repository.name, revision=repository.revision, repo_type=kind).sha)
+    tree: Any = api.list_repo_tree(repository.name, recursive=True, revision=commit, repo_type=kind)
     files = [RemoteFile(each.path, each.size, each.lfs and each.lfs.sha256) for each in tree if hasattr(each, "size")]
     if kind == "model":
-        patterns = [*WEIGHTS, *BESIDE, *(["*.py"] if code else [])]
+        patterns = [*WEIGHT_FILES, *FILES_BESIDE, *(["*.py"] if code else [])]
         files = [file for file in files if "/" not in file.path and any(fnmatch(file.path, each) for each in patterns)]
-        if not any(fnmatch(file.path, each) for file in files for each in WEIGHTS):
+        if not any(fnmatch(file.path, each) for file in files for each in WEIGHT_FILES):
             raise FinetuneError(
-                f"{wanted.key}: {wanted.name} has no weights in safetensors; name a model that has them"
+                f"{repository.key}: {repository.name} has no weights in safetensors; name a model that has them"
             )
     if files:
         largest = max(files, key=lambda file: file.nbytes)
-        get_hf_file_metadata(hf_hub_url(wanted.name, largest.path, revision=commit, repo_type=kind))
+        get_hf_file_metadata(hf_hub_url(repository.name, largest.path, revision=commit, repo_type=kind))
     return commit, files
 
 
-def _in_words(wanted: Wanted, error: Exception) -> EnvironmentMismatch:
+def _in_words(repository: Repository, error: Exception) -> EnvironmentMismatch:
     """An error of the Hub's client in one line, with the recipe's key."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -189,7 +199,7 @@ def _in_words(wanted: Wanted, error: Exception) -> EnvironmentMismatch:
         RevisionNotFoundError,
     )
 
-    page = f"https://huggingface.co/{'' if wanted.kind == 'model' else 'datasets/'}{wanted.name}"
+    page = f"https://huggingface.co/{'' if repository.kind == 'model' else 'datasets/'}{repository.name}"
     match error:
         case OfflineModeIsEnabled():
             why = "HF_HUB_OFFLINE is set; unset it, because this verb needs the network"
@@ -198,19 +208,19 @@ def _in_words(wanted: Wanted, error: Exception) -> EnvironmentMismatch:
         case RepositoryNotFoundError():
             why = "the Hub has none with this name, or does not show it to this token; correct it, or: hf auth login"
         case RevisionNotFoundError():
-            why = f"the Hub has no revision {one_line(wanted.revision, 80)} of it; correct the revision"
+            why = f"the Hub has no revision {one_line(repository.revision, 80)} of it; correct the revision"
         case _:
             why = f"the Hub did not answer ({type(error).__name__}: {one_line(error, 160)}); start this again"
-    return EnvironmentMismatch(f"{wanted.key}: {one_line(wanted.name, 120)}: {why}")
+    return EnvironmentMismatch(f"{repository.key}: {one_line(repository.name, 120)}: {why}")
 
 
-def _download(wanted: Wanted, commit: str, files: list[RemoteFile], place: Path) -> None:
+def _download(repository: Repository, commit: str, files: list[RemoteFile], place: Path) -> None:
     """Bring the files, or what is missing of them. Each has the Hub's size, and a large one its SHA-256."""
     from huggingface_hub import hf_hub_download
 
     for file in files:
-        with in_one_line(partial(_in_words, wanted)):
-            hf_hub_download(wanted.name, file.path, revision=commit, local_dir=place)
+        with in_one_line(partial(_in_words, repository)):
+            hf_hub_download(repository.name, file.path, revision=commit, local_dir=place)
         path = place / file.path
         with open(path, "rb") as stream:
             is_whole = path.stat().st_size == file.nbytes
@@ -275,7 +285,7 @@ def _with_places(
     if not (CONFIG_FOLDER / f"{recipe.accelerate_config}.yaml").is_file():
         locals_["accelerate_config"] = recipe.accelerate_config
     for key, name in locals_.items():
-        if key in changed or name is None or name.startswith(PACKAGE) or not os.path.exists(name):
+        if key in changed or name is None or name.startswith(PREFIX) or not os.path.exists(name):
             continue
         path, place = Path(name), Path("local", key, Path(name).resolve().name)
         for file in files_below(path) if path.is_dir() else [path]:
@@ -285,7 +295,7 @@ def _with_places(
     if recipe.hub.push or recipe.hub.checkpoints is not None:
         changed |= {"hub.push": False, "hub.checkpoints": None}  # type: ignore[dict-item]
         notes.append("hub.push, hub.checkpoints: off, because they need a network; finetune push RUN sends the result")
-    if model.name_or_path.startswith(PACKAGE):
+    if model.name_or_path.startswith(PREFIX):
         notes.append(f"{model.name_or_path}: comes with an installed package, which the other machine needs too")
 
     values = recipe.model_dump()

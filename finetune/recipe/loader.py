@@ -22,7 +22,6 @@ from finetune.recipe.mistakes import explain_mistake
 from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
-from finetune.recipe.stop_time import date_problem
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.recipe.strategy_fit import refuses_new_rows, unfit
 from finetune.recipe.yaml_text import (
@@ -132,9 +131,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     if recipe is not None and here:
         for key, problem in folder_mistakes(recipe):
             source.report(Mistake("folder", key, problem))
-        if recipe.run.stop_after is not None and (found := date_problem(recipe.run.stop_after)) is not None:
-            problem = f"{shown(recipe.run.stop_after)} {found[0]}; {found[1]}"
-            source.report(Mistake("stop_after", ("run", "stop_after"), problem))
+        if recipe.run.stop_after is not None:
+            from finetune.recipe.stop_time import date_problem
+
+            if (found := date_problem(recipe.run.stop_after)) is not None:
+                problem = f"{shown(recipe.run.stop_after)} {found[0]}; {found[1]}"
+                source.report(Mistake("stop_after", ("run", "stop_after"), problem))
         with suppress(RecipeError):  # a wrong strategy file is reported when it is used
             for misfit in unfit(recipe, read_strategy(recipe.accelerate_config, strict=False)):
                 path_to_key = tuple(misfit.key.split("."))

@@ -48,7 +48,6 @@ from finetune.recipe.mixed_precision import (
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
-from finetune.recipe.stop_time import stop_time
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity
@@ -210,6 +209,8 @@ def prepare(choices: Choices) -> Start:
     claim, due = None, None
     if launch.is_main:
         if recipe.run.stop_after is not None:
+            from finetune.recipe.stop_time import stop_time
+
             due = stop_time(recipe.run.stop_after, STARTED_AT)
         claim = _claim(choices, prepared)
         if claim.status != "finished":

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
-from finetune.recipe.stop_time import form_problem
 from finetune.recipe.yaml_text import shown
 
 
@@ -23,7 +22,11 @@ class RunLimits(Section):
     @model_validator(mode="after")
     def time_is_one(self) -> RunLimits:
         """Check the text's form. The loader checks zone and past where the recipe is trained."""
-        if self.stop_after is not None and (found := form_problem(self.stop_after)) is not None:
+        if self.stop_after is None:
+            return self
+        from finetune.recipe.stop_time import form_problem
+
+        if (found := form_problem(self.stop_after)) is not None:
             refuse([CrossCheck("stop_after", f"{shown(self.stop_after)} {found[0]}", found[1])])
         return self
 
