@@ -184,7 +184,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt(BROKEN_OFF)
         interrupted |= number == signal.SIGINT
-        if request:
+        if request.signal_name is not None:
             return
         request.signal_name, request.came_in_steps = signal.Signals(number).name, request.in_steps
         if not request.in_steps:
