@@ -41,7 +41,8 @@ class FinetuneError(Exception):
 class Mistake:
     """One mistake in a recipe, and the value or key where it is."""
 
-    # pydantic's kind of error, or: either, cross_check, unknown, misplaced, foreign, yaml, override, folder, unfit
+    # pydantic's kind of error, or: either, cross_check, unknown, misplaced, foreign, yaml, override, folder,
+    # stop_after, unfit
     code: str
     path: tuple[str | int, ...]
     text: str  # problem; remedy

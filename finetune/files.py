@@ -30,6 +30,7 @@ from finetune.output_stream import one_line
 from finetune.paths import kind_of_file, open_regular
 
 TEMPORARY_PREFIX = ".tmp-"
+FETCHED = "fetch.json"  # in a folder that `finetune fetch` made
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 
@@ -225,9 +226,10 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         os.close(descriptor)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file's complete lines. Torn ones, from a crash or a damaged disk, are passed over."""
-    return [row for row, _ in _lines(path) if row is not None]
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """A JSONL file's complete lines, or those in its last bytes. Torn ones, from a crash or a damaged disk, are passed
+    over."""
+    return [row for row, _ in _lines(path, last_bytes) if row is not None]
 
 
 def torn_lines(path: Path) -> int:
@@ -253,9 +255,12 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
     return isinstance(step, int) and step > last_step
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Each line and its value; None if it is torn."""
     with open_regular(path) as file:
+        if last_bytes is not None and (start := os.fstat(file.fileno()).st_size - last_bytes) > 0:
+            file.seek(start - 1)
+            file.readline()  # the end of the line before
         for line in file:
             row = None
             with suppress(ValueError, RecursionError):
@@ -342,3 +347,15 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the file's lock. Do not call it in the process that holds it: that drops it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    return False

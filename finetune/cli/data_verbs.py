@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from finetune import importers, new_recipe, preflight
-from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say, say_begun, user_path
 from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
 from finetune.model.packaged import refuse_unreachable
@@ -47,6 +48,28 @@ def preview(
             if result.ok:
                 name_next(["finetune", "train", recipe, *(overrides or [])])
         return result.as_json() | ({} if result.ok else {"exit_code": 2})
+
+    run_verb(work, as_json=as_json)
+
+
+def fetch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    to: Annotated[
+        Path, typer.Option("--to", parser=user_path, help="A new folder, or one to go on with.", show_default=False)
+    ] = ...,  # type: ignore[assignment]  # typer's word for an option that must be given
+    as_json: AsJson = False,
+) -> None:
+    """Bring model, tokenizer and data into a folder, with a recipe that trains from there without a network."""
+
+    def work() -> dict[str, Any]:
+        loaded = load_recipe(recipe, overrides or [], here=True)
+        facts = preflight.fetch(loaded, to, partial(say, err=True))
+        if not as_json:
+            for note in facts["notes"]:
+                say(note)
+            say(f"complete: {to}; there: HF_HUB_OFFLINE=1 finetune train recipe.yaml")
+        return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)
 

@@ -282,7 +282,9 @@ def launch(
 
 for verb in (
     data_verbs.preview,
+    data_verbs.fetch,
     run_verbs.chat,
+    run_verbs.status,
     run_verbs.report,
     run_verbs.export,
     run_verbs.sample,

@@ -19,6 +19,7 @@ from finetune.finished_run import ENGINES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import require_run_folder
+from finetune.run_folder.status import read_status
 
 OnServer = Annotated[
     str | None,
@@ -168,6 +169,21 @@ def report(
             if len(runs) == 1:
                 name_next(["finetune", "chat", runs[0]])
         return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in reported}}
+
+    run_verb(work, as_json=as_json)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(parser=user_path, metavar="RUN", help="A run's folder.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Is it alive? Step, loss, speed, time left, the last complete checkpoint, and why it ended."""
+
+    def work() -> dict[str, Any]:
+        found = read_status(run)
+        if not as_json:
+            say(str(found))
+        return {"ok": True, **vars(found)}
 
     run_verb(work, as_json=as_json)
 

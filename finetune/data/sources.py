@@ -74,7 +74,7 @@ class Source:
         """The rows' content address: the files' digests, or the Hub data set's fingerprint."""
         if self.kind == "hub":
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
-            return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}
+            return {"hub": self.entry.path, "fingerprint": self.hub_data_set._fingerprint}
         hashes = []
         for file in self.files:
             try:
@@ -101,7 +101,8 @@ class Source:
             yield from read_rows(file, self.kind, entry.delimiter, entry.encoding, entry.sheet, self.notes)
 
     @cached_property
-    def _hub_data_set(self) -> Any:
+    def hub_data_set(self) -> Any:
+        """The Hub's data set, loaded. Raises DataError."""
         from datasets import load_dataset
 
         entry = self.entry
@@ -113,7 +114,7 @@ class Source:
             raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
-        data_set, number = self._hub_data_set, 0
+        data_set, number = self.hub_data_set, 0
         try:
             for number, values in enumerate(data_set, start=1):
                 yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
+from finetune.files import FETCHED
 from finetune.output_stream import printable
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
@@ -36,10 +37,16 @@ class LaunchPlan:
     ranks: int  # on each node
     words: tuple[str, ...]  # the trainer, the recipe and its overrides
     verb_arguments: str  # of `finetune launch`, for the file's first line
+    offline: bool = False  # the recipe is one of `finetune fetch`: everything that it names is beside it
 
     @property
     def world(self) -> int:
         return self.nodes * self.ranks
+
+    @property
+    def exports(self) -> list[str]:
+        """Lines of bash for the ranks' environment."""
+        return ["export HF_HUB_OFFLINE=1  # everything is in this folder: nothing is asked for"] if self.offline else []
 
     @property
     def alone(self) -> bool:
@@ -88,6 +95,7 @@ def plan_launch(
         ranks=ranks,
         words=(*TRAINER, str(recipe), *overrides, *changed),
         verb_arguments=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
+        offline=(loaded.path.parent / FETCHED).is_file(),
     )
     for problem in _misfits(plan):
         raise FinetuneError(problem)

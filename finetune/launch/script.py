@@ -26,7 +26,7 @@ def script(plan: LaunchPlan) -> str:
         return job_script(plan, _head(plan), starter)
     lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
     if plan.nodes == 1:
-        lines += ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
+        lines += ["# Start: bash THIS_FILE", "", *plan.exports, f"exec {_starter(plan)} \\", f"  {trainer}"]
         return "\n".join(lines) + "\n"
     starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
     last = plan.nodes - 1
@@ -36,6 +36,7 @@ def script(plan: LaunchPlan) -> str:
         f'machine="${{1:?the number of this machine, 0 to {last}}}"',
         'first="${2:?the address of machine 0, as the others reach it}"',
         "",
+        *plan.exports,
         f"exec {starter} \\",
         f"  {trainer}",
     ]

@@ -12,6 +12,8 @@ The signals that reach the trainer (read in torch 2.13's elastic agent and accel
   SIGTERM for the first signal, and SIGKILL for a second Ctrl-C.
 
 So during training only a second SIGINT ends the process at once; further SIGTERMs change nothing.
+
+`run.stop_after` sets the same flag, on rank 0 alone: clocks differ, and the step's collective tells the other ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, Stopped
 from finetune.launch.launcher import (
@@ -35,9 +39,15 @@ from finetune.launch.launcher import (
 )
 from finetune.launch.with_parent import die_with_parent
 
+if TYPE_CHECKING:
+    from finetune.recipe.stop_time import StopTime
+
 # SIGUSR1 is Slurm's warning before the end of a job's time, SIGQUIT what Ctrl-\\ sends.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 BROKEN_OFF = "broken off without saving"
+STARTED_AT = time.monotonic()  # of this process: a trainer imports this file before torch
+GRACE_VARIABLE = "FINETUNE_GRACE_SECONDS"  # job files set it: nothing tells a process how long its engine waits
+USUAL_GRACE = 30.0  # seconds: torchrun's, Kubernetes', and Slurm's KillWait
 SECONDS_TO_LEAVE = 3.0  # from a signal in a phase without steps to the end of the process
 
 
@@ -56,9 +66,22 @@ class StopRequest:
     signal_name: str | None = None
     in_steps: bool = False
     came_in_steps: bool | None = None  # the first signal, once Python's handler has run
+    stop_time: StopTime | None = None  # of `run.stop_after`; rank 0's alone
 
     def __bool__(self) -> bool:
-        return self.signal_name is not None
+        return self.signal_name is not None or self.is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time of `run.stop_after` has come, in the steps."""
+        return self.in_steps and self.stop_time is not None and self.stop_time.has_come
+
+    @property
+    def reason(self) -> str:
+        """What stopped the run, for its state; this rank may have got no signal itself."""
+        if self.signal_name is None and self.stop_time is not None and self.stop_time.has_come:
+            return f"run.stop_after: {self.stop_time.text}"
+        return self.signal_name or "a signal to another rank"
 
     @contextmanager
     def finishes_step(self) -> Iterator[None]:
@@ -68,6 +91,24 @@ class StopRequest:
             yield
         finally:
             self.in_steps = False
+
+
+def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
+    """The seconds from a signal to SIGKILL, and who sends it; None: nobody that is known here.
+
+    The job file's word counts before an engine's usual period, and torchrun's own limit always.
+    """
+    known = []
+    if environment.get(GRACE_VARIABLE, "").isdigit():
+        known.append((float(environment[GRACE_VARIABLE]), GRACE_VARIABLE))
+    elif "SLURM_JOB_ID" in environment:
+        known.append((USUAL_GRACE, "Slurm"))
+    elif "KUBERNETES_SERVICE_HOST" in environment:
+        known.append((USUAL_GRACE, "Kubernetes"))
+    if BY_TORCHRUN in environment:
+        limit = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        known.append((float(limit) if limit.isdigit() else USUAL_GRACE, "torchrun"))
+    return min(known, default=None)
 
 
 @contextmanager
@@ -143,7 +184,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt(BROKEN_OFF)
         interrupted |= number == signal.SIGINT
-        if request:
+        if request.signal_name is not None:
             return
         request.signal_name, request.came_in_steps = signal.Signals(number).name, request.in_steps
         if not request.in_steps:

@@ -192,6 +192,7 @@ def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
             "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
             "export MASTER_ADDR MASTER_PORT",
         ]
+    lines += [*plan.exports, f"export FINETUNE_GRACE_SECONDS={_SAVE_SECONDS}  # from the signal to the time limit"]
     if not plan.alone:
         # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
         limit = _SAVE_SECONDS - 30

@@ -4,6 +4,7 @@
     comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
     result = run_and_report(comparison, quiet=False)      the same steps under each strategy
     findings = list(examine_machine())                    libraries, devices, disk, token
+    facts = fetch(loaded, folder, print)                  model, tokenizer and data, for a machine without a network
     report = prove_gpus(print)                            small trainings beside the CPU's curve
 
 Other packages import only this module. It imports nothing before a name is asked for.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.preflight.comparison import Comparison, compare, plan_comparison
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
+    from finetune.preflight.fetching import fetch
     from finetune.preflight.gpu_proofs import (
         Proof,
         ProofBench,
@@ -50,6 +52,7 @@ _NAMES = {
     "compare_rows": ("AskedRow", "rows_of_options"),
     "comparison": ("Comparison", "compare", "plan_comparison"),
     "compare_report": ("draw", "run_and_report"),
+    "fetching": ("fetch",),
     "doctor": ("Finding", "as_text", "examine_machine"),
     "gpu_proofs": (
         *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
@@ -80,6 +83,7 @@ __all__ = [
     "ended_by_signals",
     "examine_machine",
     "failure_reason",
+    "fetch",
     "find_gpus",
     "free_bytes",
     "kill_all",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune.files import cache_folder
 from finetune.model.packaged import weights_are_here
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -39,7 +39,7 @@ def need_of(recipe: Recipe) -> Need:
     width = 2 if training.pure_bf16 else 4
     on_disk = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
     return Need(
-        checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
+        checkpoint=checkpoint_bytes(training, trained),
         keep=recipe.save_total_limit + training.exports_best,
         export=trained * width if recipe.lora else total * frozen,
         download=0 if on_disk else total * 2,  # published in 16 bits

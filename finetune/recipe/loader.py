@@ -131,6 +131,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     if recipe is not None and here:
         for key, problem in folder_mistakes(recipe):
             source.report(Mistake("folder", key, problem))
+        if recipe.run.stop_after is not None:
+            from finetune.recipe.stop_time import date_problem
+
+            if (found := date_problem(recipe.run.stop_after)) is not None:
+                problem = f"{shown(recipe.run.stop_after)} {found[0]}; {found[1]}"
+                source.report(Mistake("stop_after", ("run", "stop_after"), problem))
         with suppress(RecipeError):  # a wrong strategy file is reported when it is used
             for misfit in unfit(recipe, read_strategy(recipe.accelerate_config, strict=False)):
                 path_to_key = tuple(misfit.key.split("."))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from finetune.recipe.sections.training import Optimizer
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Recipe, Training
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,14 @@ USUAL_RATES = {0.5e9: (2e-3, 1e-4), 3.6e9: (5e-4, 2e-5), 10e9: (3e-4, 1e-5), 25e
 # 5e-7 for all weights and 5e-6 for adapters of 7B. docs/preferences.md measures 135M.
 USUAL_PREFERENCE_RATES = {0.5e9: (1e-4, 1e-5), 1e15: (5e-6, 1e-6)}
 TYPICAL_WEIGHTS = 12e9  # for a model that is not known: its rates are safe for every size
+
+
+def checkpoint_bytes(training: Training, trained: int) -> int:
+    """Bytes of a checkpoint's tensors. `trained`: trained weights, over all ranks."""
+    width = 2 if training.pure_bf16 else 4
+    return trained * (width + OPTIMIZERS[training.optim].state_bytes(width))
+
+
 # (least, most) learning rate. Beyond the limits a method learns nothing, or it diverges.
 RATE_LIMITS = {"full": (1e-6, 1e-4), "adapters": (1e-5, 2e-3)}
 PREFERENCE_RATE_LIMITS = {"full": (5e-8, 1e-5), "adapters": (5e-7, 5e-4)}

@@ -71,10 +71,19 @@ def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings")
         yield from leaves(inner, (*path, key), lists=lists)
 
 
-def resolved_yaml(loaded: LoadedRecipe) -> str:
-    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
-    origins = loaded.origins | {key: f"{loaded.origins[key]}: auto" for key in loaded.auto_formats}
-    return "\n".join(_section_lines(loaded.recipe.model_dump(mode="json"), (), origins)) + "\n"
+def resolved_yaml(loaded: LoadedRecipe, *, keep_auto: bool = False) -> str:
+    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe.
+
+    `keep_auto`: number formats that the recipe leaves to the device stay `auto`, for another machine.
+    """
+    origins, values = dict(loaded.origins), loaded.recipe.model_dump(mode="json")
+    for key in loaded.auto_formats:
+        section, name = key.split(".")
+        if keep_auto:
+            values[section][name] = "auto"
+        else:
+            origins[key] += ": auto"
+    return "\n".join(_section_lines(values, (), origins)) + "\n"
 
 
 def _section_lines(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:

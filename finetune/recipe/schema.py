@@ -22,7 +22,7 @@ from finetune.recipe.sections.data import Data, DataSet, EvalFraction, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
 from finetune.recipe.sections.preferences import Dpo, Kto
-from finetune.recipe.sections.results import Evaluation, Generate, Hub, Samples
+from finetune.recipe.sections.results import Evaluation, Generate, Hub, RunLimits, Samples
 from finetune.recipe.sections.training import Scheduler, Training
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Quantization",
     "Recipe",
     "RowFormat",
+    "RunLimits",
     "Samples",
     "Scheduler",
     "Section",
@@ -77,6 +78,7 @@ class Recipe(Section):
         False, description="Measure each phase's memory, seconds and collectives; slows the run."
     )
     report_to: list[Tracker] = Field([], description="Trackers besides metrics.jsonl; wandb without a key: offline.")
+    run: RunLimits = Field(default_factory=RunLimits, description="The run's limits.")
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: Local | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

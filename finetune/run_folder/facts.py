@@ -29,6 +29,9 @@ EXPORTED_RECORDS = (
 EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
 EVAL_KEPT = "eval_endpoint.jsonl"  # a server's answers, while an evaluation does not have all of them
 
+STATE, LOCK = "run_state.json", ".lock"  # how the run goes or ended; the running process holds the lock
+STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
+
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor
 
 
@@ -53,10 +56,34 @@ def require_run_folder(run_dir: Path) -> Path:
     return resolved
 
 
+def read_state(run_dir: Path, remedy: str = "choose another output_dir") -> dict[str, Any] | None:
+    """Read run_state.json. None if there is none: then no run was here.
+
+    Raises:
+        FinetuneError: the file exists and cannot be read.
+    """
+    try:
+        if not (run_dir / STATE).exists():
+            return None
+        state = read_object(run_dir / STATE)
+        for key, kind in STATE_KINDS.items():
+            if type(state.get(key)) is not kind:
+                raise ValueError(f"{key} is not as a run writes it")
+    except (FinetuneError, OSError, ValueError) as error:
+        reason = str(error).removeprefix(f"{run_dir / STATE}: ")
+        raise FinetuneError(f"{run_dir / STATE}: unreadable ({reason}); {remedy}") from None
+    return state
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of a run's checkpoints, in order. A checkpoint gets its name when it is complete; none is opened."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
+
+
 def not_finished_yet(run_dir: Path) -> FinetuneError:
     """The error for a run that has no result yet: its checkpoints can be used, or it can be continued."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    steps = sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
+    steps = saved_steps(run_dir)
     if not steps:
         return FinetuneError(f"{run_dir}: this run has not finished and saved no checkpoint; start its training again")
     step = str(steps[-1])

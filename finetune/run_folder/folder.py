@@ -45,14 +45,18 @@ from finetune.run_folder.checkpoint import (
     read_state_of,
     step_folder,
 )
-from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS, lost_lines
-from finetune.untrusted.json_files import read_object
+from finetune.run_folder.facts import (
+    EXPORT_RECORD,
+    EXPORTED_RECORDS,
+    EXPORTS,
+    LOCK,
+    STATE,
+    lost_lines,
+    read_state,
+)
 from finetune.wording import first_lines
 
 _UNSET = "(not set)"
-STATE = "run_state.json"
-STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
-LOCK = ".lock"
 STATE_LOCK = ".state.lock"  # between reading the state and writing it
 # A resumed run keeps lines up to the checkpoint's step minus this number. A step's metrics are written before its
 # checkpoint. The samples after the last step are written after its checkpoint, so a resumed run writes them again.
@@ -73,6 +77,7 @@ FREE_TO_CHANGE = (
     "measure_phases",
     "output_dir",
     "report_to",
+    "run",
     "hub",
     "timeout_seconds",
     "training.activation_checkpointing",
@@ -333,31 +338,22 @@ def _of_another_user(run_dir: Path) -> Path | None:
     return None
 
 
-def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """Read run_state.json. None if there is none: then no run was here.
-
-    Raises:
-        FinetuneError: the file exists and cannot be read.
-    """
-    try:
-        if not (run_dir / STATE).exists():
-            return None
-        state = read_object(run_dir / STATE)
-        for key, kind in STATE_KINDS.items():
-            if type(state.get(key)) is not kind:
-                raise ValueError(f"{key} is not as a run writes it")
-    except (FinetuneError, OSError, ValueError) as error:
-        reason = str(error).removeprefix(f"{run_dir / STATE}: ")
-        raise FinetuneError(f"{run_dir / STATE}: unreadable ({reason}); choose another output_dir") from None
-    return state
-
-
-def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
-    """Write the run's state after `step`, and the exported step. Returns the command that continues the run."""
+def mark_run(
+    run_dir: Path,
+    state: RunState,
+    *,
+    step: int,
+    exported: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+) -> str:
+    """Write the run's state after `step`, the exported step, and what stopped it. Returns the command that continues
+    the run."""
     saved = read_state(run_dir)
     if saved is None:
         raise FinetuneError(f"{run_dir}: the run's folder, or its {STATE}, was deleted or renamed while it trained")
-    more = {"exported": dict(exported)} if exported else None
+    more: dict[str, Any] = {"exported": dict(exported)} if exported else {}
+    if reason is not None:
+        more["reason"] = reason
     _write_state(run_dir, state, step, saved["command"], saved["identity"], more)
     return str(saved["command"])
 

@@ -17,6 +17,8 @@ from typing import Literal
 
 import psutil
 
+from finetune.files import is_locked
+
 FOLDER = ".ranks"
 _BYTES = 1024  # every record is padded to this length, so that one write replaces the one before
 
@@ -83,14 +85,7 @@ def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | No
 
 def holds_lock(run_dir: Path, rank: int) -> bool:
     """Whether a living process holds that rank's file. Do not call it for this process's own rank."""
-    try:
-        with open(heartbeat_file(run_dir, rank), "rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:
-        return False
-    return False
+    return is_locked(heartbeat_file(run_dir, rank))
 
 
 def process_is_gone(record: HeartbeatRecord) -> bool:

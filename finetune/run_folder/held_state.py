@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from finetune.files import TEMPORARY_PREFIX, disk_errors, remove_folder
 from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
@@ -30,6 +32,7 @@ from finetune.strategies.pieces import Ranks, Stored, all_ranks, local_part, res
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.
 COPIES_BESIDE_A_STEP = 8
+SAMPLE_BYTES = 64 * 2**20  # whose writing tells the disk's speed
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,48 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
         return Held(parts, ranks, nbytes, None, *held)
     folder = write_checkpoint(temporary_folder(recipe), 0, tensors, {}, keep=1, ranks=ranks)
     return Held(parts, ranks, folder=folder)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A checkpoint's writing beside the time that a signal leaves for it."""
+
+    checkpoint_bytes: int  # of all ranks
+    seconds: float  # at the speed that was just measured
+    grace_seconds: float
+    killer: str  # ends the process afterwards
+
+    def facts(self) -> dict[str, float | str]:
+        """For the receipt."""
+        rounded = {"seconds": round(self.seconds, 1), "grace_seconds": self.grace_seconds}
+        return {"checkpoint_bytes": self.checkpoint_bytes, **rounded, "killer": self.killer}
+
+    @property
+    def warning(self) -> str:
+        """One line if a checkpoint takes longer than the grace period; else empty."""
+        if self.seconds <= self.grace_seconds:
+            return ""
+        return (
+            f"stop: a checkpoint of {self.checkpoint_bytes / GIB:,.1f} GiB takes about {self.seconds:,.0f} s on this "
+            f"disk, and {self.killer} ends the run {self.grace_seconds:,.0f} s after a signal, so a signal would lose "
+            "the steps since the last save; lengthen that period, or set run.stop_after to a time before it"
+        )
+
+
+def planned_save(run_dir: Path, checkpoint_bytes: int, grace_seconds: float, killer: str) -> PlannedSave:
+    """How long a checkpoint takes, from the time that a sample of at most SAMPLE_BYTES takes, written and synced."""
+    file, size = run_dir / f"{TEMPORARY_PREFIX}speed", max(1, min(SAMPLE_BYTES, checkpoint_bytes))
+    with disk_errors(run_dir):
+        try:
+            sample, began = os.urandom(size), time.perf_counter()
+            with open(file, "wb") as stream:
+                stream.write(sample)
+                stream.flush()
+                os.fsync(stream.fileno())
+            seconds = time.perf_counter() - began
+        finally:
+            file.unlink(missing_ok=True)
+    return PlannedSave(checkpoint_bytes, seconds * checkpoint_bytes / size, grace_seconds, killer)
 
 
 def temporary_folder(recipe: Recipe) -> Path:

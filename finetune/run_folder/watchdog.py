@@ -27,7 +27,8 @@ from finetune.errors import EnvironmentMismatch, FinetuneError, NoRendezvous, Ra
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
 from finetune.launch.signals import Interrupted
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.folder import mark_failed, mark_run, read_state
+from finetune.run_folder.facts import read_state
+from finetune.run_folder.folder import mark_failed, mark_run
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,

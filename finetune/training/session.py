@@ -26,7 +26,7 @@ from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
-from finetune.launch.signals import stop_on_signals
+from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.model.base_identity import COVERS, base_identity
@@ -37,6 +37,7 @@ from finetune.model.generate import may_share_a_batch, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
+from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
@@ -44,7 +45,7 @@ from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
-from finetune.run_folder.held_state import hold_state, remove_temporary
+from finetune.run_folder.held_state import hold_state, planned_save, remove_temporary
 from finetune.run_folder.save_restore import (
     describe_exported,
     export,
@@ -397,8 +398,10 @@ def train(built: Built) -> Ended:
         progress.phase = "export"
         _finish(built, run, measured)
     else:
-        command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
-        line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
+        reason, command = start.stop.reason, ""
+        if start.writes:
+            command = mark_run(start.run_dir, "stopped", step=state.step, reason=reason)
+        line = f"stopped and saved at step {state.step} ({reason}); continue with:\n  {command}"
         log(line)
         if start.launch.is_main:
             repeat_after_launcher(line)
@@ -433,6 +436,11 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     give_back_freed_memory()
     give_back_cached_memory(device)
     log(str(worst))
+    if start.writes and (grace := grace_period()) is not None:
+        saved = checkpoint_bytes(start.recipe.training, receipt.content["parameters"]["trained"])
+        planned = planned_save(start.run_dir, saved, *grace)
+        log(planned.warning)
+        receipt.add("stop", planned.facts())
     receipt.add("worst_step_first", worst.facts())
     compiled.agree(partial(accelerator.reduce, reduction="sum"), device)
     log(str(compiled))

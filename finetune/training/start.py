@@ -24,7 +24,7 @@ from finetune.architecture.attention import AMPERE
 from finetune.errors import RecipeError
 from finetune.files import write_json, write_text
 from finetune.launch.launcher import Launch, continue_command
-from finetune.launch.signals import StopRequest
+from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
@@ -49,8 +49,8 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.facts import MOST_RECORD_BYTES
-from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default, read_state
+from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
+from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
@@ -206,8 +206,12 @@ def prepare(choices: Choices) -> Start:
     schedule = Schedule(recipe.training, plan.total_steps)
     if unsaved := recipe.unsaved_evaluations(plan.total_steps):  # a best evaluation without a checkpoint to export
         raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
-    claim = None
+    claim, due = None, None
     if launch.is_main:
+        if recipe.run.stop_after is not None:
+            from finetune.recipe.stop_time import stop_time
+
+            due = stop_time(recipe.run.stop_after, STARTED_AT)
         claim = _claim(choices, prepared)
         if claim.status != "finished":
             print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
@@ -221,7 +225,7 @@ def prepare(choices: Choices) -> Start:
         schedule=schedule,
         adapter=choices.adapter,
         claim=claim,
-        stop=StopRequest(),
+        stop=StopRequest(stop_time=due),
         probed=choices.probed,
         recomputation=choices.recomputation,
         rows=choices.rows,

@@ -45,6 +45,7 @@ RUN = [
     "finetune push runs/quickstart me/devils --dry-run",
     "finetune merge",
     "finetune report runs/quickstart",
+    "finetune status",
     "finetune report runs/a",
     "finetune eval runs/quickstart",
 ]
@@ -59,6 +60,7 @@ ELSEWHERE = {
     "finetune compare": "preflight/test_compare.py",
     "python -m lectures": "lectures/test_lectures.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
+    "finetune fetch": "hub/test_fetch.py",
     "finetune sample": "finished_run/test_sample.py",
     "finetune eval runs/one-right": "finished_run/test_sample.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
@@ -205,6 +207,7 @@ def test_the_job_for_kubernetes() -> None:
     held = container["securityContext"]
     assert (held["allowPrivilegeEscalation"], held["capabilities"]) == (False, {"drop": ["ALL"]})
     variables = {each["name"]: each["value"] for each in container["env"]}
+    assert variables["FINETUNE_GRACE_SECONDS"] == str(pod["terminationGracePeriodSeconds"])
     assert "HF_TOKEN" not in variables  # each child would inherit it
     assert {rule["onExitCodes"]["containerName"] for rule in policy if "onExitCodes" in rule} == {container["name"]}
     assert pod["restartPolicy"] == "Never"

@@ -74,6 +74,7 @@ def seen(work: Callable[[], int], places: Places, monkeypatch: pytest.MonkeyPatc
         ("import {config}", []),
         ("push --dry-run {run} me/it", []),
         ("plan --audit {run}", []),
+        ("status {run}", []),
         ("report {run}", ["run"]),
     ],
 )

@@ -46,7 +46,7 @@ model.known_configs model.packaged model.gguf_package
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.conversation tokens.dataset
 tokens.encoder
 tokens.estimate tokens.marks tokens.mixture tokens.packing tokens.tokenizer
-run_folder.facts run_folder.heartbeat
+run_folder.facts run_folder.heartbeat run_folder.status
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
 report.curves report.html report.pictures report.run_page
 training.batch_notes training.batch_plan training.plan_request

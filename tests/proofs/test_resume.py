@@ -18,7 +18,7 @@ import yaml
 
 from finetune import train
 from finetune.files import read_lines
-from finetune.run_folder.folder import read_state
+from finetune.run_folder.facts import read_state
 from finetune.training import session
 from tests.support.runs.curve_table import KILLED
 from tests.support.runs.soak_resume import fingerprint, write_resume_recipe

@@ -21,7 +21,7 @@ from finetune.measure.environment import environment
 from finetune.recipe.schema import Recipe
 from finetune.run_folder import folder
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
-from finetune.run_folder.facts import missing_steps
+from finetune.run_folder.facts import missing_steps, read_state
 from finetune.run_folder.folder import (
     Claim,
     claim_run_folder,
@@ -30,7 +30,6 @@ from finetune.run_folder.folder import (
     mark_failed,
     mark_run,
     mark_step,
-    read_state,
     record_base,
 )
 from tests.support.runs.recipes import half_recipe

@@ -21,7 +21,8 @@ from finetune.errors import RankLost
 from finetune.launch import launcher
 from finetune.launch.launcher import print_after_launcher
 from finetune.run_folder import watchdog
-from finetune.run_folder.folder import claim_run_folder, read_state
+from finetune.run_folder.facts import read_state
+from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,

@@ -16,7 +16,7 @@ from finetune import train
 from finetune.files import read_lines
 from finetune.run_folder import checkpoint
 from finetune.run_folder.checkpoint import checkpoint_steps
-from finetune.run_folder.folder import read_state
+from finetune.run_folder.facts import read_state
 from finetune.training import run as runs
 from finetune.training import session
 from finetune.training.run_output import RunOutput

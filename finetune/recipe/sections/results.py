@@ -1,4 +1,4 @@
-"""A run's results: answers to look at, and where the result goes."""
+"""A run's limits and results: answers to look at, and where the result goes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
+from finetune.recipe.yaml_text import shown
+
+
+class RunLimits(Section):
+    """The run's limits."""
+
+    stop_after: str | None = Field(
+        None,
+        min_length=1,
+        description="Save, and end with exit code 130, at the first step after this time from the start, 3h50m, or "
+        "after a date with its zone, 2026-11-28T18:00+01:00. Each start counts anew. null: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def time_is_one(self) -> RunLimits:
+        """Check the text's form. The loader checks zone and past where the recipe is trained."""
+        if self.stop_after is None:
+            return self
+        from finetune.recipe.stop_time import form_problem
+
+        if (found := form_problem(self.stop_after)) is not None:
+            refuse([CrossCheck("stop_after", f"{shown(self.stop_after)} {found[0]}", found[1])])
+        return self
+
 
 USUAL, LONGEST = 64, 256  # new tokens in an answer: without references, and with long ones
 FEWER = 16  # new tokens if every forward gathers the model: 131 GiB for each new token of Llama-3.1-70B in bf16

@@ -37,7 +37,7 @@ import transformers
 
 from finetune.files import TEMPORARY_PREFIX, read_lines
 from finetune.run_folder import checkpoint
-from finetune.run_folder.folder import read_state
+from finetune.run_folder.facts import read_state
 from finetune.train import main as train
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.cells import free_ports
