@@ -17,7 +17,7 @@ from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_
 from finetune.cli.recipe_list import as_table, find_recipes
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries, readable_threads
-from finetune.launch.plan import plan_launch
+from finetune.launch.plan import LAUNCHERS, JobOptions, plan_launch
 from finetune.launch.script import script, write_script
 from finetune.output_stream import open_missing_streams, plain_output
 from finetune.recipe.gpus import gpus_of
@@ -254,22 +254,36 @@ def plan(
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm or torchrun.")] = "torchrun",
+    on: Annotated[str, typer.Option(help=f"Who starts the ranks: {', '.join(LAUNCHERS)}.")] = "torchrun",
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="A container's image: kubeflow, hf-jobs; slurm runs it by apptainer.", show_default=False),
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="Kubeflow: the volume's PersistentVolumeClaim.", show_default="finetune")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's.", show_default=False)] = None,
+    timeout: Annotated[
+        str | None, typer.Option(help="hf-jobs: 90m, 8h; twice the planned time.", show_default=False)
     ] = None,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="Write it too.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the file that starts the recipe on its machines: a Slurm job, or the lines to run on each."""
+    """Print the file that starts the recipe on its machines: a job for an engine, or the lines to run on each."""
 
     def work() -> dict[str, Any]:
         if file is not None:
             check_output(file, "--output")
-        plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
+        options = JobOptions(image, claim, partition, account, timeout)
+        words = overrides or []
+        plan = plan_launch(recipe, words, launcher=on, nodes=nodes, gpus_per_node=gpus_per_node, options=options)
         text = script(plan)
         if file is not None:
             write_script(file, text)

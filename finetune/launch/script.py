@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
+from finetune.launch.kubeflow import train_job
 from finetune.launch.plan import LaunchPlan
 from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
@@ -20,7 +21,9 @@ _MARK = "# Made by: finetune launch "
 
 
 def script(plan: LaunchPlan) -> str:
-    """The file's text: a bash script to run on every machine, or a job script for Slurm."""
+    """The file's text: a bash script to run on every machine, or a job's file for Slurm or Kubeflow."""
+    if plan.launcher == "kubeflow":
+        return train_job(plan, _head(plan))
     if plan.launcher == "slurm":
         starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
         return job_script(plan, _head(plan), starter)
