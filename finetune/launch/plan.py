@@ -6,6 +6,7 @@ Anything that the trainer and the strategy would refuse on the machines is refus
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -48,6 +49,16 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "slurm": ("image", "partition", "account"),
     "kubeflow": ("image", "claim"),
     "hf-jobs": ("image", "timeout"),
+}
+
+
+# Names alone: a job's file is read by a shell, by YAML and by the engine.
+_FORMS = {
+    "image": (r"[\w./][\w./:@ -]*", "an image; write REGISTRY/finetune:1.0, or a file's path"),
+    "claim": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "a claim's name; write small letters, digits and dashes"),
+    "partition": (r"[\w.,-]+", "a partition; write its name, as sinfo shows it"),
+    "account": (r"[\w.,@-]+", "an account; write its name, as sacctmgr shows it"),
+    "timeout": (r"[1-9]\d*[smhd]?", "a time; write seconds, or 90m, 8h, 2d"),
 }
 
 
@@ -128,8 +139,9 @@ def plan_launch(
         if name not in _TAKES.get(launcher, ()):
             takers = " and ".join(on for on, names in _TAKES.items() if name in names)
             raise FinetuneError(f"--{name}: {printable(value)}: {launcher} takes none, only {takers}; leave it out")
-        if not value.strip() or not value.isprintable():
-            raise FinetuneError(f"--{name}: {printable(value)!r} is no name; write one, or leave the option out")
+        form, meant = _FORMS[name]
+        if not re.fullmatch(form, value):
+            raise FinetuneError(f"--{name}: {printable(value)!r} is not {meant}")
     loaded = load_recipe(recipe, overrides)
     if secret := secret_key(loaded.recipe.model_dump(mode="json"), ()):
         raise FinetuneError(f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown")
@@ -218,13 +230,13 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
     for key, path in plan.local_paths:
         shown = printable(path)
         if on == "hf-jobs":
-            yield f"{key}: {shown} is on this machine, and a job shares no folder with it; put it on the Hub, and name that"
+            yield f"{key}: {shown} is on this machine, and a job shares no folder with it; put it on the Hub"
         if os.path.isabs(path) or ".." in Path(path).parts:
             yield f"{key}: {shown} is not in this folder, which the job's volume stands for; name it from here"
     if on != "hf-jobs":
         return
     if plan.nodes > 1:
-        yield f"budget.nodes: {plan.nodes} machines, and an HF job is one; set budget.nodes=1, or take slurm or kubeflow"
+        yield f"budget.nodes: {plan.nodes} machines, and an HF job has one; set budget.nodes=1, or take kubeflow"
     if not recipe.hub.push:
         yield "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME"
 
