@@ -72,10 +72,11 @@ def train_job(plan: LaunchPlan, head: Sequence[str]) -> str:
             "spec": {"runtimeRef": runtime, "trainer": trainer},
         },
     ]
+    claim = plan.options.claim or _CLAIM
     lines = [
         *head,
         "# Submit: kubectl apply -f THIS_FILE. Again after a failure: kubectl delete -f THIS_FILE, then submit it.",
-        f"# It needs a volume: a PersistentVolumeClaim {plan.options.claim or _CLAIM}, mounted at /work. Paths are as seen from there.",
+        f"# It needs a PersistentVolumeClaim {claim}, mounted at /work. Paths are as seen from there.",
     ]
     if plan.nodes > 1:
         lines.append("# All machines write to that volume: its access mode is ReadWriteMany.")

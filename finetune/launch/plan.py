@@ -94,7 +94,7 @@ class LaunchPlan:
     def local_paths(self) -> tuple[tuple[str, str], ...]:
         """(key, path) for each file or folder of this machine that the recipe reads and an image does not have."""
         # A packaged recipe finds the package's files wherever the package is.
-        shipped = SHIPPED.resolve()
+        shipped = (SHIPPED / "data").resolve()
         return tuple(
             (key, path)
             for key, path in _local_paths(self)

@@ -13,6 +13,7 @@ from finetune.files import write_text
 from finetune.launch.hf_jobs import job_command
 from finetune.launch.kubeflow import train_job
 from finetune.launch.plan import LaunchPlan
+from finetune.launch.ray_train import trainer_file
 from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
 from finetune.wording import counted
@@ -32,6 +33,8 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
             return train_job(plan, _head(plan))
         case "hf-jobs":
             return job_command(plan, _head(plan), timeout)
+        case "ray":
+            return trainer_file(plan, _head(plan))
     if plan.launcher == "slurm":
         starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
         return job_script(plan, _head(plan), starter)
@@ -70,7 +73,7 @@ def _head(plan: LaunchPlan) -> list[str]:
     if plan.nodes > 1:
         machines = f"{plan.nodes} machines with {devices} each"
     line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
-    if plan.launcher in ("slurm", "torchrun"):
+    if plan.launcher in ("slurm", "torchrun", "ray"):
         line += " Paths are as seen from the folder where it is started."
     return [_MARK + printable(plan.verb_arguments), line]
 
