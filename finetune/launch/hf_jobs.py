@@ -61,8 +61,8 @@ def flavour_of(plan: LaunchPlan) -> Flavour:
         if flavour.memory_gb >= needed * bool(plan.gpus) and (flavour.computes_float8 or not float8):
             return flavour
     raise FinetuneError(
-        f"budget: HF Jobs has no machine with {counted(plan.gpus, 'GPU', 'GPUs')} of {needed:g} GB; it has 1, 2, 4 or 8 "
-        "of up to 141 GB, so set budget.gpus to one of these"
+        f"budget: HF Jobs has no machine with {counted(plan.gpus, 'GPU', 'GPUs')} of {needed:g} GB; it has 1, 2, 4 or "
+        "8 of up to 141 GB, so set budget.gpus to one of these"
     )
 
 

@@ -27,9 +27,8 @@ _FILE = """
 import os
 import sys
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2.api.exceptions import TrainingFailedError
 
 from finetune.launch.ray_train import failure_reason, train_rank
 
@@ -116,9 +115,8 @@ def failure_reason(error: Any) -> str:
     """The message of a training that Ray calls failed: the trainer's own, if a rank ended with one."""
     failures = getattr(error, "worker_failures", {})
     for rank in sorted(failures):
-        failure = failures[rank]
-        while failure is not None:
-            if isinstance(failure, RankLost):
-                return str(failure)
-            failure = failure.__cause__
+        # Ray keeps a worker's exception as its traceback's text, which ends with the message.
+        _, ours, message = str(failures[rank]).rpartition(f"{RankLost.__name__}: ")
+        if ours:
+            return message.strip()
     return str(error)

@@ -23,13 +23,12 @@ PUSHED = ["hub.push=true", "hub.repo_id=me/tuned"]
 TOKEN = "hf_" + "a1B2" * 8
 
 
-def submitted(file: Path, folder: Path, **environment: str) -> dict[str, str]:
+def submitted(file: Path, folder: Path) -> dict[str, str]:
     """What `hf jobs run --dry-run` would submit, as the file's own shell calls it: line by line, and every word."""
     tool = folder / "bin" / "hf"
     tool.parent.mkdir(exist_ok=True)
-    tool.write_text(
-        f'#!/bin/bash\nprintf \'%s\\0\' "$@" > {folder}/words\nexec {Path(sys.executable).parent}/hf jobs run --dry-run "${{@:3}}"\n'
-    )
+    client = f"{Path(sys.executable).parent}/hf jobs run --dry-run"
+    tool.write_text(f'#!/bin/bash\nprintf \'%s\\0\' "$@" > {folder}/words\nexec {client} "${{@:3}}"\n')
     tool.chmod(0o755)
     process = subprocess.run(
         ["bash", str(file)],

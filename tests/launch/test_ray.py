@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,13 @@ def test_the_trainers_message_is_found_below_rays() -> None:
     class Failed(Exception):
         worker_failures: dict[int, Exception]
 
-    error, by_ray = Failed("Training failed due to worker errors"), ValueError("a worker failed")
-    by_ray.__cause__ = RankLost("rank 1 ended")
+    error = Failed("Training failed due to worker errors")
+    try:
+        raise RankLost("rank 1 ended:\nno such file; name one")
+    except RankLost:
+        by_ray = Exception(traceback.format_exc())
     error.worker_failures = {0: ValueError("killed by Ray"), 1: by_ray}
-    assert failure_reason(error) == "rank 1 ended"
+    assert failure_reason(error) == "rank 1 ended:\nno such file; name one"
     assert failure_reason(Failed("no machine")) == "no machine"
 
 
@@ -100,7 +104,7 @@ def test_two_workers_train_the_one_curve_and_a_failing_one_ends_the_job(
     Path("train.py").write_text(text.replace("runs/two", "runs/three"))
     failed = run(Path("train.py"), tmp_path)
     assert failed.returncode == 1
-    message = failed.stderr[failed.stderr.rindex("rank 0 ended with exit code ") :]
-    assert message.startswith("rank 0 ended with exit code 2:\n")
+    message = failed.stderr[failed.stderr.rindex("\nrank 0 ended with exit code ") :]
+    assert message.startswith("\nrank 0 ended with exit code 2:\n")
     assert "base" in message
     assert "Traceback" not in message

@@ -18,7 +18,7 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
-from finetune.launch.plan import plan_launch
+from finetune.launch.plan import JobOptions, plan_launch
 from finetune.launch.script import script
 from finetune.launch.slurm import slurm_ranks
 from tests.support.runs.cells import free_ports
@@ -120,6 +120,21 @@ def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_pa
     assert str(RECIPE) in words
 
 
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 0), (1, 4), (2, 4)])
+def test_slurm_gets_partition_account_and_container(nodes: int, gpus: int, tmp_path: Path) -> None:
+    """A node's task runs in the image, and so does the shell that reads the node's number there."""
+    options = JobOptions(image="my images/finetune.sif", partition="a100,h100", account="lab@site")
+    words = ["accelerate_config=ddp", "training.global_batch_size=32"]
+    plan = plan_launch(RECIPE, words, launcher="slurm", nodes=nodes, gpus_per_node=gpus, options=options)
+    text = script(plan)
+    assert "\n#SBATCH --partition=a100,h100\n#SBATCH --account=lab@site\n" in text
+    assert "--image 'my images/finetune.sif' --partition a100,h100 --account lab@site" in text.splitlines()[1]
+    said = said_by(text, tmp_path, SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="a[1-2]", SLURM_CPUS_PER_TASK="16")
+    container = ["apptainer", "exec", *(["--nv"] if gpus else []), "my images/finetune.sif"]
+    assert said[3 : 3 + len(container)] == container
+    assert said[3 + len(container)] == ("torchrun" if nodes == 1 else "bash")
+
+
 def test_ranks_may_save_until_shortly_before_the_jobs_time_ends(tmp_path: Path) -> None:
     """Slurm signals 300 s before the end; torchrun, which passes the signal on, has to end before that too."""
     text = text_for("slurm", "ddp", 1, 2)
@@ -191,7 +206,11 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        (["--on", "pbs"], "one of slurm, torchrun"),
+        (["--on", "pbs"], "one of slurm, torchrun, kubeflow, hf-jobs, ray"),
+        (["--image", "x"], "--image: x: torchrun takes none, only slurm and kubeflow and hf-jobs; leave it out"),
+        (["--on", "slurm", "--partition", "a b"], "--partition: 'a b' is not a partition; write its name"),
+        (["--on", "slurm", "--account", "a;id"], "--account: 'a;id' is not an account; write its name"),
+        (["--on", "slurm", "--image", "-v"], "--image: '-v' is not an image; "),
         (["training.sed=1"], "training.sed"),
         (["--on", "accelerate"], "; take torchrun"),
     ],
