@@ -7,11 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
-from huggingface_hub import JobHardware
 
 from finetune.cli import main as verbs
 from finetune.cli.main import main
@@ -21,6 +22,9 @@ from finetune.paths import RECIPES
 IMAGE = ["--on", "hf-jobs", "--image", "registry.example/finetune:1.0"]
 PUSHED = ["hub.push=true", "hub.repo_id=me/tuned"]
 TOKEN = "hf_" + "a1B2" * 8
+# Version 1.5 has neither a list of the flavours nor --dry-run; what it submits is the same.
+CLIENT_SHOWS = isinstance(getattr(huggingface_hub, "JobHardware", None), EnumMeta)
+only_newer_clients = pytest.mark.skipif(not CLIENT_SHOWS, reason="this client lists no flavours")
 
 
 def submitted(file: Path, folder: Path) -> dict[str, str]:
@@ -47,9 +51,10 @@ def words_of(folder: Path) -> list[str]:
     return (folder / "words").read_bytes().decode().split("\0")[:-1]
 
 
+@only_newer_clients
 def test_every_flavour_exists_and_has_its_gpus() -> None:
     """By the client's own list, whose names end with the number of GPUs if there are several."""
-    listed = {each.value for each in JobHardware}
+    listed = {each.value for each in huggingface_hub.JobHardware}
     for count, flavours in _FLAVOURS.items():
         assert [flavour.memory_gb for flavour in flavours] == sorted(flavour.memory_gb for flavour in flavours)
         for flavour in flavours:
@@ -80,6 +85,7 @@ def test_the_budget_chooses_the_flavour(
     assert f" --flavor {flavour} --timeout 8h --secrets HF_TOKEN \\\n" in capsys.readouterr().out
 
 
+@only_newer_clients
 def test_the_client_would_submit_it(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     assert main(["launch", "llama3_ddp", *IMAGE, "--timeout", "90m", *PUSHED, "-o", str(file)]) == 0
@@ -91,6 +97,7 @@ def test_the_client_would_submit_it(tmp_path: Path) -> None:
     assert "env" not in job
 
 
+@only_newer_clients
 def test_an_own_recipe_and_its_names_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The container's shell writes the recipe that this machine's shell sent."""
     monkeypatch.chdir(tmp_path)

@@ -18,12 +18,14 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
-from finetune.launch.plan import JobOptions, plan_launch
+from finetune.launch.plan import LAUNCHERS, JobOptions, plan_launch
 from finetune.launch.script import script
 from finetune.launch.slurm import slurm_ranks
+from finetune.paths import RECIPES
 from tests.support.runs.cells import free_ports
 from tests.support.runs.soak_resume import write_resume_recipe
 
+PUSHED = ["hub.push=true", "hub.repo_id=me/tuned"]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 # Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
@@ -358,3 +360,25 @@ def test_containers_have_a_page(on: str, named: bool, tmp_path: Path) -> None:
     with pytest.raises(FinetuneError, match=r"is not one of slurm, torchrun") as caught:
         plan_launch(tmp_path / "unread.yaml", [], launcher=on)
     assert ("docs/launching.md" in str(caught.value)) == named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", LAUNCHERS)
+def test_every_recipe_has_a_file_or_one_line(on: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"kubeflow": ["--image", "x"], "hf-jobs": ["--image", "x", "--timeout", "8h", *PUSHED]}.get(on, [])
+    files, lines = 0, 0
+    for recipe in sorted(RECIPES.glob("*.yaml")):
+        code = main(["launch", recipe.stem, "--on", on, *options])
+        output = capsys.readouterr()
+        if code == 0:
+            assert "Made by: finetune launch " in output.out
+            assert output.err == ""
+            files += 1
+        else:
+            assert (code, output.out, len(output.err.splitlines())) == (2, "", 1)
+            assert "; " in output.err, "the remedy"
+            lines += 1
+    assert files + lines == len(list(RECIPES.glob("*.yaml")))
+    # Refused are NVMe, packages of this machine and, on HF Jobs, several machines.
+    assert (lines == 0) is (on not in ("kubeflow", "hf-jobs"))
+    assert files > 35
