@@ -56,9 +56,11 @@ _FLAVOURS: dict[int, tuple[Flavour, ...]] = {
 
 def flavour_of(plan: LaunchPlan) -> Flavour:
     """The first flavour with the budget's GPUs. Raises FinetuneError if there is none."""
-    needed, float8 = plan.loaded.recipe.budget.gpu_memory_gb, plan.loaded.recipe.model.load_in_fp8
+    float8, needed = plan.loaded.recipe.model.load_in_fp8, 0.0
+    if plan.gpus:
+        needed = plan.loaded.recipe.budget.gpu_memory_gb
     for flavour in _FLAVOURS.get(plan.gpus, ()):
-        if flavour.memory_gb >= needed * bool(plan.gpus) and (flavour.computes_float8 or not float8):
+        if flavour.memory_gb >= needed and (flavour.computes_float8 or not float8):
             return flavour
     raise FinetuneError(
         f"budget: HF Jobs has no machine with {counted(plan.gpus, 'GPU', 'GPUs')} of {needed:g} GB; it has 1, 2, 4 or "
@@ -66,7 +68,7 @@ def flavour_of(plan: LaunchPlan) -> Flavour:
     )
 
 
-def job_command(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
+def hub_job(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
     """The file's text: the command that submits the job.
 
     Args:

@@ -23,6 +23,7 @@ _GRACE_SECONDS = 600  # from SIGTERM to SIGKILL: for one optimizer step and one 
 _RESTARTS = 6  # after crashes, for each node
 _LONGEST_NAME = 40  # of 63 letters of a pod's name: JobSet adds -node-0-0-abcde
 _NO_SECOND_TRY = [FinetuneError.exit_code, DoesNotFit.exit_code, EnvironmentMismatch.exit_code]
+_CLAIM = "finetune"  # the volume, if no other is named
 _VERSION = "trainer.kubeflow.org/v1alpha1"
 
 
@@ -84,9 +85,6 @@ def train_job(plan: LaunchPlan, head: Sequence[str]) -> str:
         lines.append(f"# Copy to the volume: {', '.join(map(printable, paths))}")
     text = yaml.dump_all(documents, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=2**20)
     return "\n".join(lines) + f"\n{text}"
-
-
-_CLAIM = "finetune"
 
 
 def _job_set(plan: LaunchPlan, name: str) -> Mapping[str, Any]:

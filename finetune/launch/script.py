@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
-from finetune.launch.hf_jobs import job_command
+from finetune.launch.hf_jobs import hub_job
 from finetune.launch.kubeflow import train_job
 from finetune.launch.plan import LaunchPlan
 from finetune.launch.ray_train import trainer_file
@@ -32,7 +32,7 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
         case "kubeflow":
             return train_job(plan, _head(plan))
         case "hf-jobs":
-            return job_command(plan, _head(plan), timeout)
+            return hub_job(plan, _head(plan), timeout)
         case "ray":
             return trainer_file(plan, _head(plan))
     if plan.launcher == "slurm":
