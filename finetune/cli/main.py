@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from finetune import __version__, planner, preflight
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
 from finetune.cli.recipe_list import as_table, find_recipes
+from finetune.errors import DoesNotFit, FinetuneError
 from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries, readable_threads
-from finetune.launch.plan import plan_launch
+from finetune.launch.plan import LAUNCHERS, JobOptions, LaunchPlan, plan_launch
 from finetune.launch.script import script, write_script
 from finetune.output_stream import open_missing_streams, plain_output
 from finetune.recipe.gpus import gpus_of
@@ -250,27 +252,68 @@ def plan(
     run_verb(work, as_json=as_json)
 
 
+_STARTING_SECONDS = 1800  # the image's and the model's download, the first step, the push
+
+
+def _planned_timeout(plan: LaunchPlan) -> str:
+    """Twice the planned time of the run, and half an hour. Raises FinetuneError if no plan knows its time."""
+    from finetune.launch.hf_jobs import flavour_of
+    from finetune.training.batch_notes import notes_before_launch
+
+    flavour, recipe = flavour_of(plan), plan.loaded.recipe
+    unknown = ""
+    if flavour.gpu not in planner.CHIPS:
+        unknown = f"how fast {flavour.name} is"
+    elif not (recipe.training.max_steps or notes_before_launch(recipe, ranks=plan.world).get("steps")):
+        unknown = "how many steps the run has, before its data are here"
+    if unknown:
+        raise FinetuneError(f"--timeout: is missing, and no plan knows {unknown}; name it: --timeout 8h")
+    gpus = planner.PlanOptions(gpus=f"{plan.gpus}x{flavour.gpu}")
+    with ticking() as note:
+        result, _ = planner.plan_in_words([plan.recipe, *plan.arguments], gpus, None, note)
+    if not result["ok"]:
+        raise DoesNotFit(f"budget: the recipe does not fit on {flavour.name}; see finetune plan {plan.recipe}")
+    return f"{math.ceil((2 * result['run']['seconds'] + _STARTING_SECONDS) / 60)}m"
+
+
 @app.command()
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm or torchrun.")] = "torchrun",
+    on: Annotated[str, typer.Option(help=f"Who starts the ranks: {', '.join(LAUNCHERS)}.")] = "torchrun",
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="A container's image: kubeflow, hf-jobs; slurm runs it by apptainer.", show_default=False),
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="Kubeflow: the volume's PersistentVolumeClaim.", show_default="finetune")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's.", show_default=False)] = None,
+    timeout: Annotated[
+        str | None, typer.Option(help="hf-jobs: 90m, 8h; twice the planned time.", show_default=False)
     ] = None,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="Write it too.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the file that starts the recipe on its machines: a Slurm job, or the lines to run on each."""
+    """Print the file that starts the recipe on its machines: a job for an engine, or the lines to run on each."""
 
     def work() -> dict[str, Any]:
         if file is not None:
             check_output(file, "--output")
-        plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
-        text = script(plan)
+        options = JobOptions(image, claim, partition, account, timeout)
+        words = overrides or []
+        plan = plan_launch(recipe, words, launcher=on, nodes=nodes, gpus_per_node=gpus_per_node, options=options)
+        if on == "hf-jobs" and timeout is None:
+            text = script(plan, _planned_timeout(plan))
+        else:
+            text = script(plan, timeout or "")
         if file is not None:
             write_script(file, text)
         if not as_json:

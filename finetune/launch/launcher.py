@@ -234,17 +234,19 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
         by_verb = name == "finetune" and arguments[index + 1 : index + 2] in (["train"], ["eval"])
         if name in ("accelerate", "accelerate-launch", "torchrun") or by_verb:
             return [name, *arguments[index + 1 :]]
-    modules = ("accelerate.", "torch.distributed.", _CLI_MODULE)
+    modules = ("accelerate.", "torch.distributed.", _TORCHRUN_MODULE, _CLI_MODULE)
     if "-m" in arguments[:4] and any(word.startswith(modules) for word in arguments[:5]):
         return ["python", *arguments[1:]]
     return []
 
 
 _CLI_MODULE = "finetune.cli.main"  # python -m finetune.cli.main train RECIPE
+_TORCHRUN_MODULE = "finetune.launch.torchrun"  # python -m finetune.launch.torchrun -m finetune.train RECIPE
 
 
 def _is_torchrun(words: Sequence[str]) -> bool:
-    return any(word == "torchrun" or word.startswith("torch.distributed.") for word in words[:4])
+    names = ("torchrun", _TORCHRUN_MODULE)
+    return any(word in names or word.startswith("torch.distributed.") for word in words[:4])
 
 
 def arguments_of(process: int) -> list[str]:

@@ -5,24 +5,62 @@ Anything that the trainer and the strategy would refuse on the machines is refus
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
 from finetune.files import FETCHED
 from finetune.output_stream import printable
+from finetune.paths import RECIPES, SHIPPED
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.recipe.sections.preferences import names_second_model
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.redaction import secret_key
 from finetune.wording import counted
 
-Launcher = Literal["slurm", "torchrun"]
+Launcher = Literal["slurm", "torchrun", "kubeflow", "hf-jobs", "ray"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
-CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "job", "helm", "kubeflow")
+CONTAINERS = ("kubernetes", "k8s", "kubectl", "docker", "podman", "container", "job", "helm")
 TRAINER = ("-m", "finetune.train")  # by its name: machines may have this package in different folders
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What a job says besides the recipe, by the verb's options; None: not named."""
+
+    image: str | None = None  # a container's image; under Slurm what `apptainer exec` takes
+    claim: str | None = None  # Kubernetes' PersistentVolumeClaim
+    partition: str | None = None
+    account: str | None = None
+    timeout: str | None = None  # as `hf jobs run --timeout` takes it
+
+    def named(self) -> dict[str, str]:
+        """The options that were named."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+# The options that each launcher has a place for.
+_TAKES: dict[str, tuple[str, ...]] = {
+    "slurm": ("image", "partition", "account"),
+    "kubeflow": ("image", "claim"),
+    "hf-jobs": ("image", "timeout"),
+}
+
+
+# Names alone: a job's file is read by a shell, by YAML and by the engine.
+_FORMS = {
+    "image": (r"[\w./][\w./:@ -]*", "an image; write REGISTRY/finetune:1.0, or a file's path"),
+    "claim": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "a claim's name; write small letters, digits and dashes"),
+    "partition": (r"[\w.,-]+", "a partition; write its name, as sinfo shows it"),
+    "account": (r"[\w.,@-]+", "an account; write its name, as sacctmgr shows it"),
+    "timeout": (r"[1-9]\d*[smhd]?", "a time; write seconds, or 90m, 8h, 2d"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +73,35 @@ class LaunchPlan:
     nodes: int
     gpus: int  # on each node; 0: the CPU
     ranks: int  # on each node
-    words: tuple[str, ...]  # the trainer, the recipe and its overrides
+    recipe: str  # as typed
+    arguments: tuple[str, ...]  # overrides
+    options: JobOptions
     verb_arguments: str  # of `finetune launch`, for the file's first line
     offline: bool = False  # the recipe is one of `finetune fetch`: everything that it names is beside it
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The trainer, the recipe and its overrides."""
+        return (*TRAINER, self.recipe, *self.arguments)
+
+    @property
+    def shipped_recipe(self) -> str | None:
+        """The recipe's name if it comes with the package, so an image has it too; else None."""
+        path = self.loaded.path.resolve()
+        if path.parent == RECIPES.resolve():
+            return path.stem
+        return None
+
+    @property
+    def local_paths(self) -> tuple[tuple[str, str], ...]:
+        """(key, path) for each file or folder of this machine that the recipe reads and an image does not have."""
+        # A packaged recipe finds the package's files wherever the package is.
+        shipped = (SHIPPED / "data").resolve()
+        return tuple(
+            (key, path)
+            for key, path in _local_paths(self)
+            if self.shipped_recipe is None or not Path(path).resolve().is_relative_to(shipped)
+        )
 
     @property
     def world(self) -> int:
@@ -54,33 +118,51 @@ class LaunchPlan:
         return not self.strategy.distributed
 
 
+_NONE = JobOptions()
+
+
 def plan_launch(
-    recipe: Path, overrides: Sequence[str], *, launcher: str, nodes: int | None = None, gpus_per_node: int | None = None
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    launcher: str,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    options: JobOptions = _NONE,
 ) -> LaunchPlan:
     """Plan a recipe's launch on these machines, or on its budget's machines if no number is given.
 
     On a CPU, one machine has two ranks. With several machines each has one, which uses all cores. Raises RecipeError,
-    and FinetuneError if the strategy does not fit the machines.
+    and FinetuneError if the strategy does not fit the machines, or the launcher cannot run it.
     """
     if launcher not in LAUNCHERS:
         hint = ""
         if launcher == "accelerate":
             hint = "; take torchrun, which starts the same run"
         elif launcher.lower() in CONTAINERS:
-            hint = (
-                "; docs/launching.md has a Dockerfile and a Job for containers and Kubernetes, which run finetune train"
-            )
+            hint = "; take kubeflow, or the Job of docs/launching.md, which runs finetune train"
         raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}{hint}")
+    for name, value in options.named().items():
+        if name not in _TAKES.get(launcher, ()):
+            takers = " and ".join(on for on, names in _TAKES.items() if name in names)
+            raise FinetuneError(f"--{name}: {printable(value)}: {launcher} takes none, only {takers}; leave it out")
+        form, meant = _FORMS[name]
+        if not re.fullmatch(form, value):
+            raise FinetuneError(f"--{name}: {printable(value)!r} is not {meant}")
     loaded = load_recipe(recipe, overrides)
+    if secret := secret_key(loaded.recipe.model_dump(mode="json"), ()):
+        raise FinetuneError(f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown")
     budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
     machines = {"nodes": budget.nodes, "gpus": budget.gpus}
-    options: list[str] = []
+    typed: list[str] = []
     if nodes is not None:
         machines["nodes"] = nodes or budget.nodes
-        options += ["--nodes", str(nodes)]
+        typed += ["--nodes", str(nodes)]
     if gpus_per_node is not None:
         machines["gpus"] = gpus_per_node
-        options += ["--gpus-per-node", str(gpus_per_node)]
+        typed += ["--gpus-per-node", str(gpus_per_node)]
+    for name, value in options.named().items():
+        typed += [f"--{name}", value]
     # The trainer checks the launch against the recipe's budget. So the command overrides each number that differs.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
     ranks = machines["gpus"]
@@ -93,8 +175,10 @@ def plan_launch(
         nodes=machines["nodes"],
         gpus=machines["gpus"],
         ranks=ranks,
-        words=(*TRAINER, str(recipe), *overrides, *changed),
-        verb_arguments=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
+        recipe=str(recipe),
+        arguments=(*overrides, *changed),
+        options=options,
+        verb_arguments=shlex.join([str(recipe), "--on", launcher, *typed, *overrides]),
         offline=(loaded.path.parent / FETCHED).is_file(),
     )
     for problem in _misfits(plan):
@@ -129,3 +213,57 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if rows < readers:
         idle = f"{counted(rows, 'row')} a step leave {readers - rows} of {readers} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {readers}, or take fewer GPUs"
+    if plan.launcher in ("kubeflow", "hf-jobs"):
+        yield from _misfits_of_an_image(plan)
+
+
+def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
+    """Reasons why a container without this machine's folders cannot run the recipe."""
+    on, recipe = plan.launcher, plan.loaded.recipe
+    if plan.options.image is None:
+        yield (
+            f"--image: is missing, and {on} runs a container; build one from the checkout's Dockerfile, push it, and "
+            "name it: --image REGISTRY/finetune:1.0"
+        )
+    if "nvme" in plan.strategy.offload_devices.values():
+        yield (
+            f"accelerate_config: {plan.strategy.name} writes to a fast disk, and {on} lends none; set "
+            "accelerate_config=zero3_offload"
+        )
+    if recipe.model.name_or_path.startswith("package:"):
+        yield (
+            f"model.name_or_path: {recipe.model.name_or_path} is a package of this machine, not of the image; name the "
+            "model's repository on the Hub"
+        )
+    for key, path in plan.local_paths:
+        shown = printable(path)
+        if on == "hf-jobs":
+            yield f"{key}: {shown} is on this machine, and a job shares no folder with it; put it on the Hub"
+        if os.path.isabs(path) or ".." in Path(path).parts:
+            yield f"{key}: {shown} is not in this folder, which the job's volume stands for; name it from here"
+    if on != "hf-jobs":
+        return
+    if plan.nodes > 1:
+        yield f"budget.nodes: {plan.nodes} machines, and an HF job has one; set budget.nodes=1, or take kubeflow"
+    if not recipe.hub.push:
+        yield "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME"
+
+
+def _local_paths(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
+    recipe = plan.loaded.recipe
+    names = [("model.name_or_path", recipe.model.name_or_path), ("model.adapter", recipe.model.adapter)]
+    names += [("data.chat_template", recipe.data.chat_template)]
+    names += [("data", entry.path) for entry in recipe.data.sets if entry.data_files is None]
+    if recipe.preferences is not None and names_second_model(recipe.preferences):
+        names.append((f"{recipe.training.objective}.reference", recipe.preferences.reference))
+    for key, name in names:
+        if name is not None and (name.startswith((".", os.sep)) or os.path.exists(name)):
+            yield key, name
+    if not plan.strategy.path.resolve().is_relative_to(CONFIG_FOLDER.resolve()):
+        yield "accelerate_config", recipe.accelerate_config
+    for entry in recipe.data.sets:
+        files = entry.data_files or []
+        for name in [files] if isinstance(files, str) else files:
+            yield "data", name
+    if recipe.eval.generate.file is not None:
+        yield "eval.generate.file", recipe.eval.generate.file

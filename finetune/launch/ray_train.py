@@ -1,0 +1,122 @@
+"""Ray Train: the file of `finetune launch --on ray`, and what one of its workers does.
+
+A worker starts the trainer as a process of its own. Ray runs a worker's function in a thread, which gets no signal, and
+in a process that has joined Ray's process group already.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+from finetune.errors import RankLost
+from finetune.launch.launcher import RANK_0_SECONDS, environment_for_child
+from finetune.launch.plan import LaunchPlan
+from finetune.launch.with_parent import with_parent
+
+_LINES = 12  # of a failed rank's standard error, for the driver's message
+_FILE = """
+import os
+import sys
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from finetune.launch.ray_train import failure_reason, train_rank
+
+trainer = TorchTrainer(
+    train_rank,
+    train_loop_config={{"folder": os.getcwd(), **SETTINGS}},
+    torch_config=TorchConfig(backend="gloo"),  # Ray's own process group; the trainer makes another
+    scaling_config=ScalingConfig(num_workers={workers}, use_gpu={use_gpu}, placement_strategy="{placement}"),
+    run_config=RunConfig(
+        storage_path=os.path.abspath(RAY_FOLDER),
+        # A number here starts all ranks again from the newest checkpoint, after a bad recipe too.
+        failure_config=FailureConfig(max_failures=0),
+    ),
+)
+try:
+    trainer.fit()
+except TrainingFailedError as error:
+    sys.exit(failure_reason(error))
+"""
+
+
+def trainer_file(plan: LaunchPlan, head: Sequence[str]) -> str:
+    """The file's text: a Python program that trains by Ray's `TorchTrainer`.
+
+    Args:
+        head: Comments for its beginning.
+    """
+    placement = "STRICT_PACK"  # all on one machine
+    if plan.nodes > 1:
+        placement = "PACK" if plan.gpus else "STRICT_SPREAD"
+    settings = {"words": list(plan.words), "machines": plan.nodes, "alone": plan.alone}
+    ray_folder = str(Path(plan.loaded.recipe.run_dir).parent / "ray")  # Ray's own notes
+    lines = ["#!/usr/bin/env python3", *head, "# Start where Ray's head is reached: python THIS_FILE"]
+    if plan.nodes > 1:
+        lines.append("# All machines see this folder under the same path.")
+    body = _FILE.format(workers=plan.world, use_gpu=bool(plan.gpus), placement=placement)
+    constants = f"\nSETTINGS = {pformat(settings, width=110, sort_dicts=False)}\nRAY_FOLDER = {ray_folder!r}\n"
+    before, imports, after = body.partition("failure_reason, train_rank\n")
+    return "\n".join(lines) + f"\n{before}{imports}{constants}{after}"
+
+
+def train_rank(settings: Mapping[str, Any]) -> None:
+    """Train as the rank that Ray gave this worker; its variables are set. Raises RankLost with the trainer's message.
+
+    Args:
+        settings: `folder` to train in, `words` for Python, `machines`, and whether it trains `alone`, as no rank.
+    """
+    import torch.distributed as dist
+
+    variables, rank = {}, dist.get_rank()
+    if not settings["alone"]:
+        # Ray's group has the port of MASTER_PORT.
+        port: list[Any] = [None]
+        if rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = [free.getsockname()[1]]
+        dist.broadcast_object_list(port)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        variables = {name: os.environ[name] for name in names}
+        variables |= {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
+        variables |= {"GROUP_WORLD_SIZE": str(settings["machines"])}
+    process = subprocess.Popen(
+        with_parent([sys.executable, *settings["words"]]),
+        cwd=settings["folder"],
+        env=environment_for_child(**variables),
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert process.stderr is not None
+    last: deque[str] = deque(maxlen=_LINES)
+    for line in process.stderr:
+        sys.stderr.write(line)
+        last.append(line)
+    if process.wait() == 0:
+        return
+    if rank != 0:  # Ray ends all workers when one fails, and rank 0 says why
+        time.sleep(RANK_0_SECONDS)
+    raise RankLost(f"rank {rank} ended with exit code {process.returncode}:\n{''.join(last).strip()}")
+
+
+def failure_reason(error: Any) -> str:
+    """The message of a training that Ray calls failed: the trainer's own, if a rank ended with one."""
+    failures = getattr(error, "worker_failures", {})
+    for rank in sorted(failures):
+        # Ray keeps a worker's exception as its traceback's text, which ends with the message.
+        _, ours, message = str(failures[rank]).rpartition(f"{RankLost.__name__}: ")
+        if ours:
+            return message.strip()
+    return str(error)
