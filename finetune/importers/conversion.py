@@ -72,7 +72,7 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     ]
     text = page(title, foreign.carried, foreign.left_out)
     _check_recipe(file, text, foreign)
-    return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
+    return Imported(tool, text, foreign.carried, tuple(foreign.left_out), values)
 
 
 # The keys of other files that lie beside a configuration: what each is, and what to do with it.
