@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         started,
         wait_for_end,
     )
-    from finetune.preflight.prove import prove_import, proof_lines
+    from finetune.preflight.prove import proof_lines, prove_import
     from finetune.preflight.rehearsal import checklist_printer, rehearse
     from finetune.preflight.shrink import END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
 

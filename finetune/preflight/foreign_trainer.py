@@ -1,8 +1,8 @@
-"""Train TRL's way: the child process of `finetune import --prove`. It runs as a script and imports nothing of finetune.
+"""Train by TRL: the child process of `finetune import --prove`, a script that imports nothing of finetune.
 
-Its standard input has one JSON object a line. The first is the setting: model, rows, configuration. Each later line asks
-for one training of it with some changes, and gets a line back with the curve of that training. So a cause is tried by
-switching it off, and the libraries are imported once.
+Its input has one JSON object a line. The first is the setting: model, rows, configuration. Each later line asks for one
+training with some changes, and gets a line with its curve. So a cause is tried by switching it off, and the libraries
+are imported once.
 """
 
 from __future__ import annotations
@@ -12,101 +12,97 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-CPU_SECONDS, GIBIBYTES = 1200, 16  # beside what the imports took
-NOT_ALLOWED = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")
-Lines = list[dict[str, Any]]
+CPU_SECONDS, GIBIBYTES = 1200, 16  # in addition to what the imports took
+REFUSED = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
+
+    def answer(content: Mapping[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
     setting = json.loads(sys.stdin.readline())
     try:
-        import peft  # noqa: F401  imported before the limits
+        import peft  # noqa: F401  all imports come before the limits
         import torch
         import trl
-        from transformers import Trainer  # noqa: F401
 
-        trainer_class(setting["trainer"])
-        torch.set_num_threads(1)
-        print(json.dumps({"version": trl.__version__}), file=answers, flush=True)
+        trainer_and_config(setting["trainer"])
     except ImportError as error:
-        print(json.dumps({"error": f"cannot be imported: {error}"}), file=answers, flush=True)
+        answer({"error": str(error)})
         return
+    torch.set_num_threads(1)
     shut_in()
+    answer({"version": trl.__version__})
     for line in sys.stdin:
         try:
-            answer = train(setting, json.loads(line))
+            answer(train(setting, json.loads(line)))
         except Exception as error:  # whatever the tool says about its configuration or its rows
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        print(json.dumps(answer), file=answers, flush=True)
+            answer({"error": f"{type(error).__name__}: {error}"})
 
 
 def shut_in() -> None:
     """From here on: no connection, no other program, limited time and memory."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in NOT_ALLOWED:
+        if event in REFUSED:
             raise PermissionError(f"{event} is not allowed here")
 
-    pages = int(open("/proc/self/statm").read().split()[0])
-    memory = pages * os.sysconf("SC_PAGE_SIZE") + GIBIBYTES * 2**30
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + GIBIBYTES * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     sys.addaudithook(refuse)
 
 
-def trainer_class(name: str) -> tuple[Any, Any]:
+def trainer_and_config(name: str) -> tuple[Any, Any]:
     """TRL's trainer and its configuration: SFT, DPO, KTO or CPO."""
     import trl
 
     place: Any = trl
     if name == "CPO":
         import trl.experimental.cpo as place
-    elif name == "KTO" and not hasattr(trl, "KTOTrainer"):  # TRL before 1.1
+    elif name == "KTO" and not hasattr(trl, "KTOTrainer"):  # older versions
         import trl.experimental.kto as place
     return getattr(place, f"{name}Trainer"), getattr(place, f"{name}Config")
 
 
 def train(setting: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """One training; its losses, gradient norms and rates by step, and what the tool made of the configuration.
+    """One training: its steps, the values in force, and on request the tokens of each row.
 
-    `asked`: config and lora (changed values), rows (their numbers in order), documents (tokens instead of rows), rates
-    (of each step), decay_matrices, all_rows (each step takes all of them), show (return the tokens of each row).
+    `asked`: rows (their numbers, in order); config and lora (changed values); documents (a file with tokens instead of
+    the rows'), rates (of each step), decay_matrices, all_rows (each step takes all of them), show (return tokens).
     """
-    with open(setting["rows"], encoding="utf-8") as file:
-        every = [json.loads(line) for line in file]
-    rows = [every[number] | {"row_number": number} for number in asked["rows"]]
-    trainer, steps = build(setting, asked, rows, {})
+    steps: list[dict[str, Any]] = []
+    trainer, values = build(setting, asked, steps)
     if asked.get("all_rows"):
-        micro_batches = math.ceil(len(trainer.train_dataset) / trainer.args.per_device_train_batch_size)
-        trainer, steps = build(setting, asked, rows, {"gradient_accumulation_steps": micro_batches})
-    adapters = start_adapters(trainer.model, setting.get("adapter"))
-    answer: dict[str, Any] = {"adapters": adapters, "documents": []}
+        accumulated = math.ceil(len(trainer.train_dataset) / trainer.args.per_device_train_batch_size)
+        trainer, values = build(setting, asked, steps, gradient_accumulation_steps=accumulated)
+    answer: dict[str, Any] = {"adapters": start_adapters(trainer.model, setting["adapter"]), "effective": values}
     if asked.get("show"):
-        answer["documents"] = documents_of(build(setting, asked, rows, {"packing": False})[0])
+        answer["documents"] = documents_of(build(setting, asked, [], packing=False)[0])
     trainer.train()
-    values = {key: getattr(trainer.args, key, None) for key in setting["effective"]}
-    answer["effective"] = {key: getattr(value, "value", value) for key, value in values.items()}
-    known = vars(trainer.args)
-    return answer | {"steps": steps, "unknown": sorted(key for key in setting["config"] if key not in known)}
+    unknown = sorted(key for key in setting["config"] if not hasattr(trainer.args, key) and key != "warmup_ratio")
+    return answer | {"steps": steps, "unknown": unknown}
 
 
 def build(
-    setting: Mapping[str, Any], asked: Mapping[str, Any], rows: Lines, more: Mapping[str, Any]
-) -> tuple[Any, Lines]:
-    """A trainer that takes the rows in order, and the list that its steps will be written to."""
+    setting: Mapping[str, Any], asked: Mapping[str, Any], steps: list[dict[str, Any]], **more: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A trainer that takes the rows in order and adds to `steps`, and the configuration's values in force."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import ModelConfig, get_peft_config
 
-    trained_by, config_class = trainer_class(setting["trainer"])
-    rates, steps, micro_losses, step_rates = asked.get("rates"), [], [], []
+    trained_by, config_class = trainer_and_config(setting["trainer"])
+    rates, micro_losses, step_rates = asked.get("rates"), [], []
 
     class Seen(trained_by):  # type: ignore[misc]
         def training_step(self, *arguments: Any, **named: Any) -> Any:
@@ -125,9 +121,8 @@ def build(
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if rates is None:
                 return super().create_scheduler(num_training_steps, optimizer)
-            highest = self.args.learning_rate
-            factor = [*(rate / highest for rate in rates), 0.0]
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor[min(step, len(rates))])
+            factors = [*(rate / self.args.learning_rate for rate in rates), 0.0]
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factors[min(step, len(rates))])
             return self.lr_scheduler
 
         def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -138,63 +133,67 @@ def build(
     config = setting["config"] | asked.get("config", {}) | setting["fixed"] | more
     known = config_class.__dataclass_fields__
     if "warmup_ratio" in config and "warmup_ratio" not in known:  # transformers 5: warmup_steps below 1 is a ratio
-        config = {"warmup_steps": config["warmup_ratio"]} | config
+        config["warmup_steps"] = config.get("warmup_steps") or config["warmup_ratio"]
     args = config_class(**{key: value for key, value in config.items() if key in known and value is not None})
     args.learning_rate *= setting["rate_factor"]
-    model, reference = (AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32) for _ in range(2))
+    values = {key: getattr(args, key, None) for key in setting["effective"]}
     tokenizer = AutoTokenizer.from_pretrained(setting["model"])
-    if setting.get("chat_template"):
-        tokenizer.chat_template = setting["chat_template"]
+    tokenizer.chat_template = setting["chat_template"] or tokenizer.chat_template
+    with open(setting["rows"], encoding="utf-8") as file:
+        every = [json.loads(line) for line in file]
+    rows = [every[number] | {"row_number": number} for number in asked["rows"]]
     given: dict[str, Any] = {"args": args, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
-    if setting.get("lora"):
-        given["peft_config"] = LoraConfig(task_type="CAUSAL_LM", **(setting["lora"] | asked.get("lora", {})))
+    models = [AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32) for _ in range(2)]
+    if setting["lora"] is not None:
+        adapted = ModelConfig(use_peft=True, **(setting["lora"] | asked.get("lora", {})))
+        values |= {key: value for key, value in vars(adapted).items() if key in setting["effective"]}
+        if getattr(args, "disable_dropout", False):
+            values["lora_dropout"] = 0.0
+        given["peft_config"] = get_peft_config(adapted)
+        given["peft_config"].lora_dropout = 0.0  # its random numbers differ
     elif setting["trainer"] in ("DPO", "KTO"):
-        given["ref_model"] = reference
-    trainer = Seen(model, **given)
+        given["ref_model"] = models[1]
+    trainer = Seen(models[0], **given)
     if asked.get("documents"):
         with open(asked["documents"], encoding="utf-8") as file:
             documents = json.load(file)
-        taken = [documents[number] for number in asked["rows"]]
-        size = args.per_device_train_batch_size
-        for first in range(0, len(taken), size) if setting["trainer"] == "KTO" else ():
-            answers = [document["completion_ids"] for document in taken[first : first + size]]
-            for document, other in zip(taken[first : first + size], [answers[-1], *answers[:-1]], strict=True):
-                document["KL_completion_ids"] = other
+        taken, size = [dict(documents[number]) for number in asked["rows"]], args.per_device_train_batch_size
+        for place, document in enumerate(taken if setting["trainer"] == "KTO" else []):
+            first = place - place % size  # as TRL: each prompt with the answer before it in the micro-batch
+            other = place - 1 if place > first else min(first + size, len(taken)) - 1
+            document["KL_completion_ids"] = taken[other]["completion_ids"]
         trainer.train_dataset = Dataset.from_list(taken)
-    return trainer, steps
+    return trainer, values
 
 
-def start_adapters(model: Any, file: str | None) -> dict[str, list[str]]:
-    """Begin with the recipe's adapters; returns names with shapes that only one side has."""
+def start_adapters(model: Any, file: str | None) -> list[str]:
+    """Begin with the recipe's adapters; returns the names and shapes that one side alone has."""
     if file is None:
-        return {}
+        return []
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     start, own = load_file(file), get_peft_model_state_dict(model, save_embedding_layers=False)
-    theirs, ours = ({f"{name} {list(value.shape)}" for name, value in each.items()} for each in (own, start))
-    if theirs == ours:
+    ours, theirs = ({f"{name} {list(value.shape)}" for name, value in side.items()} for side in (start, own))
+    if ours == theirs:
         set_peft_model_state_dict(model, start)
-        return {}
-    return {"theirs": sorted(theirs - ours), "ours": sorted(ours - theirs)}
+    return sorted(ours ^ theirs)
 
 
-def documents_of(trainer: Any) -> Lines:
-    """The tokens of each row and which are supervised; a pair has two. Empty for columns of another version."""
-    documents: Lines = []
-    cut: int | None = trainer.args.max_length
+def documents_of(trainer: Any) -> list[dict[str, Any]]:
+    """Each row's documents, a pair's two: tokens, and whether each is supervised. Empty for unknown columns."""
+    rows, cut = [], trainer.args.max_length
     for row in trainer.train_dataset:
         if "labels" in row:
-            found = [(row["input_ids"], [label != -100 for label in row["labels"]])]
+            documents = [(row["input_ids"], [label != -100 for label in row["labels"]])]
         elif "prompt_ids" in row:
-            names: Sequence[str] = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+            answers = [row[name] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
             prompt = row["prompt_ids"]
-            found = [(prompt + row[name], [False] * len(prompt) + [True] * len(row[name])) for name in names]
+            documents = [(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in answers]
         else:
             return []
-        pairs = [{"ids": ids[:cut], "supervised": supervised[:cut]} for ids, supervised in found]
-        documents.append({"row": row["row_number"], "documents": pairs})
-    return documents
+        rows.append({"row": row["row_number"], "documents": [(ids[:cut], mask[:cut]) for ids, mask in documents]})
+    return rows
 
 
 if __name__ == "__main__":
