@@ -331,8 +331,8 @@ def foreign_setting(values: Mapping[str, Any], small: Recipe, folder: Path, note
     fixed = {
         "output_dir": str(folder / "theirs"), "use_cpu": True, "bf16": False, "fp16": False, "report_to": [],
         "save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1, "max_steps": STEPS,
-        "disable_tqdm": True, "train_sampling_strategy": "sequential", "gradient_checkpointing": False, "activation_checkpointing": False,
-        "push_to_hub": False, "shuffle_dataset": False,
+        "disable_tqdm": True, "train_sampling_strategy": "sequential", "gradient_checkpointing": False,
+        "activation_checkpointing": False, "push_to_hub": False, "shuffle_dataset": False,
     }  # fmt: skip
     return {
         "trainer": trainer, "model": small.model.name_or_path, "rows": str(folder / "rows.jsonl"), "config": config,
@@ -525,8 +525,8 @@ def possible_causes(
     remarked = {entry.key.partition(".")[0] for entry in imported.left_out if entry.level != "same"}
     causes: list[Cause] = []
 
-    def add(text: str, off: dict[str, Any], *keys: str) -> None:
-        causes.append(Cause(text, off, any(key in remarked for key in keys)))
+    def add(text: str, off: dict[str, Any], *keys: str, said: bool = False) -> None:
+        causes.append(Cause(text, off, said or any(key in remarked for key in keys)))
 
     if count := tokens["tokens"] or tokens["mask"]:
         what = "tokens" if tokens["tokens"] else "masks"
@@ -560,9 +560,10 @@ def possible_causes(
         add("weight decay: the recipe's is of matrices alone", {"decay_matrices": True})
     if largest_difference(theirs, ours, "learning_rate") > SAME["learning_rate"]:
         rates = [", ".join(f"{step['learning_rate']:.3g}" for step in curve[:3]) for curve in (theirs, ours)]
+        text = f"learning rates: {rates[0]}, ... by TRL; {rates[1]}, ... by the recipe"
+        warms_up = theirs[0]["learning_rate"] == 0.0  # every recipe's header says so
         off = {"rates": [step["learning_rate"] for step in ours]}
-        add(f"learning rates: {rates[0]}, ... by TRL; {rates[1]}, ... by the recipe", off, "lr_scheduler_type",
-            "lr_scheduler_kwargs", *["warmup_steps", "warmup_ratio"] * (theirs[0]["learning_rate"] == 0))  # fmt: skip
+        add(text, off, "lr_scheduler_type", "lr_scheduler_kwargs", said=warms_up)
     dumped = sides.recipe.model_dump(mode="json")
     for key, name in VALUES.items():
         part, _, last = name.format(objective=sides.recipe.training.objective).partition(".")
