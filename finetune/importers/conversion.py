@@ -68,8 +68,8 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
 
     title = [
         f"{_MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
-        "Behind each line is the key it came from. Rows come in another order, from other random numbers. The first step of",
-        "warming up has a rate above 0 here.",
+        "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
+        "A warmup begins above a rate of 0.",
     ]
     text = page(title, foreign.carried, foreign.left_out)
     _check_recipe(file, text, foreign)

@@ -165,7 +165,7 @@ def test_the_first_difference_in_words() -> None:
     assert first_difference([([1, *ids], [False, *answer])], [(ids, answer)], decode).startswith(
         "from token 1 on '\\x01questio' by TRL, 'question'"
     )
-    assert first_difference([(ids + [33], answer + [True])], [(ids, answer)], decode) == (
+    assert first_difference([([*ids, 33], [*answer, True])], [(ids, answer)], decode) == (
         "from token 16 on '!' by TRL, '' by the recipe"
     )
 
