@@ -536,6 +536,10 @@ def possible_causes(
     if in_force["packing"]:
         add("packing: TRL's packed documents see each other", {"config": {"packing": False}}, "packing")
     micro, accumulated = config["per_device_train_batch_size"], config["gradient_accumulation_steps"]
+    # Remarks on these keys are about means. SFT's loss_type is about the loss itself.
+    means = {"loss_type", "loss_weights", "rpo_alpha", "sft_weight", "cpo_alpha", "per_device_train_batch_size"}
+    if sides.setting["trainer"] == "SFT":
+        means.remove("loss_type")
     is_kto, size = sides.setting["trainer"] == "KTO", micro * accumulated
     if accumulated > 1 or is_kto:
         off = {"config": {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}}
@@ -575,7 +579,7 @@ def possible_causes(
         add(f"{key}: {in_force[key]} by TRL, {own} in the recipe", {place: {key: own}}, key)
     for entry in imported.left_out:
         name = FORMER.get(entry.key, entry.key)
-        if entry.level == "differs" and name in config and "rows" not in name:
+        if entry.level == "differs" and name in config and entry.key not in means:
             add(f"{entry.key}: {one_line(entry.value, 40)}: {entry.reason}", {"config": {name: None}}, entry.key)
     return causes
 
@@ -602,7 +606,11 @@ def find_causes(
     found: list[dict[str, Any]] = []
     kept = list(causes)
     nearest = distance(curve_without(kept) if kept else theirs, ours)
-    for cause in causes:
+    for cause in causes if nearest > 1 else ():  # one that leads away from the recipe would hide the others
+        others = [other for other in kept if other is not cause]
+        if (nearer := distance(curve_without(others), ours)) < 0.9 * nearest:
+            kept, nearest = others, nearer
+    for cause in list(kept):
         others = [other for other in kept if other is not cause]
         curve = curve_without(others) if others else theirs
         if distance(curve, ours) <= max(1.0, 1.1 * nearest):

@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 
 from finetune.cli.main import main
 from finetune.importers import Imported, convert
-from finetune.preflight import proof_lines, prove, prove_import
+from finetune.preflight import foreign_trainer, proof_lines, prove, prove_import
 from finetune.preflight.job import train_lines
 from finetune.preflight.prove import Cause, Curve, Sides, distance, find_causes, first_difference, foreign_setting
 from finetune.recipe.loader import load_recipe
@@ -180,6 +181,18 @@ def in_this_process(sides: Sides, folder: Path) -> Curve:
     AcceleratorState._reset_state(reset_partial_state=True)
     assert train([str(folder / "recipe.yaml"), *sides.words, f"output_dir={folder / 'run'}"]) == 0
     return [{key: line[key] for key in prove.SAME} for line in train_lines(folder / "run")]
+
+
+@contextmanager
+def trl_in_this_process(
+    python: Path, setting: Values, folder: Path
+) -> Iterator[tuple[str, Callable[[Mapping[str, Any]], Values]]]:
+    """The child's work without the child, whose imports take most of its time."""
+
+    def ask(request: Mapping[str, Any]) -> Values:
+        return json.loads(json.dumps(foreign_trainer.train(json.loads(json.dumps(setting)), request)))  # type: ignore[no-any-return]
+
+    yield "here", ask
 
 
 def write(file: Path, values: Values) -> Path:
@@ -389,6 +402,7 @@ def test_each_difference_is_named(name: str, tmp_path: Path, monkeypatch: pytest
         )
         values["dataset_name"] = str(rows)
     monkeypatch.setattr(prove, "train_recipe", in_this_process)
+    monkeypatch.setattr(prove, "foreign_trainer", trl_in_this_process)
     report = proof(write(tmp_path / "theirs.yaml", values))
     causes = [difference["cause"] for difference in report["differences"]]
     assert len(causes) == len(case.causes), causes
