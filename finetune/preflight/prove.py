@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import read_lines
 from finetune.importers import Imported, convert
 from finetune.launch.with_parent import with_parent
 from finetune.model.known_configs import config_here
@@ -455,8 +456,9 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
     for number, line in enumerate(pool.stores[0].lines):
         parts = [(ids.tolist(), (labels != IGNORE).tolist()) for ids, labels in pool.documents(number)]
         ours.setdefault(int(line) - 1, []).extend(parts)
-    raw = Path(sides.setting["rows"]).read_text("utf-8").splitlines()
-    as_rows = [row_for_trl(ours.get(number, []), json.loads(line)) for number, line in enumerate(raw)]
+    as_rows = [
+        row_for_trl(ours.get(number, []), row) for number, row in enumerate(read_lines(Path(sides.setting["rows"])))
+    ]
     file.write_text(json.dumps(as_rows), "utf-8")
 
     def shown(documents: Documents) -> str:
@@ -474,14 +476,17 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
         row["row"]: [(ids, [False, *mask[1:]]) for ids, mask in row["documents"]] for row in theirs
     }
     rows = [row for row in dict.fromkeys(sides.asked["rows"]) if row in found]
-    result: dict[str, Any] = {"rows": len(rows), "tokens": 0, "mask": 0, "first": "", "texts": []}
+    result: dict[str, Any] = {"rows": len(rows), "tokens": 0, "mask": 0, "first": "", "is_blank": True}
     for row in rows:
-        if [ids for ids, _ in found[row]] != [ids for ids, _ in ours[row]]:
-            result["tokens"] += 1
-        elif found[row] != ours[row]:
-            result["mask"] += 1
-        else:
+        if found[row] == ours[row]:
             continue
+        has_other_tokens = [ids for ids, _ in found[row]] != [ids for ids, _ in ours[row]]
+        result["tokens" if has_other_tokens else "mask"] += 1
+        pairs = zip(found[row], ours[row], strict=False)
+        apart = [
+            token for (ids, mask), (_, own) in pairs for token, a, b in zip(ids, mask, own, strict=False) if a != b
+        ]
+        result["is_blank"] &= not has_other_tokens and not texts.decode(apart).strip()
         result["first"] = result["first"] or first_difference(found[row], ours[row], texts.decode)
     result["texts"] = [{"row": row + 1, "theirs": shown(found[row]), "ours": shown(ours[row])} for row in rows[:TEXTS]]
     return result
@@ -495,7 +500,8 @@ def row_for_trl(documents: Documents, row: Mapping[str, Any]) -> dict[str, Any]:
     if "label" not in row and len(documents) == 1:
         return {"input_ids": ids, "labels": [token if on else -100 for token, on in zip(ids, mask, strict=True)]}
     start = mask.index(True)
-    answers = [each[start:] for each, _ in documents]
+    # Without what follows the last supervised token: TRL supervises all that it is given.
+    answers = [each[start : len(on) - on[::-1].index(True)] for each, on in documents]
     prompt: dict[str, Any] = {"prompt_ids": ids[:start]}
     if len(answers) == 2:
         return prompt | {"chosen_ids": answers[0], "rejected_ids": answers[1]}
@@ -531,7 +537,12 @@ def possible_causes(
     if count := tokens["tokens"] or tokens["mask"]:
         what = "tokens" if tokens["tokens"] else "masks"
         documents = {"documents": str(Path(sides.setting["rows"]).with_name("documents.json"))}
-        keys = ("completion_only_loss", "truncation_mode", "eos_token", "chat_template", "chat_template_path")
+        # What the import remarks on: blanks after an end of turn; rows with a completion; keys that change the tokens.
+        keys = ["truncation_mode", "eos_token", "chat_template_path"]
+        if tokens["is_blank"]:
+            keys = ["chat_template"]
+        elif "completion" in read_lines(Path(sides.setting["rows"]))[0]:
+            keys.append("completion_only_loss")
         add(f"{what} of {count} of {tokens['rows']} rows: {tokens['first']}", documents, *keys)
     if in_force["packing"]:
         add("packing: TRL's packed documents see each other", {"config": {"packing": False}}, "packing")
