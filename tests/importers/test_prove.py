@@ -246,6 +246,7 @@ def test_a_planted_mask_is_found(chats: Values, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(prove, "convert", wrong)
     monkeypatch.setattr(prove, "train_recipe", in_this_process)
+    monkeypatch.setattr(prove, "foreign_trainer", trl_in_this_process)
     report = proof(write(tmp_path / "theirs.yaml", chats))
     (difference,) = report["differences"]
     assert (report["exit_code"], report["same"], report["explained"]) == (4, False, True)
@@ -254,19 +255,18 @@ def test_a_planted_mask_is_found(chats: Values, tmp_path: Path, monkeypatch: pyt
     assert "NOT said in the recipe" in "\n".join(proof_lines(report))
 
 
-MEAN_OF_MEANS = """\
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
-            return super().compute_loss(model, inputs) / self.current_gradient_accumulation_steps
-
-"""
-
-
 @pytest.mark.slow
 def test_a_planted_mean_is_found(chats: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that takes each micro-batch's mean, as transformers did before 4.46."""
-    before = "        def training_step("
-    monkeypatch.setattr(prove, "CHILD", planted_child(tmp_path, before, MEAN_OF_MEANS))
+    sft_trainer, config = foreign_trainer.trainer_and_config("SFT")
+
+    class MeanOfMeans(sft_trainer):  # type: ignore[misc,valid-type]
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            return super().compute_loss(model, inputs) / self.current_gradient_accumulation_steps
+
+    monkeypatch.setattr(foreign_trainer, "trainer_and_config", lambda name: (MeanOfMeans, config))
     monkeypatch.setattr(prove, "train_recipe", in_this_process)
+    monkeypatch.setattr(prove, "foreign_trainer", trl_in_this_process)
     values = chats | {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
     report = proof(write(tmp_path / "theirs.yaml", values))
     (difference,) = report["differences"]
