@@ -162,8 +162,21 @@ def build(
             first = place - place % size  # as TRL: each prompt with the answer before it in the micro-batch
             other = place - 1 if place > first else min(first + size, len(taken)) - 1
             document["KL_completion_ids"] = taken[other]["completion_ids"]
+        if setting["trainer"] == "CPO":
+            taken = [in_columns_of_cpo(document) for document in taken]
         trainer.train_dataset = Dataset.from_list(taken)
     return trainer, values
+
+
+def in_columns_of_cpo(document: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """A pair in the columns that the CPO trainer has kept from older versions of DPO's."""
+    prompt = document["prompt_ids"]
+    columns = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+    for side in ("chosen", "rejected"):
+        ids = prompt + document[f"{side}_ids"]
+        columns[f"{side}_input_ids"], columns[f"{side}_attention_mask"] = ids, [1] * len(ids)
+        columns[f"{side}_labels"] = [-100] * len(prompt) + document[f"{side}_ids"]
+    return columns
 
 
 def start_adapters(model: Any, file: str | None) -> list[str]:
@@ -186,6 +199,9 @@ def documents_of(trainer: Any) -> list[dict[str, Any]]:
     for row in trainer.train_dataset:
         if "labels" in row:
             documents = [(row["input_ids"], [label != -100 for label in row["labels"]])]
+        elif "chosen_labels" in row:
+            sides = [(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
+            documents = [(ids, [label != -100 for label in labels]) for ids, labels in sides]
         elif "prompt_ids" in row:
             answers = [row[name] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
             prompt = row["prompt_ids"]

@@ -140,6 +140,8 @@ def prove_import(
     notes = [*sides.notes]
     if first["unknown"]:
         notes.append(f"TRL {version} does not know {', '.join(first['unknown'])}: not passed")
+    if not tokens["rows"]:
+        notes.append(f"tokens: not compared, because TRL {version} keeps them in other columns")
     same = distance(first["steps"], ours) <= 1 and not differences
     ok = same or (is_explained and all(difference["said"] for difference in differences))
     rows = len(sides.asked["rows"]) if sides.asked.get("all_rows") else sides.recipe.training.global_batch_size
@@ -234,6 +236,7 @@ def make_small(imported: Imported, folder: Path) -> Sides:
         setting["adapter"] = str(folder / "adapter" / "adapter_model.safetensors")
     with silenced():
         prepared = prepare(small, load_tokenizer(small))
+    notes += prepared.notes
     lines = prepared.pool.stores[0].lines
     order = [int(lines[document]) - 1 for document in prepared.split.train]
     asked: dict[str, Any] = {"rows": order}
@@ -476,7 +479,15 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
         row["row"]: [(ids, [False, *mask[1:]]) for ids, mask in row["documents"]] for row in theirs
     }
     rows = [row for row in dict.fromkeys(sides.asked["rows"]) if row in found]
-    result: dict[str, Any] = {"rows": len(rows), "tokens": 0, "mask": 0, "first": "", "is_blank": True}
+    lost = len({*sides.asked["rows"]}) - len(rows) if theirs else 0
+    result: dict[str, Any] = {
+        "rows": len(rows),
+        "lost": lost,
+        "tokens": 0,
+        "mask": 0,
+        "first": "",
+        "is_blank": not lost,
+    }
     for row in rows:
         if found[row] == ours[row]:
             continue
@@ -534,8 +545,11 @@ def possible_causes(
     def add(text: str, off: dict[str, Any], *keys: str, said: bool = False) -> None:
         causes.append(Cause(text, off, said or any(key in remarked for key in keys)))
 
-    if count := tokens["tokens"] or tokens["mask"]:
+    if count := tokens["lost"] or tokens["tokens"] or tokens["mask"]:
         what = "tokens" if tokens["tokens"] else "masks"
+        text = f"{what} of {count} of {tokens['rows']} rows: {tokens['first']}"
+        if tokens["lost"]:
+            text = f"rows: TRL leaves out {count} that the recipe trains on"
         documents = {"documents": str(Path(sides.setting["rows"]).with_name("documents.json"))}
         # What the import remarks on: blanks after an end of turn; rows with a completion; keys that change the tokens.
         keys = ["truncation_mode", "eos_token", "chat_template_path"]
@@ -543,7 +557,7 @@ def possible_causes(
             keys = ["chat_template"]
         elif "completion" in read_lines(Path(sides.setting["rows"]))[0]:
             keys.append("completion_only_loss")
-        add(f"{what} of {count} of {tokens['rows']} rows: {tokens['first']}", documents, *keys)
+        add(text, documents, *keys)
     if in_force["packing"]:
         add("packing: TRL's packed documents see each other", {"config": {"packing": False}}, "packing")
     micro, accumulated = config["per_device_train_batch_size"], config["gradient_accumulation_steps"]
