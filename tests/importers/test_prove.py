@@ -249,9 +249,9 @@ def test_a_planted_mask_is_found(chats: Values, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(prove, "foreign_trainer", trl_in_this_process)
     report = proof(write(tmp_path / "theirs.yaml", chats))
     (difference,) = report["differences"]
-    assert (report["exit_code"], report["same"], report["explained"]) == (4, False, True)
+    assert (report["exit_code"], report["same"], report["explained"]) == (4, False, True), report["differences"]
     assert re.match(r"masks of 64 of 64 rows: token 2 .*supervised by TRL alone", difference["cause"])
-    assert (difference["said"], difference["moves"] > 1e-2) == (False, True)
+    assert (difference["said"], difference["moves"] > 1e-3) == (False, True)
     assert "NOT said in the recipe" in "\n".join(proof_lines(report))
 
 
@@ -363,13 +363,13 @@ CASES: dict[str, Case] = {
     "neftune": Case("chats", QWEN | {"neftune_noise_alpha": 5, "learning_rate": 1e-4}, ("neftune_noise_alpha",)),
     "dpo and sft": Case("pairs", SMOL | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.1,
                                          "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
-                                         "learning_rate": 5e-7}, ("mean of each micro-batch",)),
+                                         "learning_rate": 5e-7}, ("masks of 64", "mean of each micro-batch")),
     "ipo, rslora": Case("pairs", QWEN | LORA | {
         "loss_type": "ipo", "beta": 0.05, "use_rslora": True, "warmup_ratio": 0.1, "learning_rate": 5e-6,
         "lora_target_modules": "all-linear", "per_device_train_batch_size": 4,
-    }, ("learning rates: 0",)),
+    }, ("masks of 64", "learning rates: 0")),
     "kto": Case("judged", SMOL | {"desirable_weight": 1.3, "undesirable_weight": 1.0, "beta": 0.1,
-                                  "per_device_train_batch_size": 4, "learning_rate": 1e-6}, ("KL baseline",)),
+                                  "per_device_train_batch_size": 4, "learning_rate": 1e-6}, ("masks of 64", "KL baseline")),
     "decay, no clipping": Case("chats", SMOL | {
         "weight_decay": 0.1, "max_grad_norm": 0, "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 100, "adam_beta2": 0.95, "adam_epsilon": 1e-6,
@@ -378,9 +378,10 @@ CASES: dict[str, Case] = {
     "label smoothing": Case("chats", SMOL | {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 8,
                                              "per_device_train_batch_size": 1, "learning_rate": 1e-4},
                             ("label_smoothing_factor",)),
+    # The CPO trainer adds an end token to chats that have one.
     "simpo": Case("pairs", SMOL | {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0,
                                    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-                                   "learning_rate": 1e-6}),
+                                   "learning_rate": 1e-6}, ("tokens of 64",), said=False),
     "texts, adafactor": Case("texts", SMOL | {"dataset_text_field": "content", "optim": "adafactor",
                                               "learning_rate": 1e-3}, ("optim",)),
     "dft": Case("chats", QWEN | {"loss_type": "dft", "learning_rate": 1e-4, "per_device_train_batch_size": 2,
