@@ -421,6 +421,8 @@ def foreign_trainer(
         yield begun["version"], ask
     finally:
         kill_all(process)
+        words.close()
+        answers.close()
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

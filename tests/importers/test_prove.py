@@ -369,7 +369,8 @@ CASES: dict[str, Case] = {
         "lora_target_modules": "all-linear", "per_device_train_batch_size": 4,
     }, ("masks of 64", "learning rates: 0")),
     "kto": Case("judged", SMOL | {"desirable_weight": 1.3, "undesirable_weight": 1.0, "beta": 0.1,
-                                  "per_device_train_batch_size": 4, "learning_rate": 1e-6}, ("masks of 64", "KL baseline")),
+                                  "per_device_train_batch_size": 4, "learning_rate": 1e-6},
+                ("masks of 64", "KL baseline")),
     "decay, no clipping": Case("chats", SMOL | {
         "weight_decay": 0.1, "max_grad_norm": 0, "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 100, "adam_beta2": 0.95, "adam_epsilon": 1e-6,
@@ -386,9 +387,11 @@ CASES: dict[str, Case] = {
                                               "learning_rate": 1e-3}, ("optim",)),
     "dft": Case("chats", QWEN | {"loss_type": "dft", "learning_rate": 1e-4, "per_device_train_batch_size": 2,
                                  "gradient_accumulation_steps": 2}, ("loss_type",)),
-    **{name: Case("", example.values) for name, example in EXAMPLES.items() if example.tool == "trl"},
-    "zephyr dpo": Case("", ZEPHYR),
-    "smollm3 apo": Case("", SMOLLM3),
+    "zephyr qlora": Case("", EXAMPLES["TRL zephyr qlora"].values, ("learning rates: 0",)),
+    "smollm2": Case("", EXAMPLES["TRL smollm2"].values, ("learning rates: 0",)),
+    "example_config": Case("", EXAMPLES["TRL example_config"].values),
+    "zephyr dpo": Case("", ZEPHYR, ("masks of 42", "learning rates: 0")),
+    "smollm3 apo": Case("", SMOLLM3, ("masks of 40", "learning rates: 0")),
 }  # fmt: skip
 
 
