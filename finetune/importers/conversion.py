@@ -69,10 +69,11 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     title = [
         f"{_MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
+        "A warmup begins above a rate of 0.",
     ]
     text = page(title, foreign.carried, foreign.left_out)
     _check_recipe(file, text, foreign)
-    return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
+    return Imported(tool, text, foreign.carried, tuple(foreign.left_out), values)
 
 
 # The keys of other files that lie beside a configuration: what each is, and what to do with it.

@@ -230,6 +230,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         if foreign.peek("truncation_mode") == "keep_end":
             foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
         _template(foreign)
+        _look_after_end_of_turn(foreign)
         return
     if foreign.peek("block_size"):
         foreign.write("data.packing", True, "block_size")
@@ -250,6 +251,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.write("data.train_on", "assistant", "assistant_only_loss")
     elif foreign.get("completion_only_loss"):
         foreign.write("data.train_on", "completion", "completion_only_loss")
+        _look_after_end_of_turn(foreign)
     elif foreign.peek("completion_only_loss") is False:
         foreign.write("data.train_on", "all", "completion_only_loss")
     else:
@@ -266,6 +268,12 @@ def _template(foreign: ForeignConfig) -> None:
         foreign.leave(key, "look", "a tokenizer's folder; name a file of Jinja text")
     elif template:
         foreign.write("data.chat_template", template, key)
+
+
+def _look_after_end_of_turn(foreign: ForeignConfig) -> None:
+    """TRL supervises a completion to the template's last character: under ChatML a line break too."""
+    reason = "a line break that the template writes after an answer's end of turn is supervised there, and not here"
+    foreign.leave("chat_template", "look", reason, "after an answer")
 
 
 def _data_sets(foreign: ForeignConfig) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import yaml
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError, Stopped
 from finetune.launch.plan import LaunchPlan
+from finetune.launch.signals import GRACE_VARIABLE
 from finetune.output_stream import printable
 from finetune.paths import read_regular
 from finetune.recipe.yaml_text import MAX_BYTES
@@ -111,7 +112,9 @@ def _job_set(plan: LaunchPlan, name: str) -> Mapping[str, Any]:
     environment = {
         "HF_TOKEN_PATH": "/secrets/token",  # a file is in no child's environment
         "HOME": "/tmp",
+        GRACE_VARIABLE: str(_GRACE_SECONDS),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS - 30),  # torchrun kills ranks that save for longer
+        **plan.environment,
     }
     container = {
         "name": "node",

@@ -108,9 +108,14 @@ class LaunchPlan:
         return self.nodes * self.ranks
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the ranks."""
+        return {"HF_HUB_OFFLINE": "1"} if self.offline else {}
+
+    @property
     def exports(self) -> list[str]:
-        """Lines of bash for the ranks' environment."""
-        return ["export HF_HUB_OFFLINE=1  # everything is in this folder: nothing is asked for"] if self.offline else []
+        """The same as lines of bash."""
+        return [f"export {name}={value}" for name, value in self.environment.items()]
 
     @property
     def alone(self) -> bool:

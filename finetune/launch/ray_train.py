@@ -59,7 +59,7 @@ def trainer_file(plan: LaunchPlan, head: Sequence[str]) -> str:
     placement = "STRICT_PACK"  # all on one machine
     if plan.nodes > 1:
         placement = "PACK" if plan.gpus else "STRICT_SPREAD"
-    settings = {"words": list(plan.words), "machines": plan.nodes, "alone": plan.alone}
+    settings = {"words": list(plan.words), "machines": plan.nodes, "alone": plan.alone, "variables": plan.environment}
     ray_folder = str(Path(plan.loaded.recipe.run_dir).parent / "ray")  # Ray's own notes
     lines = ["#!/usr/bin/env python3", *head, "# Start where Ray's head is reached: python THIS_FILE"]
     if plan.nodes > 1:
@@ -74,11 +74,11 @@ def train_rank(settings: Mapping[str, Any]) -> None:
     """Train as the rank that Ray gave this worker; its variables are set. Raises RankLost with the trainer's message.
 
     Args:
-        settings: `folder` to train in, `words` for Python, `machines`, and whether it trains `alone`, as no rank.
+        settings: `folder` to train in, `words` for Python, `machines`, whether it trains `alone`, as no rank, and `variables` for it.
     """
     import torch.distributed as dist
 
-    variables, rank = {}, dist.get_rank()
+    variables, rank = dict(settings["variables"]), dist.get_rank()
     if not settings["alone"]:
         # Ray's group has the port of MASTER_PORT.
         port: list[Any] = [None]
@@ -88,7 +88,7 @@ def train_rank(settings: Mapping[str, Any]) -> None:
                 port = [free.getsockname()[1]]
         dist.broadcast_object_list(port)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        variables = {name: os.environ[name] for name in names}
+        variables |= {name: os.environ[name] for name in names}
         variables |= {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
         variables |= {"GROUP_WORLD_SIZE": str(settings["machines"])}
     process = subprocess.Popen(

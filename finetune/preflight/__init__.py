@@ -6,6 +6,7 @@
     findings = list(examine_machine())                    libraries, devices, disk, token
     facts = fetch(loaded, folder, print)                  model, tokenizer and data, for a machine without a network
     report = prove_gpus(print)                            small trainings beside the CPU's curve
+    report = prove_import(file, log=print, ...)           another tool's configuration beside its recipe
 
 Other packages import only this module. It imports nothing before a name is asked for.
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         started,
         wait_for_end,
     )
+    from finetune.preflight.prove import proof_lines, prove_import
     from finetune.preflight.rehearsal import checklist_printer, rehearse
     from finetune.preflight.shrink import END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
 
@@ -53,6 +55,7 @@ _NAMES = {
     "comparison": ("Comparison", "compare", "plan_comparison"),
     "compare_report": ("draw", "run_and_report"),
     "fetching": ("fetch",),
+    "prove": ("proof_lines", "prove_import"),
     "doctor": ("Finding", "as_text", "examine_machine"),
     "gpu_proofs": (
         *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
@@ -89,7 +92,9 @@ __all__ = [
     "kill_all",
     "plan_comparison",
     "plan_proofs",
+    "proof_lines",
     "prove_gpus",
+    "prove_import",
     "rehearse",
     "rows_of_options",
     "run_and_report",

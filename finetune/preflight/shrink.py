@@ -19,7 +19,7 @@ from finetune.model.known_configs import decoder_config
 from finetune.recipe.schema import Data
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 LAYERS = 2
 VOCABULARY = 1024
@@ -62,12 +62,19 @@ class Shrunk:
 
 
 def shrink_model(
-    name_or_path: str, revision: str, data: Data, folder: Path, new_tokens: Iterable[str] = (), layers: int = LAYERS
+    name_or_path: str,
+    revision: str,
+    data: Data,
+    folder: Path,
+    new_tokens: Iterable[str] = (),
+    layers: int = LAYERS,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Shrunk:
     """Write a small model with random float32 weights and its tokenizer, which knows no new token, into `folder`.
 
     Args:
         layers: Of the small model; where its architecture is made small by the probe, as many as that one has.
+        tokenizer: The model's own; None: one that is learned from the rows.
 
     Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
     not there.
@@ -75,11 +82,16 @@ def shrink_model(
     from finetune.model.small import CannotShrink, shrunken_model  # with torch
 
     config, source = decoder_config(name_or_path, revision)
-    texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
-    tokenizer = train_tokenizer(texts, template_variables(data))
+    end_tokens = END_TOKENS
+    if tokenizer is None:
+        texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
+        tokenizer = train_tokenizer(texts, template_variables(data))
+    else:
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        end_tokens = {name: token for name, token in ends.items() if token is not None}
     vocabulary = len(tokenizer)
     try:
-        model, small = shrunken_model(config, folder, layers=layers, vocabulary=vocabulary, end_tokens=END_TOKENS)
+        model, small = shrunken_model(config, folder, layers=layers, vocabulary=vocabulary, end_tokens=end_tokens)
     except CannotShrink as reason:
         raise EnvironmentMismatch(
             f"model.name_or_path: {name_or_path}: this architecture cannot be made small: {reason}; rehearse with a "
