@@ -74,7 +74,8 @@ def train_rank(settings: Mapping[str, Any]) -> None:
     """Train as the rank that Ray gave this worker; its variables are set. Raises RankLost with the trainer's message.
 
     Args:
-        settings: `folder` to train in, `words` for Python, `machines`, whether it trains `alone`, as no rank, and `variables` for it.
+        settings: `folder` to train in, `words` for Python, `variables` for its environment, `machines`, and whether
+            it trains `alone`, as no rank.
     """
     import torch.distributed as dist
 
