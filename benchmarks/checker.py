@@ -1,0 +1,158 @@
+"""From a checker to a better model: SmolLM2-135M's own right answers to real questions, against answers kept at random.
+
+    python benchmarks/checker.py               all tasks and seeds; goes on where it stopped
+    python benchmarks/checker.py sums 1        one task's seed
+    python benchmarks/checker.py --page        write benchmarks/results/checker.json from runs/checker, then docs/results.md
+
+A seed is three commands, and the same twice more: `sample --keep right`, `train`, `eval`. The control trains on as many
+answers, kept at random from the same ones. Pairs of a right and a wrong answer follow, drawn by the model that learned
+the right ones. General questions show what is forgotten: once for each kind of rows, and once with 5 % other rows.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, write_result
+
+from finetune.scoring.intervals import MeanInterval, interval, paired_interval
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = "runs/checker"
+ROWS = "runs/real"
+TASKS = {
+    "sums": "Sums and differences of two numbers below 100 (`chain_sum`)",
+    "gcd": "Greatest common divisors of two numbers up to 20 (`gcd`)",
+    "lcm": "Least common multiples of two numbers up to 20 (`lcm`)",
+}
+SEEDS = (1, 2, 3)
+ANSWERS, NEW_TOKENS = 8, 16  # to each prompt
+OTHER_SHARE = 0.05  # of other rows, in the mixed training
+OTHER = "data/devils_dictionary.jsonl"
+GENERAL_SEED = 1  # whose trainings answer the general questions
+KINDS = {"right": "right answers", "random": "answers at random", "pairs": "right answers, then pairs"}
+
+
+def finetune(*words: str) -> None:
+    """A command, whose CPU seconds are added to runs/checker/cpu_seconds.jsonl."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "finetune.cli.main", *words], cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with (ROOT / RUNS / "cpu_seconds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"command": shown(words), "cpu_seconds": round(used, 1)}) + "\n")
+
+
+def shown(words: tuple[str, ...]) -> str:
+    return " ".join(["finetune", *words])
+
+
+def recipe_of(task: str) -> str:
+    """The task's recipe, made from that of sums."""
+    file = f"{RUNS}/{task}.yaml"
+    text = (ROOT / "benchmarks/skills/checker.yaml").read_text("utf-8")
+    (ROOT / file).write_text(text.replace(f"{ROWS}/sums", f"{ROWS}/{task}"), "utf-8")
+    return file
+
+
+def sample(source: str, data: str, folder: str, seed: int, *words: str) -> int:
+    """Draw and keep. Returns the number of rows."""
+    drawn = ["--n", str(ANSWERS), "--max-new-tokens", str(NEW_TOKENS), "--seed", str(seed)]
+    finetune("sample", source, "--data", data, *drawn, *words, "-o", folder)
+    return int(json.loads((ROOT / folder / "sample.json").read_text("utf-8"))["figures"]["rows"])
+
+
+def train_and_score(recipe: str, run: str, seed: int, *words: str, general: bool = False) -> None:
+    """Train and answer the held-out questions, unless the run's folder has both."""
+    if not (ROOT / run / "adapter").is_dir():
+        finetune("train", recipe, f"training.seed={seed}", f"output_dir={run}", *words)
+    scored = ROOT / run / "eval.json"
+    if not scored.is_file() or (general and "general" not in json.loads(scored.read_text("utf-8"))):
+        finetune("eval", run, "--max-new-tokens", str(NEW_TOKENS), *(["--general"] if general else []))
+
+
+def run_seed(task: str, seed: int) -> None:
+    """A task's trainings from one seed. A step that is done is not done again."""
+    recipe, at, general = recipe_of(task), f"{RUNS}/{task}_{seed}", seed == GENERAL_SEED
+    prompts = f"{ROWS}/{task}.jsonl"
+    count = sample(recipe, prompts, f"{at}/rows", seed)
+    train_and_score(f"{at}/rows/recipe.yaml", f"{at}/right", seed, general=general)
+
+    if not (ROOT / at / "control").is_dir():
+        shutil.copytree(ROOT / at / "rows", ROOT / at / "control")
+    sample(recipe, prompts, f"{at}/control", seed, "--keep", "all", "--per-prompt", "1")
+    entry = {"path": f"{at}/control/rows.jsonl", "format": "messages", "split": f"train[:{count}]"}
+    train_and_score(f"{at}/control/recipe.yaml", f"{at}/random", seed, f"data.train={json.dumps([entry])}")
+
+    sample(f"{at}/right", f"{ROWS}/{task}_second.jsonl", f"{at}/second", seed, "--keep", "pairs")
+    train_and_score(f"{at}/second/recipe.yaml", f"{at}/pairs", seed)
+
+    if general:
+        rows = {"path": f"{at}/rows/rows.jsonl", "format": "messages"}
+        others = max(1, round(OTHER_SHARE * count))
+        other = {"path": OTHER, "format": "messages", "split": f"train[:{others}]"}
+        words = f"data.train={json.dumps([rows, other])}"
+        train_and_score(f"{at}/rows/recipe.yaml", f"{at}/mixed", seed, words, general=True)
+
+
+def figures(task: str) -> dict[str, Any] | None:
+    """What the page shows of a task, from the seeds that are done; None without one."""
+    seeds, scores, before = [], {kind: [] for kind in KINDS}, []
+    for seed in SEEDS:
+        at = ROOT / RUNS / f"{task}_{seed}"
+        if not all((at / kind / "eval.json").is_file() for kind in KINDS):
+            continue
+        found: dict[str, Any] = {"seed": seed}
+        for kind in KINDS:
+            lines = [json.loads(line) for line in (at / kind / "eval_answers.jsonl").read_text("utf-8").splitlines()]
+            right = [line["scores"]["number"]["tuned"] for line in lines]
+            scores[kind].append(right)
+            before = [line["scores"]["number"]["base"] for line in lines]
+            found[kind] = sum(right) / len(right)
+        for name, folder in (("rows", "rows"), ("pairs_drawn", "second")):
+            drawn = json.loads((at / folder / "sample.json").read_text("utf-8"))["figures"]
+            found[name] = {"rows": drawn["rows"], "pass": drawn["pass_at"]}
+        seeds.append(found)
+    if not seeds:
+        return None
+    means = {kind: [sum(each) / len(seeds) for each in zip(*scores[kind], strict=True)] for kind in KINDS}
+    general = {}
+    for kind in ("right", "mixed"):
+        file = ROOT / RUNS / f"{task}_{GENERAL_SEED}" / kind / "eval.json"
+        if file.is_file() and "general" in (found := json.loads(file.read_text("utf-8"))):
+            general[kind] = found["general"]
+    used = [json.loads(line) for line in (ROOT / RUNS / "cpu_seconds.jsonl").read_text("utf-8").splitlines()]
+    return {
+        "questions": len(before),
+        "before": interval(before).as_json(),
+        "seeds": seeds,
+        "after": {kind: sum(means[kind]) / len(before) for kind in KINDS},
+        "gained": paired_interval(before, means["right"]).as_json(),
+        "checker": paired_interval(means["random"], means["right"]).as_json(),
+        "pairs": paired_interval(means["right"], means["pairs"]).as_json(),
+        "general": general,
+        "cpu_minutes": sum(line["cpu_seconds"] for line in used if f"/{task}_" in line["command"]) / 60,
+    }
+
+
+def main() -> int:
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    (ROOT / RUNS).mkdir(parents=True, exist_ok=True)
+    if "--page" not in sys.argv:
+        seeds = [int(word) for word in words if word.isdigit()] or SEEDS
+        for task in [word for word in words if word in TASKS] or TASKS:
+            for seed in seeds:
+                run_seed(task, seed)
+    found = {task: each for task in TASKS if (each := figures(task)) is not None}
+    print(write_result("checker", {"tasks": found}))
+    return subprocess.run([sys.executable, "benchmarks/skills.py", "--page"], cwd=ROOT, check=True).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
