@@ -16,20 +16,22 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, write_result
 
-from finetune.scoring.intervals import MeanInterval, interval, paired_interval
+from finetune.cli.main import main as main_of_finetune
+from finetune.scoring.intervals import interval, paired_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = "runs/checker"
 ROWS = "runs/real"
 TASKS = {
-    "sums": "Sums and differences of two numbers below 100 (`chain_sum`)",
-    "gcd": "Greatest common divisors of two numbers up to 20 (`gcd`)",
-    "lcm": "Least common multiples of two numbers up to 20 (`lcm`)",
+    "sums": "Sums and differences of two numbers below 100",
+    "three": "Sums and differences of three digits",
+    "products": "Products of two numbers below 100",
 }
 SEEDS = (1, 2, 3)
 ANSWERS, NEW_TOKENS = 8, 16  # to each prompt
@@ -40,17 +42,21 @@ KINDS = {"right": "right answers", "random": "answers at random", "pairs": "righ
 
 
 def finetune(*words: str) -> None:
-    """A command, whose CPU seconds are added to runs/checker/cpu_seconds.jsonl."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "finetune.cli.main", *words], cwd=ROOT, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    """A command, whose CPU seconds are added to runs/checker/cpu_seconds.jsonl. A training gets a process of its own."""
+    before = cpu_seconds()
+    if words[0] == "train":
+        subprocess.run([sys.executable, "-m", "finetune.cli.main", *words], cwd=ROOT, check=True)
+    elif code := main_of_finetune(words):
+        raise SystemExit(code)
     with (ROOT / RUNS / "cpu_seconds.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"command": shown(words), "cpu_seconds": round(used, 1)}) + "\n")
+        line = {"command": " ".join(["finetune", *words]), "cpu_seconds": round(cpu_seconds() - before, 1)}
+        file.write(json.dumps(line) + "\n")
 
 
-def shown(words: tuple[str, ...]) -> str:
-    return " ".join(["finetune", *words])
+def cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def recipe_of(task: str) -> str:

@@ -26,16 +26,28 @@ WHEELS = {
     "bfcl_eval": ("bfcl-eval==2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"),
 }
 ROWS = {
-    "sums.jsonl": "",
-    "sums_second.jsonl": "",
-    "sums_held_out.jsonl": "",
+    "bfcl_live_simple.jsonl": "f4e15dc3b46fc52129d787a0f5ef914d1cae2a6a5afc5127aa3a6097f45f3602",
+    "bfcl_multiple.jsonl": "e13a405450e6560e1a888b97254ad3b40007b103fb311acb5a6d3965d6582bb6",
+    "bfcl_parallel.jsonl": "06c47d63027e2a66fb8ab48b28b96dc86057029cfedb75ce5c482f03ea5642f9",
+    "bfcl_parallel_multiple.jsonl": "f52af7897ddbad0012a8d620e13b2806e2a66d1971359ac4bfa1727dab97308e",
+    "bfcl_simple_python.jsonl": "f0ae911d33a952423c110432da01609980ac22c1c5a78e231ee8ea29940f1539",
+    "products.jsonl": "0c07fad50bfdf8aa770cd12af24d3c2a0575559ff045b148dedee50ed814d5ed",
+    "products_held_out.jsonl": "a136b63d54387a3651bc6496baaca3480fedbf466355867a7167a10bdaa8e44b",
+    "products_second.jsonl": "37a07a7ccbea6eae1141f7413671b6c781e20dce4fc078a2a5142152c2081c19",
+    "sums.jsonl": "99a5944209f67920fdc5da5fce903a5b66ec4741a6ea94b2c7950391f24f0af1",
+    "sums_held_out.jsonl": "2289c2f7c6a07d65e38f9d17b2ad496f0befeb198858506f6409e42b456f9f41",
+    "sums_second.jsonl": "92dfad1d0835dba1fcd360bbab12b6a9f13682753a79772ce03999fe12da2f9a",
+    "three.jsonl": "9f5a1bcc88334c960725ba8e74a4113e9608b84dfe99690bdb719982c426b119",
+    "three_held_out.jsonl": "9c3fd8a58efade5302c9d24412648bcb517be9e4c96d505bb3f217464c5da9b3",
+    "three_second.jsonl": "8424e4a9a211991a924d1204f3d2d207b186690200e8ed5e5c55cd7ec680f09c",
 }  # file: SHA-256
-NUMBER = "\nReply with one number and nothing else."
-# A task: reasoning-gym's generator, its settings, where the question begins and ends in its text, and what is added.
-TASKS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
-    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, ": ", "", NUMBER),
-    "gcd": ("gcd", {"max_value": 20}, "", ". Give only the GCD", "." + NUMBER),
-    "lcm": ("lcm", {"max_value": 20}, "", "", "." + NUMBER),
+SYSTEM = "Reply with one number."
+# A task: reasoning-gym's generator, its settings, and where the question begins and ends in its text. The rest of it
+# says how to answer, as SYSTEM does in fewer tokens.
+TASKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, "problem: ", ""),
+    "three": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "problem: ", ""),
+    "products": ("products", {"min_digits": 1, "max_digits": 2}, "multiplication: ", ". Give only"),
 }
 PARTS = {"": 96, "_second": 48, "_held_out": 100}  # rows to sample from, for the pairs that follow, and to score
 SEED = 57
@@ -47,7 +59,7 @@ def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """File and row of a task's parts. No question comes twice. Runs where reasoning_gym is installed."""
     import reasoning_gym
 
-    generator, settings, begin, end, added = TASKS[task]
+    generator, settings, begin, end = TASKS[task]
     drawn = iter(reasoning_gym.create_dataset(generator, seed=SEED, size=100 * sum(PARTS.values()), **settings))
     seen: set[str] = set()
     for part, count in PARTS.items():
@@ -58,11 +70,11 @@ def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
             if begin:
                 question = question.split(begin, 1)[1]
             if end:
-                question = question.split(end)[0]
+                question = question.split(end)[0] + " ="
             if question not in seen:
                 seen.add(question)
                 written += 1
-                turns = {"user": question + added, "assistant": str(item["answer"])}
+                turns = {"system": SYSTEM, "user": question, "assistant": str(item["answer"])}
                 messages = [{"role": role, "content": text} for role, text in turns.items()]
                 yield f"{task}{part}.jsonl", {"messages": messages}
 

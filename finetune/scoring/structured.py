@@ -7,6 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -44,6 +45,13 @@ class Unread:
 
 UNREAD = Unread()
 ToolCall = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Unquoted:
+    """A parameter's text between tags: 12 may be the number, or a text of two digits."""
+
+    text: str
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,7 +208,7 @@ def _tagged_calls(text: str) -> list[ToolCall]:
         if other is None or 0 <= end < other.start():  # else the block is not closed before the next one
             pairs = [[part for part in match if part] for match in _PARAMETER.findall(body)]
             if not _PARAMETER.sub("", body).strip():
-                arguments = {pair[0].strip(): _plain("".join(pair[1:])) for pair in pairs if pair}
+                arguments = {pair[0].strip(): Unquoted("".join(pair[1:]).strip()) for pair in pairs if pair}
                 if len(arguments) < len(pairs):
                     arguments = UNREAD
             elif not pairs:
@@ -405,25 +413,43 @@ def _gemma_plain(token: str) -> Any:
 
 
 def tool_name(answer: str, reference: str) -> float:
-    """1 if the answer calls the same tools in the same order."""
+    """1 if the answer calls the same tools. One answer's calls are parallel, so their order does not count."""
     given, expected = tool_calls(answer), _expected_calls(reference)
-    return float([name for name, _ in given] == [name for name, _ in expected])
+    return float(sorted(name for name, _ in given) == sorted(name for name, _ in expected))
 
 
 def tool_call(answer: str, reference: str) -> float:
-    """1 if names and all arguments are equal, call by call."""
+    """1 if each call has its own equal call in the reference, in any order, and no other call is there."""
     given, expected = tool_calls(answer), _expected_calls(reference)
     if any(not _understood(arguments) for _, arguments in expected):
         raise ValueError(f"the reference {reference[:40]!r} has an argument that cannot be read; write it as JSON")
     if len(given) != len(expected):
         return 0.0
-    for (name, arguments), (expected_name, expected_arguments) in zip(given, expected, strict=True):
-        if name != expected_name or not _understood(arguments):
+    for name, arguments in given:
+        equal = (each for each in expected if each[0] == name and _same_arguments(arguments, each[1]))
+        if not _understood(arguments) or (found := next(equal, None)) is None:
             return 0.0
-        ours, theirs = _leaves(arguments), _leaves(expected_arguments)
-        if ours.keys() != theirs.keys() or not all(same_value(ours[path], theirs[path]) for path in theirs):
-            return 0.0
+        expected.remove(found)
     return 1.0
+
+
+def _same_arguments(given: Any, expected: Any) -> bool:
+    """Equal arguments by name. Between tags a value has no quotes: it is the text or the JSON, as the other one has."""
+    if not isinstance(given, dict) or not isinstance(expected, dict):
+        return _same_json(given, expected)
+    return given.keys() == expected.keys() and all(
+        any(_same_json(ours, theirs) for ours in _meanings(given[key]) for theirs in _meanings(expected[key]))
+        for key in expected
+    )
+
+
+def _meanings(value: Any) -> list[Any]:
+    return [value.text, _plain(value.text)] if isinstance(value, Unquoted) else [value]
+
+
+def _same_json(given: Any, expected: Any) -> bool:
+    ours, theirs = _leaves(given), _leaves(expected)
+    return ours.keys() == theirs.keys() and all(same_value(ours[path], theirs[path]) for path in theirs)
 
 
 def _expected_calls(reference: str) -> list[ToolCall]:
