@@ -34,7 +34,8 @@ TASKS = {
     "products": "Products of two numbers below 100",
 }
 SEEDS = (1, 2, 3)
-ANSWERS, NEW_TOKENS = 8, 16  # to each prompt
+ANSWERS, NEW_TOKENS = 8, 12  # to each prompt
+TEMPERATURE = 0.5  # at 1 most answers of a model this small are no numbers
 OTHER_SHARE = 0.05  # of other rows, in the mixed training
 OTHER = "data/devils_dictionary.jsonl"
 GENERAL_SEED = 1  # whose trainings answer the general questions
@@ -69,7 +70,16 @@ def recipe_of(task: str) -> str:
 
 def sample(source: str, data: str, folder: str, seed: int, *words: str) -> int:
     """Draw and keep. Returns the number of rows."""
-    drawn = ["--n", str(ANSWERS), "--max-new-tokens", str(NEW_TOKENS), "--seed", str(seed)]
+    drawn = [
+        "--n",
+        str(ANSWERS),
+        "--max-new-tokens",
+        str(NEW_TOKENS),
+        "--seed",
+        str(seed),
+        "--temperature",
+        str(TEMPERATURE),
+    ]
     finetune("sample", source, "--data", data, *drawn, *words, "-o", folder)
     return int(json.loads((ROOT / folder / "sample.json").read_text("utf-8"))["figures"]["rows"])
 
@@ -83,28 +93,34 @@ def train_and_score(recipe: str, run: str, seed: int, *words: str, general: bool
         finetune("eval", run, "--max-new-tokens", str(NEW_TOKENS), *(["--general"] if general else []))
 
 
-def run_seed(task: str, seed: int) -> None:
-    """A task's trainings from one seed. A step that is done is not done again."""
-    recipe, at, general = recipe_of(task), f"{RUNS}/{task}_{seed}", seed == GENERAL_SEED
-    prompts = f"{ROWS}/{task}.jsonl"
+def learn_right_ones(task: str, seed: int) -> None:
+    """Draw answers, train on the right ones, and on as many at random."""
+    recipe, at, prompts = recipe_of(task), f"{RUNS}/{task}_{seed}", f"{ROWS}/{task}.jsonl"
     count = sample(recipe, prompts, f"{at}/rows", seed)
-    train_and_score(f"{at}/rows/recipe.yaml", f"{at}/right", seed, general=general)
-
+    train_and_score(f"{at}/rows/recipe.yaml", f"{at}/right", seed)
     if not (ROOT / at / "control").is_dir():
         shutil.copytree(ROOT / at / "rows", ROOT / at / "control")
     sample(recipe, prompts, f"{at}/control", seed, "--keep", "all", "--per-prompt", "1")
     entry = {"path": f"{at}/control/rows.jsonl", "format": "messages", "split": f"train[:{count}]"}
     train_and_score(f"{at}/control/recipe.yaml", f"{at}/random", seed, f"data.train={json.dumps([entry])}")
 
+
+def learn_pairs(task: str, seed: int) -> None:
+    """The model that learned right answers draws new ones to other prompts, and learns from pairs."""
+    at = f"{RUNS}/{task}_{seed}"
     sample(f"{at}/right", f"{ROWS}/{task}_second.jsonl", f"{at}/second", seed, "--keep", "pairs")
     train_and_score(f"{at}/second/recipe.yaml", f"{at}/pairs", seed)
 
-    if general:
-        rows = {"path": f"{at}/rows/rows.jsonl", "format": "messages"}
-        others = max(1, round(OTHER_SHARE * count))
-        other = {"path": OTHER, "format": "messages", "split": f"train[:{others}]"}
-        words = f"data.train={json.dumps([rows, other])}"
-        train_and_score(f"{at}/rows/recipe.yaml", f"{at}/mixed", seed, words, general=True)
+
+def look_for_forgetting(task: str) -> None:
+    """General questions, and a training with some other rows mixed in."""
+    at = f"{RUNS}/{task}_{GENERAL_SEED}"
+    count = int(json.loads((ROOT / at / "rows" / "sample.json").read_text("utf-8"))["figures"]["rows"])
+    train_and_score(f"{at}/rows/recipe.yaml", f"{at}/right", GENERAL_SEED, general=True)
+    rows = {"path": f"{at}/rows/rows.jsonl", "format": "messages"}
+    other = {"path": OTHER, "format": "messages", "split": f"train[:{max(1, round(OTHER_SHARE * count))}]"}
+    words = f"data.train={json.dumps([rows, other])}"
+    train_and_score(f"{at}/rows/recipe.yaml", f"{at}/mixed", GENERAL_SEED, words, general=True)
 
 
 def figures(task: str) -> dict[str, Any] | None:
@@ -153,8 +169,11 @@ def main() -> int:
     if "--page" not in sys.argv:
         seeds = [int(word) for word in words if word.isdigit()] or SEEDS
         for task in [word for word in words if word in TASKS] or TASKS:
-            for seed in seeds:
-                run_seed(task, seed)
+            for part in (learn_right_ones, learn_pairs):
+                for seed in seeds:
+                    part(task, seed)
+            if GENERAL_SEED in seeds:
+                look_for_forgetting(task)
     found = {task: each for task in TASKS if (each := figures(task)) is not None}
     print(write_result("checker", {"tasks": found}))
     return subprocess.run([sys.executable, "benchmarks/skills.py", "--page"], cwd=ROOT, check=True).returncode

