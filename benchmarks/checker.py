@@ -2,7 +2,7 @@
 
     python benchmarks/checker.py               all tasks and seeds; goes on where it stopped
     python benchmarks/checker.py sums 1        one task's seed
-    python benchmarks/checker.py --page        write benchmarks/results/checker.json from runs/checker, then docs/results.md
+    python benchmarks/checker.py --page        write results/checker.json and docs/results.md from runs/checker
 
 A seed is three commands, and the same twice more: `sample --keep right`, `train`, `eval`. The control trains on as many
 answers, kept at random from the same ones. Pairs of a right and a wrong answer follow, drawn by the model that learned
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, write_result
+from common import write_result
 
 from finetune.cli.main import main as main_of_finetune
 from finetune.scoring.intervals import interval, paired_interval
@@ -39,11 +39,11 @@ TEMPERATURE = 0.5  # at 1 most answers of a model this small are no numbers
 OTHER_SHARE = 0.05  # of other rows, in the mixed training
 OTHER = "data/devils_dictionary.jsonl"
 GENERAL_SEED = 1  # whose trainings answer the general questions
-KINDS = {"right": "right answers", "random": "answers at random", "pairs": "right answers, then pairs"}
+KINDS = ("right", "random", "pairs")  # a run's folder for each kind of rows
 
 
 def finetune(*words: str) -> None:
-    """A command, whose CPU seconds are added to runs/checker/cpu_seconds.jsonl. A training gets a process of its own."""
+    """A command, whose CPU seconds are added to RUNS/cpu_seconds.jsonl. A training gets a process of its own."""
     before = cpu_seconds()
     if words[0] == "train":
         subprocess.run([sys.executable, "-m", "finetune.cli.main", *words], cwd=ROOT, check=True)
@@ -128,22 +128,25 @@ def figures(task: str) -> dict[str, Any] | None:
     seeds, scores, before = [], {kind: [] for kind in KINDS}, []
     for seed in SEEDS:
         at = ROOT / RUNS / f"{task}_{seed}"
-        if not all((at / kind / "eval.json").is_file() for kind in KINDS):
+        done = [kind for kind in KINDS if (at / kind / "eval.json").is_file()]
+        if not {"right", "random"} <= {*done}:
             continue
         found: dict[str, Any] = {"seed": seed}
-        for kind in KINDS:
+        for kind in done:
             lines = [json.loads(line) for line in (at / kind / "eval_answers.jsonl").read_text("utf-8").splitlines()]
             right = [line["scores"]["number"]["tuned"] for line in lines]
             scores[kind].append(right)
             before = [line["scores"]["number"]["base"] for line in lines]
             found[kind] = sum(right) / len(right)
-        for name, folder in (("rows", "rows"), ("pairs_drawn", "second")):
-            drawn = json.loads((at / folder / "sample.json").read_text("utf-8"))["figures"]
-            found[name] = {"rows": drawn["rows"], "pass": drawn["pass_at"]}
+        for name, folder in (("drawn", "rows"), ("drawn_again", "second")):
+            if (at / folder / "sample.json").is_file():
+                drawn = json.loads((at / folder / "sample.json").read_text("utf-8"))["figures"]
+                found[name] = {"rows": drawn["rows"], "pass_at": drawn["pass_at"]}
         seeds.append(found)
     if not seeds:
         return None
-    means = {kind: [sum(each) / len(seeds) for each in zip(*scores[kind], strict=True)] for kind in KINDS}
+    # Each question's share over the seeds; resampled over questions, so another seed's draw is not in the interval.
+    means = {kind: [sum(each) / len(some) for each in zip(*some, strict=True)] for kind, some in scores.items() if some}
     general = {}
     for kind in ("right", "mixed"):
         file = ROOT / RUNS / f"{task}_{GENERAL_SEED}" / kind / "eval.json"
@@ -154,13 +157,91 @@ def figures(task: str) -> dict[str, Any] | None:
         "questions": len(before),
         "before": interval(before).as_json(),
         "seeds": seeds,
-        "after": {kind: sum(means[kind]) / len(before) for kind in KINDS},
+        "after": {kind: sum(each) / len(before) for kind, each in means.items()},
         "gained": paired_interval(before, means["right"]).as_json(),
         "checker": paired_interval(means["random"], means["right"]).as_json(),
-        "pairs": paired_interval(means["right"], means["pairs"]).as_json(),
+        "pairs": pairs_gain(scores),
         "general": general,
         "cpu_minutes": sum(line["cpu_seconds"] for line in used if f"/{task}_" in line["command"]) / 60,
     }
+
+
+def pairs_gain(scores: dict[str, list[list[float]]]) -> dict[str, Any] | None:
+    """What pairs add to right answers, over the seeds that have both; None without one."""
+    seeds = len(scores["pairs"])  # the first ones
+    if not seeds:
+        return None
+    before, after = (
+        [sum(each) / seeds for each in zip(*scores[kind][:seeds], strict=True)] for kind in ("right", "pairs")
+    )
+    return {"seeds": seeds, **paired_interval(before, after).as_json()}
+
+
+def points(interval: dict[str, float]) -> str:
+    """A difference of shares in points, with its interval."""
+    mean, low, high = (100 * interval[key] for key in ("mean", "low", "high"))
+    return f"{mean:+.0f} points ({low:+.0f} to {high:+.0f})"
+
+
+def share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def sections(result: dict[str, Any]) -> list[str]:
+    """The part of docs/results.md on rounds by a checker."""
+    lines = [
+        "",
+        "## From a checker to a better model",
+        "",
+        f"SmolLM2-135M answers questions of reasoning-gym {ANSWERS} times at temperature {TEMPERATURE}. It trains on its",
+        "own right answers ([how](checker.md)). The control trains on as many of the same answers, kept at random: a model",
+        "that only learns the form of an answer gains by both. Pairs go on from the right answers, with new draws to",
+        "other questions. Scores are of greedy answers to held-out questions (`number`). Differences are paired by",
+        "question, with a 95 % bootstrap over questions of the seeds' mean. Seeds differ too, so each one is shown.",
+        "",
+        "```bash",
+        f"python benchmarks/real_rows.py {ROWS}     # questions, pinned by hash",
+        "python benchmarks/checker.py             # goes on where it stopped",
+        "```",
+        "",
+        "| task | start | right answers | control | by the checker | pairs add |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, run in result["tasks"].items():
+        added = "not run"
+        if run["pairs"] is not None:
+            added = points(run["pairs"]) + (
+                f", {run['pairs']['seeds']} seeds" * (run["pairs"]["seeds"] < len(run["seeds"]))
+            )
+        before = f"{share(run['before']['mean'])} ({share(run['before']['low'])} to {share(run['before']['high'])})"
+        lines.append(
+            f"| {TASKS[task]} | {before} | {share(run['after']['right'])} | {share(run['after']['random'])} | "
+            f"{points(run['checker'])} | {added} |"
+        )
+    for task, run in result["tasks"].items():
+        lines += [
+            "",
+            f"{TASKS[task]}: {run['questions']} held-out questions, {run['cpu_minutes']:.0f} CPU minutes for "
+            f"{len(run['seeds'])} seeds. Against the start right answers gain {points(run['gained'])}.",
+            "",
+            f"| seed | pass@1 | pass@{ANSWERS} | rows | right answers | control | pairs | then |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for each in run["seeds"]:
+            shown = [share(each["drawn"]["pass_at"][key]["mean"]) for key in ("1", str(ANSWERS))]
+            shown += [str(each["drawn"]["rows"]), share(each["right"]), share(each["random"])]
+            shown += [str(each["drawn_again"]["rows"]) if "drawn_again" in each else "-"]
+            shown += [share(each["pairs"]) if "pairs" in each else "-"]
+            lines.append(f"| {each['seed']} | {' | '.join(shown)} |")
+        for kind, words in (("right", "After right answers"), ("mixed", f"With {share(OTHER_SHARE)} other rows")):
+            if kind in run["general"]:
+                asked = run["general"][kind]
+                base, tuned = (round(asked["all"][model]["mean"] * asked["rows"]) for model in ("base", "tuned"))
+                lines += [
+                    "",
+                    f"{words} (seed {GENERAL_SEED}) {tuned} of {asked['rows']} general questions are right, {base} before.",
+                ]
+    return lines
 
 
 def main() -> int:

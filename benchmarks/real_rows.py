@@ -1,6 +1,6 @@
-"""Rows of real tasks from two packages, for benchmarks and tests: reasoning-gym's questions, and bfcl-eval's tool calls.
+"""Rows of real tasks from two packages, for benchmarks and tests: reasoning-gym's questions, bfcl-eval's tool calls.
 
-    python benchmarks/real_rows.py FOLDER                  both; downloads two wheels (9 MB) and what reasoning-gym needs
+    python benchmarks/real_rows.py FOLDER                  both; two wheels (9 MB), and what reasoning-gym needs
     python benchmarks/real_rows.py FOLDER reasoning_gym    one of them
     python benchmarks/real_rows.py FOLDER --excerpts       write a few of FOLDER's rows for tests
     python benchmarks/real_rows.py FOLDER --check          write nothing; compare FOLDER's rows with ROWS
@@ -56,7 +56,8 @@ SEED = 57
 EXCERPTS = Path(__file__).resolve().parents[1] / "tests/support/rows/real"  # of both, for tests
 EXCERPT = {  # file: every so many rows of it, from the first
     "bfcl_simple_python.jsonl": 66, "bfcl_multiple.jsonl": 33, "bfcl_parallel.jsonl": 24,
-    "bfcl_parallel_multiple.jsonl": 18, "bfcl_live_simple.jsonl": 44, "sums.jsonl": 8, "three.jsonl": 16, "products.jsonl": 16,
+    "bfcl_parallel_multiple.jsonl": 18, "bfcl_live_simple.jsonl": 44,
+    "sums.jsonl": 8, "three.jsonl": 16, "products.jsonl": 16,
 }  # fmt: skip
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}  # of bfcl's schemas, in JSON Schema
 BFCL = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "live_simple": 258}
@@ -89,8 +90,8 @@ def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def bfcl_rows(wheel: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """File and row of bfcl's questions with one right call, or several: messages with `tools` and `tool_calls`.
 
-    `possible` has each argument's right values, as bfcl's own checker reads them. "" among them: it may be left out. The
-    answer has the first value that is none of "".
+    `possible` has each argument's right values, as bfcl's own checker reads them. "" among them: it may be left out.
+    The answer has the first value that is not "".
     """
     with zipfile.ZipFile(wheel) as files:
         for kind, count in BFCL.items():
@@ -106,16 +107,14 @@ def bfcl_rows(wheel: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     for call in answer["ground_truth"]
                     for name, arguments in call.items()
                 ]
-                answered = {
-                    "role": "assistant",
-                    "tool_calls": [{"type": "function", "function": call} for call in calls],
-                }
+                called = [{"type": "function", "function": call} for call in calls]
                 tools = [
                     {"type": "function", "function": each | {"parameters": as_json_schema(each["parameters"])}}
                     for each in question["function"]
                 ]
                 (turns,) = question["question"]
-                row = {"messages": [*turns, answered], "tools": tools, "possible": answer["ground_truth"]}
+                messages = [*turns, {"role": "assistant", "tool_calls": called}]
+                row = {"messages": messages, "tools": tools, "possible": answer["ground_truth"]}
                 yield f"bfcl_{kind}.jsonl", row
 
 
@@ -135,7 +134,7 @@ def first_values(possible: Any) -> Any:
 
 
 def as_json_schema(schema: Any) -> Any:
-    """bfcl writes Python's names of types: dict is object, float is number, tuple is array, and any is no type at all."""
+    """bfcl writes Python's types: dict is object, float is number, tuple is array, and any is no type at all."""
     if isinstance(schema, list):
         return [as_json_schema(each) for each in schema]
     if not isinstance(schema, dict):

@@ -168,7 +168,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     It reads what the models' own templates write, with special tokens or decoded without them:
 
         {"name": "f", "arguments": {...}}     most; also parameters, function, tool_calls and OpenAI's text of JSON
-        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax, Muse
+        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> others
         <tool_call>f<arg_key>k</arg_key>...   GLM
         [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets where nothing else stands
         call:f{key:value}                     Gemma 4

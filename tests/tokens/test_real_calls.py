@@ -32,9 +32,7 @@ def test_supervised_text_is_the_rendered_answer_and_reads_as_the_calls(name: str
         calls = calls_of(row)
         try:
             text = shown(encoded(encoder, {key: row[key] for key in ("messages", "tools")}), tokenizer)
-        except RowError as error:
-            assert family.one_call, error
-            assert len(calls) > 1
+        except RowError:
             outcomes["refused"] += 1
             continue
         as_texts = [
@@ -57,5 +55,6 @@ def test_supervised_text_is_the_rendered_answer_and_reads_as_the_calls(name: str
         assert tool_call(supervised, "\n".join(map(json.dumps, calls))) == 1.0, supervised
         outcomes["right"] += 1
     print(name, dict(outcomes))
-    assert sum(outcomes.values()) == len(tool_rows()) == 41
-    assert outcomes["right"] >= 17
+    assert len(tool_rows()) == 41
+    one_call = sum(len(calls_of(row)) == 1 for row in tool_rows())
+    assert outcomes == ({"right": one_call, "refused": 41 - one_call} if family.one_call else {"right": 41})
