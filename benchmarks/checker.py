@@ -34,8 +34,8 @@ TASKS = {
     "products": "Products of two numbers below 100",
 }
 SEEDS = (1, 2, 3)
-ANSWERS, NEW_TOKENS = 8, 12  # to each prompt
-TEMPERATURE = 0.5  # at 1 most answers of a model this small are no numbers
+ANSWERS, NEW_TOKENS = 8, 10  # to each prompt
+TEMPERATURE = 0.7  # at 1 a model this small loses the thread
 OTHER_SHARE = 0.05  # of other rows, in the mixed training
 OTHER = "data/devils_dictionary.jsonl"
 GENERAL_SEED = 1  # whose trainings answer the general questions
@@ -193,11 +193,11 @@ def sections(result: dict[str, Any]) -> list[str]:
         "",
         "## From a checker to a better model",
         "",
-        f"SmolLM2-135M answers questions of reasoning-gym {ANSWERS} times at temperature {TEMPERATURE}. It trains on its",
-        "own right answers ([how](checker.md)). The control trains on as many of the same answers, kept at random: a model",
-        "that only learns the form of an answer gains by both. Pairs go on from the right answers, with new draws to",
-        "other questions. Scores are of greedy answers to held-out questions (`number`). Differences are paired by",
-        "question, with a 95 % bootstrap over questions of the seeds' mean. Seeds differ too, so each one is shown.",
+        f"SmolLM2-135M answers questions of reasoning-gym {ANSWERS} times at temperature {TEMPERATURE}, and trains on",
+        "its own right answers ([how](checker.md)). The control trains on as many of the same answers, kept at random:",
+        "a model that only learns the form of an answer gains by both. Pairs go on from the right answers, with new",
+        "draws to other questions. Scores are of greedy answers to held-out questions (`number`). Differences are",
+        "paired by question, with a 95 % bootstrap over questions of the seeds' mean. Seeds differ too: each is shown.",
         "",
         "```bash",
         f"python benchmarks/real_rows.py {ROWS}     # questions, pinned by hash",
@@ -239,7 +239,7 @@ def sections(result: dict[str, Any]) -> list[str]:
                 base, tuned = (round(asked["all"][model]["mean"] * asked["rows"]) for model in ("base", "tuned"))
                 lines += [
                     "",
-                    f"{words} (seed {GENERAL_SEED}) {tuned} of {asked['rows']} general questions are right, {base} before.",
+                    f"{words} (seed {GENERAL_SEED}): {tuned} of {asked['rows']} general questions, {base} before.",
                 ]
     return lines
 

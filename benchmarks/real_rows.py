@@ -33,24 +33,42 @@ ROWS = {
     "bfcl_parallel.jsonl": "06c47d63027e2a66fb8ab48b28b96dc86057029cfedb75ce5c482f03ea5642f9",
     "bfcl_parallel_multiple.jsonl": "f52af7897ddbad0012a8d620e13b2806e2a66d1971359ac4bfa1727dab97308e",
     "bfcl_simple_python.jsonl": "f0ae911d33a952423c110432da01609980ac22c1c5a78e231ee8ea29940f1539",
-    "products.jsonl": "9a67c7b34237d780964ab58df15bc2c0ae1295f8e0eac74858eb8bd0a4729a6b",
-    "products_held_out.jsonl": "f16f24703219332fc44b7dc9a82f5833936b4d57b01061ffc5845eb7c511e4d8",
-    "products_second.jsonl": "39a023c1edd9952b304929942b978d16d6a898420ff9eaba73ff2b0c026d1597",
-    "sums.jsonl": "d4377a3ea7266de882691fa4f8133816a542ac58772834594e92b55a7cb1083a",
-    "sums_held_out.jsonl": "8e26336b5ec86d5d80b4780d93398e8c99d5931fb0415fdd0a01b49181fb35b0",
-    "sums_second.jsonl": "60d568d24e5d8ba0bde4f00608093ae6cfee90b6be0e4d8cfba82b4a3f2baa12",
-    "three.jsonl": "de0af53d0719ee7868d24907c5b6b3c127640191c38cec3fdaac40d52f2722fd",
-    "three_held_out.jsonl": "48b3abf18f5f846a30b339294f40a335d4d1a133b7e99c538f7efdec5525ea3d",
-    "three_second.jsonl": "b9cc89bf1a133a24e287d68cbb5f1738f2ff4dc8611e359769631672813dfdcc",
+    "products.jsonl": "66ec169982f92484848ad86c755be3eaefbe23709cb467e4755d839c976359da",
+    "products_held_out.jsonl": "6a3cca0d262b5cc5ed39b1e3a57ae4f75530318f82bd26527ee0d7c32f9cb12e",
+    "products_second.jsonl": "824d859bcce0d88c4e9f45319545517755417116de673c694b4482ce2c2f705d",
+    "sums.jsonl": "14ed70dd0e5de73e9edcdb576ab08bc66073466eb8689aa58d03126a3f25631b",
+    "sums_held_out.jsonl": "6909440fc2bbf9c78d5edce5b71987973f244dd56296a2f8791b9d3ba198921b",
+    "sums_second.jsonl": "1f208093327e20819b134e8e00e8de0153a1c62ecea661711881379f35678d7f",
+    "three.jsonl": "4371e8ac3869cc024fb41c8df793364c1e4d90111a90b4ad71021e5cfe19b678",
+    "three_held_out.jsonl": "c84bf6ea2cc0180dab353927b6621217aea87708610c3b75086866284fa4a232",
+    "three_second.jsonl": "dec4c36094855686276e32b56aba0deebef24a200056683d7fe7abad0de36bfd",
 }  # file: SHA-256
-SYSTEM = "Reply with one number."
-# A task: reasoning-gym's generator, its settings, and where the question begins and ends in its text. The rest of it
-# says how to answer, as SYSTEM does in fewer tokens.
-TASKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, "problem: ", ""),
-    "three": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "problem: ", ""),
-    "products": ("products", {"min_digits": 1, "max_digits": 2}, "multiplication: ", ". Give only"),
+# A task: reasoning-gym's generator, its settings, where the question begins and ends in its text, and a question that is
+# answered before, in a few tokens. It stands for the sentence on how to answer, which a small model does not follow.
+TASKS: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, int]]] = {
+    "sums": (
+        "chain_sum",
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+        "problem: ",
+        "",
+        ("31 - 6 =", 25),
+    ),
+    "three": (
+        "chain_sum",
+        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        "problem: ",
+        "",
+        ("3 + 4 - 2 =", 5),
+    ),
+    "products": (
+        "products",
+        {"min_digits": 1, "max_digits": 2},
+        "multiplication: ",
+        ". Give only",
+        ("3 * 14 =", 42),
+    ),
 }
+SYSTEM = "Calculate."
 PARTS = {"": 64, "_second": 32, "_held_out": 100}  # rows to sample from, for the pairs that follow, and to score
 SEED = 57
 EXCERPTS = Path(__file__).resolve().parents[1] / "tests/support/rows/real"  # of both, for tests
@@ -67,7 +85,7 @@ def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """File and row of a task's parts. No question comes twice. Runs where reasoning_gym is installed."""
     import reasoning_gym
 
-    generator, settings, begin, end = TASKS[task]
+    generator, settings, begin, end, (example, result) = TASKS[task]
     drawn = iter(reasoning_gym.create_dataset(generator, seed=SEED, size=100 * sum(PARTS.values()), **settings))
     seen: set[str] = set()
     for part, count in PARTS.items():
@@ -82,8 +100,13 @@ def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
             if question not in seen:
                 seen.add(question)
                 written += 1
-                turns = {"system": SYSTEM, "user": question, "assistant": str(item["answer"])}
-                messages = [{"role": role, "content": text} for role, text in turns.items()]
+                messages = [
+                    {"role": "system", "content": SYSTEM},
+                    {"role": "user", "content": example},
+                    {"role": "assistant", "content": f"The answer is {result}.", "weight": 0},
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": str(item["answer"])},
+                ]
                 yield f"{task}{part}.jsonl", {"messages": messages}
 
 
