@@ -13,6 +13,7 @@ so its wheel is only unpacked. reasoning-gym runs in an environment of its own. 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -43,8 +44,8 @@ ROWS = {
     "three_held_out.jsonl": "c84bf6ea2cc0180dab353927b6621217aea87708610c3b75086866284fa4a232",
     "three_second.jsonl": "dec4c36094855686276e32b56aba0deebef24a200056683d7fe7abad0de36bfd",
 }  # file: SHA-256
-# A task: reasoning-gym's generator, its settings, where the question begins and ends in its text, and a question that is
-# answered before, in a few tokens. It stands for the sentence on how to answer, which a small model does not follow.
+# A task: reasoning-gym's generator, its settings, where the question begins and ends in its text, and a question that
+# is answered before, in a few tokens. It stands for the sentence on how to answer, which a small model does not follow.
 TASKS: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, int]]] = {
     "sums": (
         "chain_sum",
@@ -83,8 +84,7 @@ BFCL = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multip
 
 def reasoning_rows(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """File and row of a task's parts. No question comes twice. Runs where reasoning_gym is installed."""
-    import reasoning_gym
-
+    reasoning_gym: Any = importlib.import_module("reasoning_gym")
     generator, settings, begin, end, (example, result) = TASKS[task]
     drawn = iter(reasoning_gym.create_dataset(generator, seed=SEED, size=100 * sum(PARTS.values()), **settings))
     seen: set[str] = set()
