@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checker import sections as checker_sections
 from common import RESULTS, write_result
 
 from data.skills.answers import is_polite
@@ -243,6 +244,8 @@ def page(result: dict[str, Any]) -> str:
             cells = [f"{row['exact']['mean']:.0%}, {row['loss']:.3f}" for row in found]
             lines.append(f"| {rate} | {' | '.join(cells)} |")
         lines += ["", *TABLE_WORDS]
+    if (RESULTS / "checker.json").is_file():
+        lines += checker_sections(json.loads((RESULTS / "checker.json").read_text("utf-8")))
     return "\n".join(lines) + "\n"
 
 

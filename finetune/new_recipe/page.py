@@ -38,6 +38,7 @@ class Counts:
     longest_bytes: int
     is_whole: bool  # whether every row was read
     with_tools: int = 0  # rows with tools or calls
+    is_narrow: bool = False  # nearly all answers are short
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens

@@ -63,6 +63,7 @@ CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two 
 ROW_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 USUAL_ROWS = 4096
 MOST_ON_CPU = 1024
+SHORT_ANSWER, NARROW_SHARE = 40, 0.9  # letters, and the share of rows whose answers are no longer: a narrow task
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
     examples: list[Content] = []
     problems: list[str] = []
     mistakes = Mistakes()
-    good, nbytes, longest, with_tools = 0, 0, 0, 0
+    good, nbytes, longest, with_tools, short = 0, 0, 0, 0, 0
     timed_rows = _TimedRows(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(timed_rows.rows(source)):
         if row.read is None:
@@ -342,6 +343,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
             with_tools += any(
                 chat.tools or any(message.get("tool_calls") for message in chat.messages) for chat in chats
             )
+            short += isinstance(row.read, Chat | Passage) and _has_short_answers(row.read)
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
@@ -363,8 +365,18 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         longest_bytes=longest,
         is_whole=timed_rows.is_whole,
         with_tools=with_tools,
+        is_narrow=short >= NARROW_SHARE * good,
     )
     return counts, tuple(examples), list(notes_on_reading(facts))
+
+
+def _has_short_answers(document: Chat | Passage) -> bool:
+    """Whether a question's supervised answers are short. A plain text has no question."""
+    answers = [document.completion] if isinstance(document, Passage) and document.prompt else []
+    if isinstance(document, Chat):
+        turns = zip(document.messages, document.supervised, strict=True)
+        answers = [turn["content"] for turn, supervised in turns if supervised and not turn.get("tool_calls")]
+    return bool(answers) and all(isinstance(answer, str) and len(answer) <= SHORT_ANSWER for answer in answers)
 
 
 def _choose_length_and_model(
@@ -517,6 +529,11 @@ def _findings(
                 f"{prompt!r} is a text, which the model sees without its chat template; for questions to a chat model "
                 f"write instruction: {prompt} in place of prompt"
             )
+    if counts.is_narrow:
+        lines.append(
+            f"short answers: {percent(NARROW_SHARE)} or more have at most {SHORT_ANSWER} letters; for a task so narrow "
+            "a model forgets others: add some other rows to data.train, and look: finetune eval RUN --general"
+        )
     dropped = [f"{counts.empty:,} with an empty cell"] * (counts.empty > 0)
     dropped += [f"{counts.duplicate:,} that are there already"] * (counts.duplicate > 0)
     if dropped:

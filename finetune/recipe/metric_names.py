@@ -17,7 +17,7 @@ METRICS = {
     "choice": "1 if the answer chooses the reference's letter, or all of its letters",
     "json_valid": "1 if the answer is one JSON value",
     "json_fields": "share of all fields, of the reference or the answer, that are equal in both",
-    "tool_name": "1 if the answer calls the reference's tools in its order",
+    "tool_name": "1 if the answer calls the reference's tools, in any order",
     "tool_call": "1 if name and arguments of every call are equal too",
     "sql": "1 if both queries give the same rows; db=FILE is an SQLite file or a script, else the row's column db",
     "regex": "1 if pattern=... is found in the answer",

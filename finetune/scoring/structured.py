@@ -7,6 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +19,7 @@ _TAGGED = re.compile(
     r"|<invoke name=\"(?P<invoke>[^\"]+)\">"
     r"|<tool_call>\s*(?P<glm>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"
 )
+_NAMESPACE = re.compile(r"(?<=<)(/?)\w+:(?=(?:invoke|parameter)[ >])")  # <atem:invoke name="f"> is <invoke name="f">
 _CLOSING = {"function": "</function>", "invoke": "</invoke>", "glm": "</tool_call>"}
 _PARAMETER = re.compile(
     r"<parameter=([^>\s]+)>(.*?)</parameter>|<parameter name=\"([^\"]+)\">(.*?)</parameter>"
@@ -32,7 +34,7 @@ _GEMMA = re.compile(r"\bcall:([\w.:-]+)(?=\{)")
 # A name directly before an object: Mistral, DeepSeek, gpt-oss, with their special tokens or decoded without them
 _NAMED = re.compile(
     r"(?:to=functions\.)?(?P<name>[A-Za-z_][\w.-]*)"
-    r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
+    r"(?:\[CALL_ID\]\w+)?(?:<\|channel\|>\w+)?(?:\[ARGS\]|<｜tool▁sep｜>|\s*(?:<\|constrain\|>)?json\s*(?:<\|message\|>)?|<\|message\|>)?"
     r"(?:\s*```json\s*|\s*)(?=\{)"
 )
 _GEMMA_TOKEN = re.compile(r"\s*(<\|\"\|>.*?<\|\"\|>|\"(?:[^\"\\]|\\.)*\"|[{}\[\],]|[^{}\[\],:]+|:)", re.DOTALL)
@@ -44,6 +46,14 @@ class Unread:
 
 UNREAD = Unread()
 ToolCall = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Unquoted:
+    """A parameter's text between tags: 12 may be the number, or a text of two digits. True is what templates make of
+    true."""
+
+    text: str
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,7 +168,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     It reads what the models' own templates write, with special tokens or decoded without them:
 
         {"name": "f", "arguments": {...}}     most; also parameters, function, tool_calls and OpenAI's text of JSON
-        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> MiniMax
+        <function=f>{...}</function>          Llama 3.1; with <parameter=KEY> Qwen 3 Coder; <invoke name="f"> others
         <tool_call>f<arg_key>k</arg_key>...   GLM
         [f(key=value), g(1)]                  Llama 3.2 and 4, LFM 2; also without brackets where nothing else stands
         call:f{key:value}                     Gemma 4
@@ -167,6 +177,7 @@ def tool_calls(text: str, *, bare: bool = True) -> list[ToolCall]:
     Args:
         bare: Take f(x) without brackets for a call, too.
     """
+    text = _NAMESPACE.sub(r"\1", text)
     if _TAGGED.search(text):
         return _tagged_calls(text)
     python = _PYTHON.search(text)
@@ -200,7 +211,7 @@ def _tagged_calls(text: str) -> list[ToolCall]:
         if other is None or 0 <= end < other.start():  # else the block is not closed before the next one
             pairs = [[part for part in match if part] for match in _PARAMETER.findall(body)]
             if not _PARAMETER.sub("", body).strip():
-                arguments = {pair[0].strip(): _plain("".join(pair[1:])) for pair in pairs if pair}
+                arguments = {pair[0].strip(): Unquoted("".join(pair[1:]).strip()) for pair in pairs if pair}
                 if len(arguments) < len(pairs):
                     arguments = UNREAD
             elif not pairs:
@@ -405,25 +416,50 @@ def _gemma_plain(token: str) -> Any:
 
 
 def tool_name(answer: str, reference: str) -> float:
-    """1 if the answer calls the same tools in the same order."""
+    """1 if the answer calls the same tools. One answer's calls are parallel, so their order does not count."""
     given, expected = tool_calls(answer), _expected_calls(reference)
-    return float([name for name, _ in given] == [name for name, _ in expected])
+    return float(sorted(name for name, _ in given) == sorted(name for name, _ in expected))
 
 
 def tool_call(answer: str, reference: str) -> float:
-    """1 if names and all arguments are equal, call by call."""
+    """1 if each call has its own equal call in the reference, in any order, and no other call is there."""
     given, expected = tool_calls(answer), _expected_calls(reference)
     if any(not _understood(arguments) for _, arguments in expected):
         raise ValueError(f"the reference {reference[:40]!r} has an argument that cannot be read; write it as JSON")
     if len(given) != len(expected):
         return 0.0
-    for (name, arguments), (expected_name, expected_arguments) in zip(given, expected, strict=True):
-        if name != expected_name or not _understood(arguments):
+    for name, arguments in given:
+        equal = (each for each in expected if each[0] == name and same_arguments(arguments, each[1]))
+        if not _understood(arguments) or (found := next(equal, None)) is None:
             return 0.0
-        ours, theirs = _leaves(arguments), _leaves(expected_arguments)
-        if ours.keys() != theirs.keys() or not all(same_value(ours[path], theirs[path]) for path in theirs):
-            return 0.0
+        expected.remove(found)
     return 1.0
+
+
+def same_arguments(given: Any, expected: Any) -> bool:
+    """Equal arguments by name. Between tags a value has no quotes: it is the text, the JSON or Python's value, as the
+    other one has."""
+    if not isinstance(given, dict) or not isinstance(expected, dict):
+        return _same_json(given, expected)
+    return given.keys() == expected.keys() and all(
+        any(_same_json(ours, theirs) for ours in _meanings(given[key]) for theirs in _meanings(expected[key]))
+        for key in expected
+    )
+
+
+def _meanings(value: Any) -> list[Any]:
+    if not isinstance(value, Unquoted):
+        return [value]
+    try:
+        python = _literal(ast.parse(value.text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        python = UNREAD
+    return [value.text, _plain(value.text), python]
+
+
+def _same_json(given: Any, expected: Any) -> bool:
+    ours, theirs = _leaves(given), _leaves(expected)
+    return ours.keys() == theirs.keys() and all(same_value(ours[path], theirs[path]) for path in theirs)
 
 
 def _expected_calls(reference: str) -> list[ToolCall]:

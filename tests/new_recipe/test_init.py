@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.dataset import prepare
 from tests.support.models.chat_families import tokenizer_of
+from tests.support.rows.real_rows import NUMBERS, real_rows, tool_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 40
@@ -366,11 +367,8 @@ def test_tool_calls_are_shown(
 @pytest.mark.parametrize(("gpus", "told"), [("cpu", True), ("24GB", False)])
 def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool, tmp_path: Path) -> None:
     """The line names a template, with which the rows are accepted. Qwen3's own template writes tools."""
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-    turns = [{"role": "user", "content": "Rain in Ulm?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    plain = {"messages": [turns[0], {"role": "assistant", "content": "No."}]}
-    rows = [plain, *[{"tools": [tool], "messages": turns}] * 12]
+    asked = [{"role": "user", "content": "Rain in Ulm?"}, {"role": "assistant", "content": "No."}]
+    rows = [{"messages": asked}, *({key: row[key] for key in ("messages", "tools")} for row in tool_rows())]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     found = propose(str(tmp_path / "rows.jsonl"), gpus=gpus)
     lines = [line for line in found.lines if line.startswith("rows with tools: ")]
@@ -380,6 +378,28 @@ def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool,
         template = next(word.strip("()") for word in lines[0].split() if "tools.jinja" in word)
         assert main(["check", str(file), "--data"]) == 2
         assert main(["check", str(file), "--data", f"data.chat_template={ROOT / template}"]) == 0
+
+
+def test_a_narrow_task_is_named(tmp_path: Path) -> None:
+    """Short answers to nearly all questions: others may be forgotten. Long answers, pairs, calls and texts are none."""
+
+    def told(rows: Sequence[Mapping[str, Any]]) -> int:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        found = propose(str(tmp_path / "rows.jsonl"), gpus="cpu")
+        lines = [line for line in found.lines if line.startswith("short answers: ")]
+        assert all("finetune eval RUN --general" in line for line in lines)
+        return len(lines)
+
+    numbers = [row for name in NUMBERS for row in real_rows(name)]
+    assert told(numbers) == 1
+    longer = {"messages": [*numbers[0]["messages"][:2], {"role": "assistant", "content": "1 and 2 are 3. " * 3}]}
+    assert told([*numbers, longer]) == 1  # 16 of 17
+    assert told([*numbers, longer, {"messages": [*longer["messages"][1:]]}]) == 0  # 16 of 18
+    assert told([{key: row[key] for key in ("messages", "tools")} for row in tool_rows()]) == 0
+    assert told([{"text": f"A short text, number {n}."} for n in range(20)]) == 0
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": str(n)} for n in range(20)]
+    assert told(pairs) == 0
+    assert told([{"instruction": f"{n} + 1 =", "output": f"It is {n + 1}."} for n in range(20)]) == 1
 
 
 def test_a_system_column_is_the_system_turn(tmp_path: Path) -> None:

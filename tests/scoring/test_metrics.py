@@ -74,9 +74,9 @@ BY_HAND: dict[str, list[tuple[str, str, float]]] = {
     "tool_name": [
         (CALL, CALL, 1), ('{"name": "weather", "parameters": {}}', CALL, 1), ('{"name": "time", "arguments": {}}', CALL, 0),
         ("It is warm.", CALL, 0), ("", CALL, 0), ('[TOOL_CALLS][{"name": "weather", "arguments": {}}]', CALL, 1),
-        ('[weather(city="Bonn")]', CALL, 1), ("[time()]", CALL, 0), ("<function=weather><parameter=city>Bonn</parameter></function>", CALL, 1),
+        ("[time()]", CALL, 0), ("<function=weather><parameter=city>Bonn</parameter></function>", CALL, 1),
         (CALL + CALL, CALL, 0), (TWO_CALLS, TWO_CALLS, 1), ('{"name": "b", "arguments": {}}', TWO_CALLS, 0),
-        ("[a(), b(x=[1])]", TWO_CALLS, 1), ("[b(x=[1]), a()]", TWO_CALLS, 0), ('{"type": "function", "function": {"name": "weather", "arguments": "{}"}}', CALL, 1),
+        ("[a(), b(x=[1])]", TWO_CALLS, 1), ("[b(x=[1]), a()]", TWO_CALLS, 1), ("[b(x=[1]), b(x=[1])]", TWO_CALLS, 0), ('{"type": "function", "function": {"name": "weather", "arguments": "{}"}}', CALL, 1),
         ('{"tool": "weather"}', CALL, 0), ("weather", CALL, 0), ('Sure! {"name": "weather", "arguments": {}} Done.', CALL, 1),
         ('{"name": "weather"}', CALL, 1), ('{"name": 3, "arguments": {}}', CALL, 0),
     ],
@@ -87,8 +87,8 @@ BY_HAND: dict[str, list[tuple[str, str, float]]] = {
         ('{"name": "weather", "parameters": {"city": "Bonn", "days": 2.0}}', CALL, 1), ('[weather(city="Bonn", days=2)]', CALL, 1),
         ("[weather(city='Bonn', days=3)]", CALL, 0), ("<function=weather><parameter=city>Bonn</parameter><parameter=days>2</parameter></function>", CALL, 1),
         ('{"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\", \\"days\\": 2}"}', CALL, 1), ('{"name": "weather", "arguments": "Bonn"}', CALL, 0),
-        (CALL + CALL, CALL, 0), ("", CALL, 0), ("Bonn", CALL, 0), (TWO_CALLS, TWO_CALLS, 1), ("[a(), b(x=[1])]", TWO_CALLS, 1),
-        ("[a(), b(x=[2])]", TWO_CALLS, 0), ('{"name": "weather", "arguments": {"city": "Bonn ", "days": 2}}', CALL, 1),
+        ("", CALL, 0), ("Bonn", CALL, 0), ("[a(), b(x=[1])]", TWO_CALLS, 1),
+        ("[a(), b(x=[2])]", TWO_CALLS, 0), ("[b(x=[1]), a()]", TWO_CALLS, 1), ("[b(x=[1]), b(x=[1])]", TWO_CALLS, 0), ('{"name": "weather", "arguments": {"city": "Bonn ", "days": 2}}', CALL, 1),
         ('{"name": "weather", "arguments": {"city": "bonn", "days": 2}}', CALL, 0),
     ],
 }  # fmt: skip
