@@ -1,28 +1,33 @@
-"""One training by another tool, watched: `python benchmarks/parity_peer.py JOB.json`, called by parity.py.
+"""Trainings by one tool, watched: `python benchmarks/parity_peer.py JOB.json ...`, called by parity.py.
 
-It runs in that tool's environment, so it imports nothing of this project. The job names the tool, its own settings, the
-model, an adapter to start from, and a file of chats (or pairs) in the order of training. The tool's own command line or
-trainer does the work. Four methods of its libraries are wrapped to look, and change nothing unless the job says so:
+It runs in that tool's environment and imports nothing of this project, unless the tool is this project. Every job is a
+process of its own, forked once the libraries are loaded. A job names the tool, the tool's own settings, the model, an
+adapter to start from, and a file of chats or pairs in the order of training. The tool's own command or trainer does the
+work. Three methods of its libraries are wrapped to look; they change nothing unless the job names `edits`:
 
-    Trainer.train           afterwards the adapter is saved; before, the collator may be wrapped (`edits`)
-    Trainer.training_step   the batch that the model sees; the loss of the micro-batch
-    Accelerator.clip_grad_norm_   the gradient's norm, in full precision; one call is one optimizer step
+    Trainer.train                 before: edits; after: the adapter is saved
+    Trainer.training_step         the batch that the model sees; the micro-batch's loss
+    Accelerator.clip_grad_norm_   the gradient's norm in full precision; one call is one optimizer step
 
-FOLDER/record.json gets each step's loss, norm and tokens, the rows of the first steps, times and peak memory.
+FOLDER/record.json gets each step's loss, norm and tokens, the first rows, times and peak memory.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
 import resource
+import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-KEPT_ROWS = 64  # rows whose tokens are recorded
+KEPT_ROWS = 8  # rows whose tokens are recorded
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "axolotl", "llamafactory")
 IGNORE = -100
 
 
@@ -56,7 +61,6 @@ class Record:
                 "tokens": self.tokens,
                 "supervised": self.supervised,
                 "cpu_seconds": time.process_time(),
-                "seconds": time.perf_counter(),
             }
         )
         self.tokens, self.supervised, self.losses = 0, 0, [0.0]
@@ -97,7 +101,10 @@ def forget_after_end(trainer: Any, job: dict[str, Any]) -> None:
     def edited(*args: Any, **kwargs: Any) -> Any:
         batch = collate(*args, **kwargs)
         after_end = batch["input_ids"].roll(1, dims=1) == end
-        batch["labels"][after_end] = IGNORE
+        if "labels" in batch:
+            batch["labels"][after_end] = IGNORE
+        else:  # pairs
+            batch["completion_mask"][after_end] = 0
         return batch
 
     trainer.data_collator = edited
@@ -144,22 +151,26 @@ def shared_arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_trl(job: dict[str, Any]) -> None:
-    """SFTTrainer on prompts and completions, the layout that supervises answers alone by its defaults."""
+    """SFTTrainer on prompts and completions, whose answers alone are supervised by its defaults. `layout: messages`
+    gives it whole chats, of which it learns every token. `layout: text` renders them first, as many scripts do."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    rows = read_rows(job["rows"])
-    if job.get("layout") == "text":  # rendered by the user, as many scripts do
-        tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        rows = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in rows]
-    else:
-        rows = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
+    tokenizer, rows = AutoTokenizer.from_pretrained(job["model"]), read_rows(job["rows"])
+    match job.get("layout"):
+        case "text":
+            rows = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in rows]
+        case "text_without_bos":
+            texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+            rows = [{"text": text.removeprefix(tokenizer.bos_token)} for text in texts]
+        case None:
+            rows = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
     trainer = SFTTrainer(
         model=peft_model(job),
         args=SFTConfig(**shared_arguments(job)),
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        processing_class=tokenizer,
     )
     trainer.train()
 
@@ -192,7 +203,7 @@ def run_trainer(job: dict[str, Any]) -> None:
         TrainingArguments,
     )
 
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], **job.get("tokenizer", {}))
     rows = []
     for row in read_rows(job["rows"]):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -265,7 +276,43 @@ def run_llamafactory(job: dict[str, Any]) -> None:
     run_exp({key: value for key, value in values.items() if value is not None})
 
 
+def run_ours(job: dict[str, Any]) -> None:
+    """`finetune train recipe.yaml`. Its own metrics are in full precision."""
+    import yaml
+
+    from finetune.train import main
+    from finetune.training.run_output import RunOutput
+
+    folder, write = Path(job["folder"]), RunOutput.write_metrics
+    seconds: list[float] = []
+
+    def timed(self: Any, line: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if line["kind"] == "train":
+            seconds.append(time.process_time())
+        return write(self, line, *args, **kwargs)
+
+    RunOutput.write_metrics = timed  # type: ignore[method-assign]
+    recipe = {"output_dir": str(folder / "run"), **job["settings"]}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    code = main([str(folder / "recipe.yaml")])
+    if code:
+        raise SystemExit(code)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    for line, second in zip((line for line in lines if line["kind"] == "train"), seconds, strict=True):
+        job["record"].steps.append(
+            {
+                "loss": line["loss"],
+                "grad_norm": line["grad_norm"],
+                "tokens": line["tokens"],
+                "supervised": line["supervised_tokens"],
+                "cpu_seconds": second,
+            }
+        )
+    shutil.copytree(folder / "run" / "adapter", folder / "adapter")
+
+
 RUN = {
+    "ours": run_ours,
     "trl": run_trl,
     "trl_dpo": run_trl_dpo,
     "trainer": run_trainer,
@@ -285,27 +332,54 @@ def version(package: str) -> str | None:
         return None
 
 
-def main(file: str) -> int:
+# Loaded before the first fork.
+LIBRARIES = {
+    "ours": ("finetune.train", "finetune.training.session", "finetune.training.start"),
+    "trl": ("trl.trainer.sft_trainer", "datasets", "peft"),
+    "trl_dpo": ("trl.trainer.dpo_trainer", "datasets", "peft"),
+    "trainer": ("datasets", "peft"),
+    "axolotl": ("axolotl.train", "axolotl.common.datasets", "axolotl.core.builders"),
+    "llamafactory": ("llamafactory.train.tuner",),
+}
+
+
+def one(file: str) -> None:
+    """Train one job, and write its record."""
     job = json.loads(Path(file).read_text("utf-8"))
-    record = Record()
-    watch(record, job)
+    record = job["record"] = Record()
+    if job["tool"] != "ours":
+        watch(record, job)
     began = time.process_time()
     RUN[job["tool"]](job)
     result = {
         "steps": record.steps,
         "rows": record.rows,
-        "began": began,
-        "cpu_seconds": time.process_time(),
+        "cpu_seconds": time.process_time() - began,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "versions": {
-            package: version(package)
-            for package in ("torch", "transformers", "peft", "accelerate", "trl", "axolotl", "llamafactory")
-        },
+        "versions": {package: found for package in PACKAGES if (found := version(package))},
     }
     (Path(job["folder"]) / "record.json").write_text(json.dumps(result), "utf-8")
+
+
+def main(files: list[str]) -> int:
+    first = json.loads(Path(files[0]).read_text("utf-8"))
+    for library in ("torch", "transformers", *LIBRARIES[first["tool"]]):
+        importlib.import_module(library)
+    for file in files:
+        child = os.fork()
+        if child == 0:
+            try:
+                one(file)
+            except BaseException:
+                words = traceback.format_exc()
+                print(words, file=sys.stderr)
+                (Path(file).parent / "error.txt").write_text(words.strip().splitlines()[-1], "utf-8")
+                os._exit(1)
+            os._exit(0)
+        os.waitpid(child, 0)
     return 0
 
 
 if __name__ == "__main__":
     os.environ |= {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_DISABLED": "true", "HF_HUB_OFFLINE": "1"}
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))
