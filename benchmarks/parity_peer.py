@@ -220,9 +220,7 @@ def run_trainer(job: dict[str, Any]) -> None:
         rows = [{key: row[key] for key in ("input_ids", "attention_mask")} for row in rows]
         collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     arguments = TrainingArguments(**shared_arguments(job))
-    Trainer(
-        model=peft_model(job), args=arguments, train_dataset=Dataset.from_list(rows), data_collator=collate
-    ).train()
+    Trainer(model=peft_model(job), args=arguments, train_dataset=Dataset.from_list(rows), data_collator=collate).train()
 
 
 def run_axolotl(job: dict[str, Any]) -> None:
