@@ -192,8 +192,8 @@ def run_trl_dpo(job: dict[str, Any]) -> None:
 
 def run_trainer(job: dict[str, Any]) -> None:
     """transformers' Trainer with peft. It renders nothing itself, so rows come with tokens and labels, as a user makes
-    them: the answer and its end-of-turn token are supervised. With `layout: whole_chats`, DataCollatorForLanguageModeling
-    makes the labels."""
+    them: the answer and its end-of-turn token are supervised. With `layout: whole_chats`, the labels come from
+    DataCollatorForLanguageModeling."""
     from datasets import Dataset
     from transformers import (
         AutoTokenizer,
