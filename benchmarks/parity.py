@@ -238,6 +238,13 @@ def same_start(folder: Path) -> dict[str, Job]:
         "trl: text, template's BOS removed": Job(
             "trl", by_trl(), "ours: every token, with BOS", model="bos", more={"layout": "text_without_bos"}
         ),
+        "trl: text, and the added end not learned": Job(
+            "trl",
+            by_trl(),
+            "ours: every token, with BOS",
+            model="bos",
+            more={"layout": "text_without_bos", "edits": ["forget_added_end"]},
+        ),
         # Documents that see each other.
         "ours: eight rows": Job("ours", by_ours(folder, "eight", training=eight)),
         "ours: eight rows packed": Job(

@@ -73,24 +73,27 @@ CAUSES = {
             "trainer: every token, pad of its own": "whole chats, a pad token of its own",
         },
     ),
-    "A second begin-of-text token": (
+    "A second begin-of-text token, and a second end": (
         [
-            "As with Llama 3, template and tokenizer both write one. Chats that a script renders to `text` before TRL",
-            "tokenises them would begin with two. Chats that are given as messages begin with one in every tool.",
+            "As with Llama 3, template and tokenizer both write a begin-of-text token. Chats that a script renders to",
+            "`text` then begin with two under TRL. TRL also adds an end token to a text that does not end with one, and",
+            "this template ends with a line break. Chats that are given as messages have one of each in every tool.",
         ],
         {
             "trl: text with BOS": "text as the template renders it",
-            "trl: text, template's BOS removed": "the template's token removed",
+            "trl: text, template's BOS removed": "the template's begin-of-text removed",
+            "trl: text, and the added end not learned": "and the added end taken out of the labels",
         },
     ),
     "Documents that see each other": (
         [
-            "Eight chats in one packed row, against the same eight side by side in this kit.",
+            "Eight chats in one packed row, against the same eight side by side in this kit. TRL warns that it needs",
+            "FlashAttention for this; with these versions its position ids isolate documents on a CPU too.",
         ],
         {
             "ours: eight rows packed": "`packing`",
             "axolotl: packed": "`sample_packing`",
-            "trl: packed": "`packing` without FlashAttention",
+            "trl: packed": "`packing`, without FlashAttention",
             "trl: not packed": "not packed",
             "llamafactory: packed": "`packing`",
             "llamafactory: neat packing": "`neat_packing`",
@@ -133,7 +136,10 @@ SETTINGS = {
     ): "what `finetune init` writes: r 8, alpha 32, all linear layers, 2e-3, rows packed to 256 tokens",
     ("ours", "documented"): "[Results](results.md#learning-rate-and-rank): r 32, alpha 64, 5e-4, else the same",
     ("trl", "defaults"): "SFTConfig and ModelConfig: 2e-5, 8 rows, r 16, alpha 32, dropout 0.05, q and v; whole chats",
-    ("trl", "documented"): "its script sft.py, LoRA: 2e-4, 2 x 8 rows, r 32, alpha 16; answers alone; not packed",
+    (
+        "trl",
+        "documented",
+    ): "its script sft.py, LoRA: 2e-4, 2 x 8 rows, r 32, alpha 16; answers alone; not packed, because that is 1 step",
     ("trainer", "defaults"): "TrainingArguments and LoraConfig: 5e-5, 8 rows, r 8, alpha 8, q and v; whole chats",
     ("trainer", "documented"): "peft's quicktour: 1e-3, 32 rows, decay 0.01, r 8, alpha 32, dropout 0.1; answers alone",
     ("axolotl", "defaults"): "1 row, r 8, alpha 16, all linear layers; 2e-4, because it has no rate of its own",

@@ -110,6 +110,19 @@ def forget_after_end(trainer: Any, job: dict[str, Any]) -> None:
     trainer.data_collator = edited
 
 
+def forget_added_end(trainer: Any, job: dict[str, Any]) -> None:
+    """Take a second end-of-turn token, two tokens after the first, out of the labels."""
+    collate, end = trainer.data_collator, job["end_token"]
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        batch = collate(*args, **kwargs)
+        ids = batch["input_ids"]
+        batch["labels"][(ids == end) & (ids.roll(2, dims=1) == end)] = IGNORE
+        return batch
+
+    trainer.data_collator = edited
+
+
 def learn_the_end(trainer: Any, job: dict[str, Any]) -> None:
     """Put the end-of-turn token of each answer into the labels: one that follows a supervised token."""
     collate, end = trainer.data_collator, job["end_token"]
@@ -128,7 +141,7 @@ def mean_per_micro_batch(trainer: Any, job: dict[str, Any]) -> None:
     trainer.model_accepts_loss_kwargs = False
 
 
-EDITS = {each.__name__: each for each in (forget_after_end, learn_the_end, mean_per_micro_batch)}
+EDITS = {each.__name__: each for each in (forget_after_end, forget_added_end, learn_the_end, mean_per_micro_batch)}
 
 
 def peft_model(job: dict[str, Any]) -> Any:
