@@ -193,7 +193,7 @@ def same_start(folder: Path) -> dict[str, Job]:
     }
     newline = {"edits": ["forget_after_end"]}
     pairs = {"objective": "dpo", "learning_rate": PAIR_RATE}
-    everything = {"train_on": "all"}
+    everything, gentle = {"train_on": "all"}, {"learning_rate": 2e-3}
     return {
         "ours": Job("ours", by_ours(folder)),
         "trainer": Job("trainer", hugging_face(train_sampling_strategy="sequential"), "ours"),
@@ -232,15 +232,17 @@ def same_start(folder: Path) -> dict[str, Job]:
             "ours: every token",
             more={"layout": "whole_chats"},
         ),
-        # A second begin-of-text token.
-        "ours: every token, with BOS": Job("ours", by_ours(folder, model="bos", data=everything)),
-        "trl: text with BOS": Job("trl", by_trl(), "ours: every token, with BOS", model="bos", more={"layout": "text"}),
+        # A second begin-of-text token, and a second end. At 5e-3 AdamW grows rounding to 1.6e-5 here.
+        "ours: every token, with BOS": Job("ours", by_ours(folder, model="bos", data=everything, training=gentle)),
+        "trl: text with BOS": Job(
+            "trl", by_trl(**gentle), "ours: every token, with BOS", model="bos", more={"layout": "text"}
+        ),
         "trl: text, template's BOS removed": Job(
-            "trl", by_trl(), "ours: every token, with BOS", model="bos", more={"layout": "text_without_bos"}
+            "trl", by_trl(**gentle), "ours: every token, with BOS", model="bos", more={"layout": "text_without_bos"}
         ),
         "trl: text, and the added end not learned": Job(
             "trl",
-            by_trl(),
+            by_trl(**gentle),
             "ours: every token, with BOS",
             model="bos",
             more={"layout": "text_without_bos", "edits": ["forget_added_end"]},
@@ -578,7 +580,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TITLES))
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--part", choices=("one", "two"), help="this one alone")
     parser.add_argument("--again", default="", help="names of records, separated by semicolons")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "parity_environments")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "parity", help="a folder for models and runs")
@@ -595,17 +596,12 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = asked.work.resolve()
         write_inputs(folder)
         seeds = [int(seed) for seed in asked.seeds.split(",")]
-        for part, jobs in (("one", same_start(folder)), ("two", as_it_comes(folder))):
-            if asked.part in (None, part):
-                for group in groups(jobs, asked.tools.split(","), seeds):
-                    new = {
-                        name: job
-                        for name, job in group.items()
-                        if "error" in result[part].get(name, {"error": ""}) or name in asked.again.split(";")
-                    }
-                    if new:
-                        add_records(result, part, new, folder, python_of(new, asked.environments))
-                        print(write_result("parity", result), flush=True)
+        kept_names = {*result["one"], *result["two"]} - set(asked.again.split(";"))
+        for group in groups({**same_start(folder), **as_it_comes(folder)}, asked.tools.split(","), seeds):
+            failed = {name for part in ("one", "two") for name in group if "error" in result[part].get(name, {})}
+            if new := {name: job for name, job in group.items() if name not in kept_names or name in failed}:
+                add_records(result, new, folder, python_of(new, asked.environments))
+                print(write_result("parity", result), flush=True)
     draw(result["one"])
     PAGE.write_text("\n".join(page(json.loads(file.read_text("utf-8")))) + "\n", "utf-8")
     return 0
@@ -615,10 +611,14 @@ def groups(jobs: dict[str, Job], tools: Sequence[str], seeds: Sequence[int]) -> 
     """The jobs of each tool, which share a process and its imports."""
     found: dict[str, dict[str, Job]] = {}
     for name, job in jobs.items():
-        _, is_seeded, seed = name.partition(", seed ")
-        if job.tool in tools and (not is_seeded or int(seed) in seeds):
+        if job.tool in tools and (not is_seeded(name) or int(name.rpartition(" ")[2]) in seeds):
             found.setdefault(job.tool, {})[name] = job
     return list(found.values())
+
+
+def is_seeded(name: str) -> bool:
+    """Whether a training is of part two."""
+    return ", seed " in name
 
 
 def python_of(jobs: dict[str, Job], environments: Path) -> str:
@@ -626,25 +626,28 @@ def python_of(jobs: dict[str, Job], environments: Path) -> str:
     return str(environments / tool / "bin" / "python") if tool in OTHERS else sys.executable
 
 
-def add_records(result: dict[str, Any], part: str, jobs: dict[str, Job], folder: Path, python: str) -> None:
-    """Train these jobs and keep what the page shows of them."""
+def add_records(result: dict[str, Any], jobs: dict[str, Job], folder: Path, python: str) -> None:
+    """Train these jobs of one tool, and keep what the page shows of them."""
     if not Path(python).is_file():
         print(f"{python} is not there; the page names the tool as missing")
         return
-    records = run(jobs, folder, python)
-    for name, record in records.items():
+    one, two = result["one"], result["two"]
+    for name, record in run(jobs, folder, python).items():
+        part = one
+        if is_seeded(name):
+            part = two
         if "error" in record:
-            result[part][name] = {"error": record["error"]}
+            part[name] = {"error": record["error"]}
             print(f"{name}: {record['error']}", flush=True)
             continue
         result["versions_of"][jobs[name].tool] = record["versions"]
         steps = record["steps"]
-        if part == "one":
+        if part is one:
             curve = [{key: step[key] for key in ("loss", "grad_norm", "tokens", "supervised")} for step in steps]
-            result[part][name] = {"steps": curve, "rows": seen_in(record["rows"])}
+            one[name] = {"steps": curve, "rows": seen_in(record["rows"])}
         else:
             seconds = steps[-1]["cpu_seconds"] - steps[0]["cpu_seconds"]
-            result[part][name] = {
+            two[name] = {
                 "steps": len(steps),
                 "tokens": sum(step["tokens"] for step in steps),
                 "tokens_per_second": sum(step["tokens"] for step in steps[1:]) / seconds,
@@ -652,14 +655,13 @@ def add_records(result: dict[str, Any], part: str, jobs: dict[str, Job], folder:
                 "peak_mib": record["peak_mib"],
                 "last_loss": steps[-1]["loss"],
             }
-    if part == "one":
-        for name, job in jobs.items():
-            if job.reference in result[part]:
-                result[part][name]["difference"] = difference(folder, name, job.reference, result[part])
-    else:
-        trained = [name for name in jobs if "error" not in result[part][name]]
-        for name, scored in score(folder, [*trained, *(["base"] if "base" not in result[part] else [])]).items():
-            result[part].setdefault(name, {}).update(scored)
+    for name, job in jobs.items():
+        if not is_seeded(name) and job.reference in one:
+            one[name]["difference"] = difference(folder, name, job.reference, one)
+    trained = [name for name in jobs if is_seeded(name) and "error" not in two[name]]
+    if trained:
+        for name, scored in score(folder, [*trained, *(["base"] if "base" not in two else [])]).items():
+            two.setdefault(name, {}).update(scored)
 
 
 def seen_in(rows: list[dict[str, list[int]]]) -> dict[str, Any]:

@@ -75,9 +75,9 @@ CAUSES = {
     ),
     "A second begin-of-text token, and a second end": (
         [
-            "As with Llama 3, template and tokenizer both write a begin-of-text token. Chats that a script renders to",
-            "`text` then begin with two under TRL. TRL also adds an end token to a text that does not end with one, and",
-            "this template ends with a line break. Chats that are given as messages have one of each in every tool.",
+            "As with Llama 3, template and tokenizer both write a begin-of-text token. Chats that a script renders",
+            "to `text` then begin with two under TRL. TRL also adds an end token to a text that does not end with one.",
+            "This template ends with a line break. Chats that are given as messages have one of each in every tool.",
         ],
         {
             "trl: text with BOS": "text as the template renders it",
@@ -87,8 +87,9 @@ CAUSES = {
     ),
     "Documents that see each other": (
         [
-            "Eight chats in one packed row, against the same eight side by side in this kit. TRL warns that it needs",
-            "FlashAttention for this; with these versions its position ids isolate documents on a CPU too.",
+            "Eight chats in one packed row, against the same eight side by side in this kit. TRL 1.16 isolates",
+            "documents by position ids, without FlashAttention too. LLaMA-Factory isolates them by `neat_packing`, not",
+            "by `packing`.",
         ],
         {
             "ours: eight rows packed": "`packing`",
