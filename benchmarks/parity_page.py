@@ -178,6 +178,7 @@ def draw(records: dict[str, Any]) -> None:
     right.axhline(SAME, color="#808080", lw=0.8, ls=":")
     for axes in (left, right):
         axes.set_xlabel("step", fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(labelsize=8)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
