@@ -143,7 +143,7 @@ SETTINGS = {
     ): "its script sft.py, LoRA: 2e-4, 2 x 8 rows, r 32, alpha 16; answers alone; not packed, because that is 1 step",
     ("trainer", "defaults"): "TrainingArguments and LoraConfig: 5e-5, 8 rows, r 8, alpha 8, q and v; whole chats",
     ("trainer", "documented"): "peft's quicktour: 1e-3, 32 rows, decay 0.01, r 8, alpha 32, dropout 0.1; answers alone",
-    ("axolotl", "defaults"): "1 row, r 8, alpha 16, all linear layers; 2e-4, because it has no rate of its own",
+    ("axolotl", "defaults"): "1 row, cosine; rank, layers and rate have no default: r 8, alpha 16, all linear, 2e-4",
     (
         "axolotl",
         "documented",
