@@ -30,7 +30,7 @@ SWITCHED_OFF = [
 
 
 def test_the_page_is_what_the_records_say() -> None:
-    assert PAGE.read_text("utf-8").splitlines() == page(RESULT)
+    assert PAGE.read_text("utf-8") == "\n".join(page(RESULT)) + "\n"
 
 
 @pytest.mark.parametrize(("on", "off"), SWITCHED_OFF)
