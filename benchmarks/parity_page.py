@@ -39,8 +39,8 @@ CAUSES = {
     "The line break after the end of the turn": (
         [
             "ChatML ends a turn by `<|im_end|>` and a line break. This kit and axolotl supervise the first alone. TRL",
-            "(prompts and completions) and LLaMA-Factory supervise both. Inference stops at the end token, so no answer",
-            "needs the line break. Each row then has one more token, so loss and gradient are others.",
+            "(prompts and completions) and LLaMA-Factory supervise both. Inference stops at the end token, so no",
+            "answer needs the line break. Each row then has one more token, so loss and gradient are others.",
         ],
         {
             "trl": "learned",
@@ -208,10 +208,10 @@ documents, by the processor's time without the first step; memory is the process
 unpacked, because packed, 64 rows are one step, and learn answers alone, by each tool's own means.
 """
 TAIL = """This page does not show bf16 on a GPU, unsloth (it needs a GPU), DPO by axolotl or LLaMA-Factory, and runs of
-thousands of steps. [One curve](one_curve.md) shows that this kit's strategies agree with each other."""
+thousands of steps. [One curve](one_curve.md) shows that this kit's strategies agree."""
 
-NOT_RECORDED = """Held-out loss, scores, speed and memory by each tool's own settings are not recorded yet. The script trains
-them too, in about half an hour of one processor."""
+NOT_RECORDED = """Held-out loss, scores, speed and memory by each tool's own settings are not recorded yet. The script
+trains them too, in about half an hour of one processor."""
 
 
 def page(result: dict[str, Any]) -> list[str]:
