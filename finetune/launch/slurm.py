@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.signals import GRACE_VARIABLE
 
 if TYPE_CHECKING:
     from finetune.launch.plan import LaunchPlan
@@ -199,7 +198,7 @@ def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
             "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
             "export MASTER_ADDR MASTER_PORT",
         ]
-    lines += [*plan.exports, f"export {GRACE_VARIABLE}={_SAVE_SECONDS}  # from the signal to the time limit"]
+    lines += [*plan.exports, f"export FINETUNE_GRACE_SECONDS={_SAVE_SECONDS}  # from the signal to the time limit"]
     if plan.options.image is not None:
         # It passes on the environment, this folder and the home folder.
         gpus = "--nv " if plan.gpus else ""
