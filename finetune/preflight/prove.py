@@ -306,11 +306,11 @@ def write_adapters(recipe: Recipe, folder: Path) -> Path:
 
 
 def foreign_setting(values: Mapping[str, Any], small: Recipe, folder: Path, notes: list[str]) -> dict[str, Any]:
-    """The setting for the child. Of the foreign file it holds what `plain` lets through, and a template's text."""
+    """The setting for the child. Of the foreign file it holds what `is_plain` lets through, and a template's text."""
     config: dict[str, Any] = {}
     for key, value in values.items():
         name = FORMER.get(key, key)
-        if name in PASSED and plain(value):
+        if name in PASSED and is_plain(value):
             config[name] = short(name, value)
     micro = min(MICRO_BATCH, whole(values.get("per_device_train_batch_size"), 8))
     accumulated = min(whole(values.get("gradient_accumulation_steps"), 1), ROWS_A_STEP // micro)
@@ -345,7 +345,7 @@ def foreign_setting(values: Mapping[str, Any], small: Recipe, folder: Path, note
     }  # fmt: skip
 
 
-def plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a foreign value is a number, a switch or a word, or a list of these."""
     each = value if isinstance(value, list) else [value]
     return all(isinstance(one, (bool, int, float)) or re.fullmatch(r"[\w.-]{1,100}", str(one)) for one in each)
