@@ -30,7 +30,7 @@ import sys
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from finetune.launch.ray_train import message_of_failure, train_rank
+from finetune.launch.ray_train import trainers_message, train_rank
 
 trainer = TorchTrainer(
     train_rank,
@@ -46,7 +46,7 @@ trainer = TorchTrainer(
 try:
     trainer.fit()
 except TrainingFailedError as error:
-    sys.exit(message_of_failure(error))
+    sys.exit(trainers_message(error))
 """
 
 
@@ -66,7 +66,7 @@ def trainer_file(plan: LaunchPlan, head: Sequence[str]) -> str:
         lines.append("# All machines see this folder under the same path.")
     body = _FILE.format(workers=plan.world, use_gpu=bool(plan.gpus), placement=placement)
     constants = f"\nSETTINGS = {pformat(settings, width=110, sort_dicts=False)}\nRAY_FOLDER = {ray_folder!r}\n"
-    before, imports, after = body.partition("message_of_failure, train_rank\n")
+    before, imports, after = body.partition("trainers_message, train_rank\n")
     return "\n".join(lines) + f"\n{before}{imports}{constants}{after}"
 
 
@@ -112,7 +112,7 @@ def train_rank(settings: Mapping[str, Any]) -> None:
     raise RankLost(f"rank {rank} ended with exit code {process.returncode}:\n{''.join(last).strip()}")
 
 
-def message_of_failure(error: Any) -> str:
+def trainers_message(error: Any) -> str:
     """The message of a training that Ray calls failed: the trainer's own, if a rank ended with one."""
     failures = getattr(error, "worker_failures", {})
     for rank in sorted(failures):

@@ -15,7 +15,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import RankLost
 from finetune.files import read_lines
-from finetune.launch.ray_train import message_of_failure
+from finetune.launch.ray_train import trainers_message
 from tests.support.runs.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ def test_the_trainers_message_is_found_below_rays() -> None:
     except RankLost:
         by_ray = Exception(traceback.format_exc())
     error.worker_failures = {0: ValueError("killed by Ray"), 1: by_ray}
-    assert message_of_failure(error) == "rank 1 ended:\nno such file; name one"
-    assert message_of_failure(Failed("no machine")) == "no machine"
+    assert trainers_message(error) == "rank 1 ended:\nno such file; name one"
+    assert trainers_message(Failed("no machine")) == "no machine"
 
 
 def run(file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
