@@ -41,7 +41,7 @@ def main() -> None:
     answer({"version": trl.__version__})
     for line in sys.stdin:
         try:
-            answer(train(setting, json.loads(line)))
+            answer(train_foreign(setting, json.loads(line)))
         except Exception as error:  # whatever the tool says about its configuration or its rows
             answer({"error": f"{type(error).__name__}: {error}"})
 
@@ -72,26 +72,26 @@ def trainer_and_config(name: str) -> tuple[Any, Any]:
     return getattr(place, f"{name}Trainer"), getattr(place, f"{name}Config")
 
 
-def train(setting: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def train_foreign(setting: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """One training: its steps, the values in force, and on request the tokens of each row.
 
     `asked`: rows (their numbers, in order); config and lora (changed values); documents (a file with tokens instead of
     the rows'), rates (of each step), decay_matrices, all_rows (each step takes all of them), show (return tokens).
     """
     steps: list[dict[str, Any]] = []
-    trainer, values = build(setting, asked, steps)
+    trainer, values = build_trainer(setting, asked, steps)
     if asked.get("all_rows"):
         accumulated = math.ceil(len(trainer.train_dataset) / trainer.args.per_device_train_batch_size)
-        trainer, values = build(setting, asked, steps, gradient_accumulation_steps=accumulated)
+        trainer, values = build_trainer(setting, asked, steps, gradient_accumulation_steps=accumulated)
     answer: dict[str, Any] = {"adapters": start_adapters(trainer.model, setting["adapter"]), "effective": values}
     if asked.get("show"):
-        answer["documents"] = documents_of(build(setting, asked, [], packing=False)[0])
+        answer["documents"] = documents_of(build_trainer(setting, asked, [], packing=False)[0])
     trainer.train()
     unknown = sorted(key for key in setting["config"] if not hasattr(trainer.args, key) and key != "warmup_ratio")
     return answer | {"steps": steps, "unknown": unknown}
 
 
-def build(
+def build_trainer(
     setting: Mapping[str, Any], asked: Mapping[str, Any], steps: list[dict[str, Any]], **more: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A trainer that takes the rows in order and adds to `steps`, and the configuration's values in force."""

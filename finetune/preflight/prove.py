@@ -54,9 +54,9 @@ CHILD = PACKAGE / "preflight" / "foreign_trainer.py"
 STEPS, ROWS, TEXTS = 20, 64, 3
 MICRO_BATCH, ROWS_A_STEP, LONGEST, PHASE = 4, 8, 384, 4  # at most; PHASE: steps of warming up
 RATE = 1e-3  # the highest rate on both sides at least: with 1e-6 twenty steps show nothing
-WALL_SECONDS = 600  # of one training in the child
+TRAINING_SECONDS = 600  # of one training in the child
 # Largest relative differences of trainings that compute the same. Measured: 6e-8, 3e-7 and 0.
-SAME = {"loss": 1e-4, "grad_norm": 1e-3, "learning_rate": 1e-5}
+SAME_CURVE = {"loss": 1e-4, "grad_norm": 1e-3, "learning_rate": 1e-5}
 STAND_IN = "HuggingFaceTB/SmolLM2-135M"  # a Llama, for a model whose configuration this machine lacks
 
 # All that passes from the foreign file: numbers, switches and words. `foreign_setting` handles its batch and template.
@@ -70,17 +70,17 @@ PASSED = (
     *"disable_dropout use_weighting f_divergence_type router_aux_loss_coef optim".split(),
 )
 FORMER = {"max_seq_length": "max_length", "model_max_length": "max_length"}  # a key's former name -> today's
-OPTIMIZERS = ("adafactor", "sgd", "adagrad", "rmsprop")  # besides AdamW: those that keep float32 state on a CPU
+FLOAT32_OPTIMIZERS = ("adafactor", "sgd", "adagrad", "rmsprop")  # besides AdamW: those that keep float32 state on a CPU
 # The trainer's key -> the recipe's, where both have the value itself.
-VALUES = {
+VALUE_KEYS = {
     **{key: f"training.{key}" for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")},
     **{key: f"{{objective}}.{key}" for key in ("beta", "simpo_gamma", "desirable_weight", "undesirable_weight")},
     **{key: f"lora.{key.removeprefix('lora_') if key == 'lora_r' else key}" for key in LORA if "modules" not in key},
 }
 Side = Literal["theirs", "ours"]
 TITLES: dict[Side, str] = {"theirs": "TRL", "ours": "recipe"}
-Curve = list[dict[str, Any]]  # of each step: the keys of SAME
-Documents = list[tuple[list[int], list[bool]]]  # of a row: tokens, and whether each is supervised
+Curve = list[dict[str, Any]]  # of each step: the keys of SAME_CURVE
+RowDocuments = list[tuple[list[int], list[bool]]]  # of a row: tokens, and whether each is supervised
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def prove_import(
         "notes": notes,
         "theirs": first["steps"],
         "ours": ours,
-        "largest_difference": {key: finite(largest_difference(first["steps"], ours, key)) for key in SAME},
+        "largest_difference": {key: finite(largest_difference(first["steps"], ours, key)) for key in SAME_CURVE},
         "texts": tokens["texts"],
         "differences": differences,
     } | ({} if ok else {"exit_code": EnvironmentMismatch.exit_code})
@@ -317,7 +317,7 @@ def foreign_setting(values: Mapping[str, Any], small: Recipe, folder: Path, note
     longest = min(LONGEST, config.get("max_length") or 1024)
     config |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulated, "max_length": longest}
     optimizer = str(config.get("optim") or "adamw_torch")
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in FLOAT32_OPTIMIZERS:
         config["optim"] = "adamw_torch"
         if not optimizer.startswith("adamw_torch"):
             notes.append(f"optim: AdamW in float32 on both sides instead of {optimizer}")
@@ -340,7 +340,7 @@ def foreign_setting(values: Mapping[str, Any], small: Recipe, folder: Path, note
     }  # fmt: skip
     return {
         "trainer": trainer, "model": small.model.name_or_path, "rows": str(folder / "rows.jsonl"), "config": config,
-        "lora": lora if values.get("use_peft") is True else None, "fixed": fixed, "effective": [*VALUES, "packing"],
+        "lora": lora if values.get("use_peft") is True else None, "fixed": fixed, "effective": [*VALUE_KEYS, "packing"],
         "chat_template": template if isinstance(template, str) else None,
     }  # fmt: skip
 
@@ -371,7 +371,7 @@ def train_recipe(sides: Sides, folder: Path) -> Curve:
             wait_for_end(job, process)
     except StepFailed as error:
         raise FinetuneError(f"the imported recipe does not train: {error}; import it without --prove") from None
-    return [{key: line[key] for key in SAME} for line in train_lines(job.run_dir)]
+    return [{key: line[key] for key in SAME_CURVE} for line in train_lines(job.run_dir)]
 
 
 @contextmanager
@@ -397,7 +397,7 @@ def foreign_trainer(
     words, answers = process.stdin, process.stdout
 
     def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-        timer, line = threading.Timer(WALL_SECONDS, process.kill), ""
+        timer, line = threading.Timer(TRAINING_SECONDS, process.kill), ""
         timer.start()
         try:
             words.write(json.dumps(request) + "\n")
@@ -438,7 +438,7 @@ def largest_difference(theirs: Curve, ours: Curve, key: str) -> float:
 
 def distance(theirs: Curve, ours: Curve) -> float:
     """How far two curves are apart, in units of what float32 allows: up to 1 they are the same."""
-    return max(largest_difference(theirs, ours, key) / bound for key, bound in SAME.items())
+    return max(largest_difference(theirs, ours, key) / bound for key, bound in SAME_CURVE.items())
 
 
 def finite(value: float) -> float | None:
@@ -457,7 +457,7 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
     from finetune.tokens.tokenizer import TextTokenizer
 
     texts, pool = TextTokenizer(load_tokenizer(sides.recipe)), sides.prepared.pool
-    ours: dict[int, Documents] = {}
+    ours: dict[int, RowDocuments] = {}
     for number, line in enumerate(pool.stores[0].lines):
         parts = [(ids.tolist(), (labels != IGNORE).tolist()) for ids, labels in pool.documents(number)]
         ours.setdefault(int(line) - 1, []).extend(parts)
@@ -466,7 +466,7 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
     ]
     file.write_text(json.dumps(as_rows), "utf-8")
 
-    def shown(documents: Documents) -> str:
+    def shown(documents: RowDocuments) -> str:
         parts = []
         for ids, mask in documents:
             labels = [token if supervised else IGNORE for token, supervised in zip(ids, mask, strict=True)]
@@ -477,7 +477,7 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
         return "\n".join(parts)
 
     # No side predicts a first token, whatever its mask says.
-    found: dict[int, Documents] = {
+    found: dict[int, RowDocuments] = {
         row["row"]: [(ids, [False, *mask[1:]]) for ids, mask in row["documents"]] for row in theirs
     }
     rows = [row for row in dict.fromkeys(sides.asked["rows"]) if row in found]
@@ -505,7 +505,7 @@ def compare_tokens(sides: Sides, theirs: Sequence[Mapping[str, Any]], file: Path
     return result
 
 
-def row_for_trl(documents: Documents, row: Mapping[str, Any]) -> dict[str, Any]:
+def row_for_trl(documents: RowDocuments, row: Mapping[str, Any]) -> dict[str, Any]:
     """One row of the recipe as TRL's trainers take tokens."""
     if not documents:
         return {}
@@ -521,7 +521,7 @@ def row_for_trl(documents: Documents, row: Mapping[str, Any]) -> dict[str, Any]:
     return prompt | {"completion_ids": answers[0], "label": row["label"]}
 
 
-def first_difference(theirs: Documents, ours: Documents, decode: Callable[[list[int]], str]) -> str:
+def first_difference(theirs: RowDocuments, ours: RowDocuments, decode: Callable[[list[int]], str]) -> str:
     """Where two rows begin to differ, and how each side goes on there."""
     for (their_ids, their_mask), (own_ids, own_mask) in zip(theirs, ours, strict=False):
         pairs = list(zip_longest(zip(their_ids, their_mask, strict=True), zip(own_ids, own_mask, strict=True)))
@@ -589,14 +589,14 @@ def possible_causes(
         )
     if in_force["weight_decay"]:
         add("weight decay: the recipe's is of matrices alone", {"decay_matrices": True})
-    if largest_difference(theirs, ours, "learning_rate") > SAME["learning_rate"]:
+    if largest_difference(theirs, ours, "learning_rate") > SAME_CURVE["learning_rate"]:
         rates = [", ".join(f"{step['learning_rate']:.3g}" for step in curve[:3]) for curve in (theirs, ours)]
         text = f"learning rates: {rates[0]}, ... by TRL; {rates[1]}, ... by the recipe"
         warms_up = theirs[0]["learning_rate"] == 0.0  # every recipe's header says so
         off = {"rates": [step["learning_rate"] for step in ours]}
         add(text, off, "lr_scheduler_type", "lr_scheduler_kwargs", said=warms_up)
     dumped = sides.recipe.model_dump(mode="json")
-    for key, name in VALUES.items():
+    for key, name in VALUE_KEYS.items():
         part, _, last = name.format(objective=sides.recipe.training.objective).partition(".")
         own = (dumped.get(part) or {}).get(last, in_force[key])
         own = own or 0  # max_grad_norm: null

@@ -180,7 +180,7 @@ def in_this_process(sides: Sides, folder: Path) -> Curve:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     assert train([str(folder / "recipe.yaml"), *sides.words, f"output_dir={folder / 'run'}"]) == 0
-    return [{key: line[key] for key in prove.SAME} for line in train_lines(folder / "run")]
+    return [{key: line[key] for key in prove.SAME_CURVE} for line in train_lines(folder / "run")]
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def trl_in_this_process(
     """The child's work without the child, whose imports take most of its time."""
 
     def ask(request: Mapping[str, Any]) -> Values:
-        return json.loads(json.dumps(foreign_trainer.train(json.loads(json.dumps(setting)), request)))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(foreign_trainer.train_foreign(json.loads(json.dumps(setting)), request)))  # type: ignore[no-any-return]
 
     yield "here", ask
 
