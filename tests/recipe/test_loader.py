@@ -69,6 +69,19 @@ def test_overrides_win_and_say_so(tmp_path: Path) -> None:
     assert origin["training.weight_decay"] == "default"
 
 
+@pytest.mark.parametrize("part", ["1", "first"])
+def test_an_override_names_an_entry_of_a_list_that_is_there(tmp_path: Path, part: str) -> None:
+    said = mistakes(write(tmp_path, SMALL), f"data.train.{part}.path=csv")
+    assert said == f"command line: data.train.{part}.path: data.train is a list of 1; name one by number, from 0"
+
+
+def test_more_mistakes_than_a_page_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL + "".join(f"wrong_{number}: 1\n" for number in range(150)))
+    with pytest.raises(RecipeError, match="and 100 more mistakes$") as caught:
+        load_recipe(path)
+    assert caught.value.count == 150
+
+
 def test_the_run_folder_is_named_after_the_recipe(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, SMALL)).recipe.output_dir == "runs/recipe"
     assert load_recipe(write(tmp_path, SMALL), ["output_dir=here"]).recipe.run_dir == "here"
