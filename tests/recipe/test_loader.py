@@ -77,7 +77,7 @@ def test_an_override_names_an_entry_of_a_list_that_is_there(tmp_path: Path, part
 
 def test_more_mistakes_than_a_page_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + "".join(f"wrong_{number}: 1\n" for number in range(150)))
-    with pytest.raises(RecipeError, match="and 100 more mistakes$") as caught:
+    with pytest.raises(RecipeError, match=r"and 100 more mistakes$") as caught:
         load_recipe(path)
     assert caught.value.count == 150
 
