@@ -96,15 +96,16 @@ def build_trainer(
 ) -> tuple[Any, dict[str, Any]]:
     """A trainer that takes the rows in order and adds to `steps`, and the configuration's values in force."""
     import torch
+    import trl
     from datasets import Dataset
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import ModelConfig, get_peft_config
 
+    library: Any = trl  # its names are loaded when they are asked for
     trained_by, config_class = trainer_and_config(setting["trainer"])
     rates, micro_losses, step_rates = asked.get("rates"), [], []
 
-    class Seen(trained_by):  # type: ignore[misc]
+    class Seen(trained_by):  # type: ignore[misc,valid-type]
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             step_rates.append(self.optimizer.param_groups[0]["lr"])
             loss = super().training_step(*arguments, **named)
@@ -145,11 +146,11 @@ def build_trainer(
     given: dict[str, Any] = {"args": args, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     models = [AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32) for _ in range(2)]
     if setting["lora"] is not None:
-        adapted = ModelConfig(use_peft=True, **(setting["lora"] | asked.get("lora", {})))
+        adapted: Any = library.ModelConfig(use_peft=True, **(setting["lora"] | asked.get("lora", {})))
         values |= {key: value for key, value in vars(adapted).items() if key in setting["effective"]}
         if getattr(args, "disable_dropout", False):
             values["lora_dropout"] = 0.0
-        given["peft_config"] = get_peft_config(adapted)
+        given["peft_config"] = library.get_peft_config(adapted)
         given["peft_config"].lora_dropout = 0.0  # its random numbers differ
     elif setting["trainer"] in ("DPO", "KTO"):
         given["ref_model"] = models[1]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
@@ -77,8 +77,7 @@ VALUE_KEYS = {
     **{key: f"{{objective}}.{key}" for key in ("beta", "simpo_gamma", "desirable_weight", "undesirable_weight")},
     **{key: f"lora.{key.removeprefix('lora_') if key == 'lora_r' else key}" for key in LORA if "modules" not in key},
 }
-Side = Literal["theirs", "ours"]
-TITLES: dict[Side, str] = {"theirs": "TRL", "ours": "recipe"}
+TITLES = {"theirs": "TRL", "ours": "recipe"}
 Curve = list[dict[str, Any]]  # of each step: the keys of SAME_CURVE
 RowDocuments = list[tuple[list[int], list[bool]]]  # of a row: tokens, and whether each is supervised
 
@@ -569,7 +568,7 @@ def possible_causes(
         means.remove("loss_type")
     is_kto, size = sides.setting["trainer"] == "KTO", micro * accumulated
     if accumulated > 1 or is_kto:
-        off = {"config": {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}}
+        off: dict[str, Any] = {"config": {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}}
         text = f"mean of each micro-batch ({micro} rows), then of {accumulated}; the recipe's is over the step"
         if is_kto:  # its prompts get the answer before theirs in the micro-batch, the recipe's the next in the step
             text = (
