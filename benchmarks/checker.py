@@ -24,6 +24,7 @@ from common import write_result
 
 from finetune.cli.main import main as main_of_finetune
 from finetune.scoring.intervals import interval, paired_interval
+from finetune.wording import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = "runs/checker"
@@ -134,9 +135,9 @@ def figures(task: str) -> dict[str, Any] | None:
         found: dict[str, Any] = {"seed": seed}
         for kind in done:
             lines = [json.loads(line) for line in (at / kind / "eval_answers.jsonl").read_text("utf-8").splitlines()]
-            right = [line["scores"]["number"]["tuned"] for line in lines]
+            right = [line["scores"]["number"][1] for line in lines]
             scores[kind].append(right)
-            before = [line["scores"]["number"]["base"] for line in lines]
+            before = [line["scores"]["number"][0] for line in lines]
             found[kind] = sum(right) / len(right)
         for name, folder in (("drawn", "rows"), ("drawn_again", "second")):
             if (at / folder / "sample.json").is_file():
@@ -222,7 +223,7 @@ def sections(result: dict[str, Any]) -> list[str]:
         lines += [
             "",
             f"{TASKS[task]}: {run['questions']} held-out questions, {run['cpu_minutes']:.0f} CPU minutes for "
-            f"{len(run['seeds'])} seeds. Against the start right answers gain {points(run['gained'])}.",
+            f"{counted(len(run['seeds']), 'seed')}. Against the start right answers gain {points(run['gained'])}.",
             "",
             f"| seed | pass@1 | pass@{ANSWERS} | rows | right answers | control | pairs | then |",
             "|---|---|---|---|---|---|---|---|",

@@ -39,7 +39,7 @@ def test_figures_are_counted_by_hand(checker: Any, tmp_path: Path) -> None:
     assert checker.figures("sums") is None
     for seed, kinds in RIGHT.items():
         for kind, right in kinds.items():
-            answers = [{"scores": {"number": {"base": float(n == 0), "tuned": float(n in right)}}} for n in range(10)]
+            answers = [{"scores": {"number": [float(n == 0), float(n in right)]}} for n in range(10)]
             both = {"base": {"mean": 0.5}, "tuned": {"mean": 0.25}}
             write(runs / f"sums_{seed}" / kind, eval={"general": {"rows": 240, "all": both}}, eval_answers=answers)
         passed = {key: {"mean": share} for key, share in (("1", 0.125), ("8", 0.5))}
