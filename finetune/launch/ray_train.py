@@ -112,12 +112,10 @@ def train_rank(settings: Mapping[str, Any]) -> None:
     raise RankLost(f"rank {rank} ended with exit code {process.returncode}:\n{''.join(last).strip()}")
 
 
-def trainers_message(error: Any) -> str:
+def trainers_message(error: Exception) -> str:
     """The message of a training that Ray calls failed: the trainer's own, if a rank ended with one."""
-    failures = getattr(error, "worker_failures", {})
-    for rank in sorted(failures):
-        # Ray keeps a worker's exception as its traceback's text, which ends with the message.
-        _, ours, message = str(failures[rank]).rpartition(f"{RankLost.__name__}: ")
-        if ours:
-            return message.strip()
-    return str(error)
+    # Ray joins the workers' tracebacks, each below [Rank 0 Error Snippet]; one ends with the exception's message.
+    _, ours, message = str(error).partition(f"{RankLost.__name__}: ")
+    if not ours:
+        return str(error)
+    return message.partition("\n[Rank ")[0].strip()

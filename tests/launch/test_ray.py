@@ -53,18 +53,15 @@ def test_names_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     assert settings_of(capsys.readouterr().out)["words"] == ["-m", "finetune.train", "llama3_fsdp", override]
 
 
-def test_the_trainers_message_is_found_below_rays() -> None:
-    class Failed(Exception):
-        worker_failures: dict[int, Exception]
-
-    error = Failed("Training failed due to worker errors")
+def test_the_trainers_message_is_found_in_rays() -> None:
+    """Ray 2.60 wrote the text below, but for its second rank."""
     try:
-        raise RankLost("rank 1 ended:\nno such file; name one")
+        raise RankLost("rank 0 ended with exit code 2:\nrecipe.yaml:3: no such thing; name one")
     except RankLost:
-        by_ray = Exception(traceback.format_exc())
-    error.worker_failures = {0: ValueError("killed by Ray"), 1: by_ray}
-    assert trainers_message(error) == "rank 1 ended:\nno such file; name one"
-    assert trainers_message(Failed("no machine")) == "no machine"
+        snippets = [f"[Rank {rank} Error Snippet]:\n{traceback.format_exc()}" for rank in range(2)]
+    error = Exception("\n".join(["Training failed due to worker errors:", *snippets]))
+    assert trainers_message(error) == "rank 0 ended with exit code 2:\nrecipe.yaml:3: no such thing; name one"
+    assert trainers_message(Exception("no machine")) == "no machine"
 
 
 def run(file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
