@@ -40,8 +40,8 @@ from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line
 
 # Files at the top of a repository that a training reads, and those that say what one may do with them.
-SAFETENSORS_FILES = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
-FILES_BESIDE = (
+FETCHED_WEIGHTS = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
+FETCHED_BESIDE = (
     "*.json",
     "*.jinja",
     "*.txt",
@@ -178,9 +178,9 @@ def _ask(repository: Repository, commit: str | None, code: bool) -> tuple[str, l
     tree: Any = api.list_repo_tree(repository.name, recursive=True, revision=commit, repo_type=kind)
     files = [RemoteFile(each.path, each.size, each.lfs and each.lfs.sha256) for each in tree if hasattr(each, "size")]
     if kind == "model":
-        patterns = [*SAFETENSORS_FILES, *FILES_BESIDE, *(["*.py"] if code else [])]
+        patterns = [*FETCHED_WEIGHTS, *FETCHED_BESIDE, *(["*.py"] if code else [])]
         files = [file for file in files if "/" not in file.path and any(fnmatch(file.path, each) for each in patterns)]
-        if not any(fnmatch(file.path, each) for file in files for each in SAFETENSORS_FILES):
+        if not any(fnmatch(file.path, each) for file in files for each in FETCHED_WEIGHTS):
             raise FinetuneError(
                 f"{repository.key}: {repository.name} has no weights in safetensors; name a model that has them"
             )

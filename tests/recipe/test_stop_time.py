@@ -12,7 +12,6 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe import stop_time as module
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.stop_time import DATE_FORM, TIME_EXAMPLES, date_problem, form_problem, seconds_of, stop_time
 from tests.support.runs.recipes import least, write_recipe
@@ -57,9 +56,9 @@ def test_each_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     date, lasting = stop_time(soon.isoformat(timespec="seconds"), 0), stop_time("90s", time.monotonic())
     assert (date.has_come, lasting.has_come) == (False, False)
     now, monotonic = time.time(), time.monotonic()
-    monkeypatch.setattr(module.time, "time", lambda: now + 100)  # the machine slept: its other clock stood still
+    monkeypatch.setattr("time.time", lambda: now + 100)  # the machine slept: its other clock stood still
     assert (date.has_come, lasting.has_come) == (True, False)
-    monkeypatch.setattr(module.time, "monotonic", lambda: monotonic + 100)
+    monkeypatch.setattr("time.monotonic", lambda: monotonic + 100)
     assert lasting.has_come
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from finetune.launch import signals
 from finetune.launch.signals import StopRequest, grace_period
 from finetune.recipe.stop_time import StopTime
-from finetune.run_folder import held_state
 from finetune.run_folder.held_state import planned_save
 from finetune.run_folder.status import read_status
 from finetune.train import main
@@ -122,7 +121,7 @@ def test_the_grace_period_is_the_shortest_that_is_known(environment: dict[str, s
 def test_a_checkpoint_that_takes_longer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of a sample, written and synced, times the checkpoint's size."""
     clock = iter([10.0, 10.5])
-    monkeypatch.setattr(held_state.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     planned = planned_save(tmp_path, 64 * 2**30, 270.0, "torchrun")  # 1,024 samples of 64 MiB, 0.5 s each
     assert planned.facts() == {
         "checkpoint_bytes": 64 * 2**30,
