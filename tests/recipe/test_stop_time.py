@@ -13,7 +13,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.stop_time import DATE, EXAMPLES, date_problem, form_problem, seconds_of, stop_time
+from finetune.recipe.stop_time import DATE_WITH_ZONE, TIME_EXAMPLES, date_problem, form_problem, seconds_of, stop_time
 from tests.support.runs.recipes import least, write_recipe
 
 
@@ -41,7 +41,7 @@ def test_a_duration(text: str, seconds: int | None) -> None:
 def test_a_date_is_the_moment_that_date_says(text: str) -> None:
     """By the system's own `date`, which reads zones by itself."""
     assert (form_problem(text), date_problem(text)) == (None, None)
-    found = DATE.fullmatch(text)
+    found = DATE_WITH_ZONE.fullmatch(text)
     assert found is not None
     day, clock, zone = found.groups()
     words = f"{day} {clock}{zone}"
@@ -63,8 +63,8 @@ def test_each_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WRONG = [
-    ("soon", f"soon is neither a duration nor a date with its zone; {EXAMPLES}"),
-    ("0m", f"0m is no time at all; {EXAMPLES}"),
+    ("soon", f"soon is neither a duration nor a date with its zone; {TIME_EXAMPLES}"),
+    ("0m", f"0m is no time at all; {TIME_EXAMPLES}"),
     ("2031-06-01T18:00", "has no zone, and machines differ in theirs; write 2031-06-01T18:00Z for UTC"),
     ("2031-02-30T18:00Z", "is no date: day is out of range"),
     ("2031-06-01T25:00Z", "is no date: hour must be in 0..23"),
