@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-DURATION = re.compile(r"(?:(\d{1,3})d)?(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s)?")
-DATE_FORM = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d(?::\d\d)?) ?(Z|[+-]\d\d:\d\d|[A-Za-z][\w+-]*(?:/[\w+-]+)*)?")
+DURATION_PARTS = re.compile(r"(?:(\d{1,3})d)?(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s)?")
+DATE_WITH_ZONE = re.compile(
+    r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d(?::\d\d)?) ?(Z|[+-]\d\d:\d\d|[A-Za-z][\w+-]*(?:/[\w+-]+)*)?"
+)
 TIME_EXAMPLES = "write 3h50m, 2026-11-28T18:00+01:00, or 2026-11-28 18:00 Europe/Berlin"
 
 
@@ -29,7 +31,7 @@ class StopTime:
 
 def seconds_of(text: str) -> int | None:
     """A duration in seconds; None for any other text."""
-    found = DURATION.fullmatch(text)
+    found = DURATION_PARTS.fullmatch(text)
     if not text or found is None:
         return None
     days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
@@ -40,7 +42,7 @@ def form_problem(text: str) -> tuple[str, str] | None:
     """The problem with the text and the remedy; None if it is a duration, or a date with a zone."""
     if (seconds := seconds_of(text)) is not None:
         return None if seconds else ("is no time at all", TIME_EXAMPLES)
-    found = DATE_FORM.fullmatch(text)
+    found = DATE_WITH_ZONE.fullmatch(text)
     if found is None:
         return "is neither a duration nor a date with its zone", TIME_EXAMPLES
     try:
@@ -84,7 +86,7 @@ class _UnclearMoment(ValueError):
 
 def _moment(text: str) -> datetime:
     """A date with its zone as one moment. Raises _UnclearMoment."""
-    found = DATE_FORM.fullmatch(text)
+    found = DATE_WITH_ZONE.fullmatch(text)
     assert found is not None, "form_problem looked at it"
     day, clock, zone = found.groups()
     if zone == "Z" or zone[0] in "+-":

@@ -13,7 +13,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.stop_time import DATE_FORM, TIME_EXAMPLES, date_problem, form_problem, seconds_of, stop_time
+from finetune.recipe.stop_time import DATE_WITH_ZONE, TIME_EXAMPLES, date_problem, form_problem, seconds_of, stop_time
 from tests.support.runs.recipes import least, write_recipe
 
 
@@ -41,7 +41,7 @@ def test_a_duration(text: str, seconds: int | None) -> None:
 def test_a_date_is_the_moment_that_date_says(text: str) -> None:
     """By the system's own `date`, which reads zones by itself."""
     assert (form_problem(text), date_problem(text)) == (None, None)
-    found = DATE_FORM.fullmatch(text)
+    found = DATE_WITH_ZONE.fullmatch(text)
     assert found is not None
     day, clock, zone = found.groups()
     words = f"{day} {clock}{zone}"

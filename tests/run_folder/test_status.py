@@ -258,10 +258,11 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     assert process.stdout.splitlines()[-1] == "False", process.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_written_meanwhile_never_makes_it_fail(tmp_path: Path, tiny_llama: Path) -> None:
     """Asked all the time from before the start, through a stop, its continuation, and a start over."""
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80, 25, 100, 40, 55])
-    steps: dict[str, Any] = {"training": {"max_steps": 40}, "eval_steps": 5, "save_steps": 1, "save_total_limit": 1}
+    steps: dict[str, Any] = {"training": {"max_steps": 12}, "eval_steps": 5, "save_steps": 1, "save_total_limit": 1}
     recipe = write_recipe(tmp_path, tiny_lora(tiny_llama, chats, **steps, output_dir=str(tmp_path / "run")))
     seen: list[str] = []
 
@@ -270,7 +271,7 @@ def test_a_run_that_is_written_meanwhile_never_makes_it_fail(tmp_path: Path, tin
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         reached, sent = 0, False
         while process.poll() is None:
-            time.sleep(0.01)
+            time.sleep(0.03)
             if not seen and not (tmp_path / "run" / ".lock").exists():
                 continue
             found = read_status(tmp_path / "run")
@@ -285,16 +286,16 @@ def test_a_run_that_is_written_meanwhile_never_makes_it_fail(tmp_path: Path, tin
                 sent = True
         return process.returncode
 
-    assert until_ended(stop_at=10) == 130
+    assert until_ended(stop_at=4) == 130
     assert read_status(tmp_path / "run").state == "stopped"
     assert until_ended() == 0
     assert until_ended("training.resume=never") == 0
     found = read_status(tmp_path / "run")
     assert (found.state, found.step, found.total_steps, found.checkpoint and found.checkpoint["step"]) == (
         "finished",
-        40,
-        40,
-        40,
+        12,
+        12,
+        12,
     )
     last = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"][-1]
     assert (found.loss, found.tokens_per_second) == (last["loss"], last["tokens_per_second"])
