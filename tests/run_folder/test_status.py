@@ -233,7 +233,7 @@ def test_what_is_no_run_is_one_line(
 def test_a_strangers_figures_are_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"state": "failed", "step": 1, "command": "a\x1b[2Jb", "identity": {}, "error": ["\x1b[2J"], "rank": {}}
     (tmp_path / STATE).write_text(json.dumps(state | {"phase": 3, "updated": None, "process": "x"}))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(train_line(2, 1.0)).replace("2.0", "1e999") + "\n[]\n{}\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(train_line(2, 1.0)).replace("1.0", "1e999") + "\n[]\n{}\n")
     (tmp_path / "receipt.json").write_text('{"batch": {"total_steps": "many"}}')
     (tmp_path / ".ranks").mkdir()
     (tmp_path / ".ranks" / "rank-x.json").write_text("{}")
