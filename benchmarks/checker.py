@@ -140,8 +140,9 @@ def figures(task: str) -> dict[str, Any] | None:
             before = [line["scores"]["number"][0] for line in lines]
             found[kind] = sum(right) / len(right)
         for name, folder in (("drawn", "rows"), ("drawn_again", "second")):
-            if (at / folder / "sample.json").is_file():
-                drawn = json.loads((at / folder / "sample.json").read_text("utf-8"))["figures"]
+            record = at / folder / "sample.json"
+            drawn = json.loads(record.read_text("utf-8")).get("figures") if record.is_file() else None
+            if drawn is not None:  # else its answers are still being written
                 found[name] = {"rows": drawn["rows"], "pass_at": drawn["pass_at"]}
         seeds.append(found)
     if not seeds:
