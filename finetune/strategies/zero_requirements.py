@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +50,7 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     _require_disk_access(strategy, on_cpu)
     if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
-        compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
+        compile_ahead("ShareMemCommBuilder", ("deepspeed_shm_comm",), on_cpu)
 
 
 def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
@@ -70,7 +70,7 @@ def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
         raise _missing(strategy, what, "apt-get install g++ ninja-build")
     if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
         raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
-    compile_ahead("AsyncIOBuilder", "async_io", on_cpu)
+    compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
 
 
 def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
@@ -82,7 +82,7 @@ def _links(program: str, library: str) -> bool:
     return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
 
 
-def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
+def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
     One process at a time. torch's own lock is a file. A killed compiler leaves it behind, and every later run would
@@ -93,7 +93,7 @@ def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_builds())))
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "finetune.lock"), silenced_deepspeed():
-        for lock in root.glob(f"**/{folder}/lock"):
+        for lock in [lock for folder in folders for lock in root.glob(f"**/{folder}/lock")]:
             with suppress(FileNotFoundError):  # its owner has removed it
                 while time.time() - lock.stat().st_mtime < OLD_LOCK:
                     time.sleep(0.1)

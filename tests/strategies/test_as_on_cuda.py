@@ -193,9 +193,9 @@ def test_the_machine_to_prove_is_these_gpus() -> None:
 def test_the_engines_parts_are_compiled_for_where_they_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    compile_ahead("NoSuchBuilder", "none", on_cpu=False)
+    compile_ahead("NoSuchBuilder", ("none",), on_cpu=False)
     assert "DS_ACCELERATOR" not in os.environ
-    compile_ahead("NoSuchBuilder", "none", on_cpu=True)
+    compile_ahead("NoSuchBuilder", ("none",), on_cpu=True)
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
