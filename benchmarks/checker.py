@@ -56,7 +56,7 @@ def finetune(*words: str) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """CPU seconds of this process and of its ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -125,7 +125,7 @@ def look_for_forgetting(task: str) -> None:
 
 
 def figures(task: str) -> dict[str, Any] | None:
-    """What the page shows of a task, from the seeds that are done; None without one."""
+    """A task's figures over its finished seeds. None if no seed has finished."""
     seeds, scores, before = [], {kind: [] for kind in KINDS}, []
     for seed in SEEDS:
         at = ROOT / RUNS / f"{task}_{seed}"
@@ -169,7 +169,7 @@ def figures(task: str) -> dict[str, Any] | None:
 
 
 def pairs_gain(scores: dict[str, list[list[float]]]) -> dict[str, Any] | None:
-    """What pairs add to right answers, over the seeds that have both; None without one."""
+    """The gain of pairs over right answers, over the seeds that have both. None if no seed has both."""
     seeds = len(scores["pairs"])  # the first ones
     if not seeds:
         return None
@@ -200,6 +200,7 @@ def sections(result: dict[str, Any]) -> list[str]:
         "a model that only learns the form of an answer gains by both. Pairs go on from the right answers, with new",
         "draws to other questions. Scores are of greedy answers to held-out questions (`number`). Differences are",
         "paired by question, with a 95 % bootstrap over questions of the seeds' mean. Seeds differ too: each is shown.",
+        "Temperature and the example turn were chosen on training questions. Two others gave few usable answers.",
         "",
         "```bash",
         f"python benchmarks/real_rows.py {ROWS}     # questions, pinned by hash",

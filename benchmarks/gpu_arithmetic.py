@@ -56,7 +56,7 @@ JOINED = 7  # of those: B's products, which add to W's and are part of their pas
 class Rates:
     """Rates that were measured, not computed."""
 
-    product_share: float = 0.83  # a layer's products reach this share of the rate of one product of 8192^3
+    product_share: float = 0.83  # of the rate of one product of 8192^3: what a layer's products reach
     attention: float = 350e12  # FLOP/s of torch's FlashAttention-2, forward and backward
     small_product: float = 20e-6  # seconds of a product with an adapter's factor
     # Passes over a hidden state [tokens, hidden] in bfloat16 in all other kernels of a layer. Fitted to the H200's and

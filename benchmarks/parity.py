@@ -64,7 +64,7 @@ PEER = ROOT / "benchmarks" / "parity_peer.py"
 OTHERS = ("axolotl", "llamafactory")  # in environments of their own
 IGNORE, END_OF_TURN = -100, "<|im_end|>"
 
-# Part one. 80 chats are 20 steps of 4 rows, in two micro-batches; 8 chats are one step of each of 8 epochs.
+# Part one takes 80 chats in 20 steps of 4 rows, each in two micro-batches. For packing, 8 chats make one step an epoch.
 SEED = 7
 EIGHT = 8
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}

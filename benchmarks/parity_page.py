@@ -34,7 +34,7 @@ DRAWN = {
     "llamafactory": "LLaMA-Factory",
     "llamafactory: line break not learned": "LLaMA-Factory, line break not learned",
 }
-# What differs, why, and the trainings that show it: each as it comes and with that one thing switched.
+# One cause of a difference, and the trainings that show it with and without that cause.
 CAUSES = {
     "The line break after the end of the turn": (
         [

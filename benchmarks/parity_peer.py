@@ -32,7 +32,7 @@ IGNORE = -100
 
 
 class Record:
-    """What a training did, step by step."""
+    """The steps of one training."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -158,14 +158,17 @@ def peft_model(job: dict[str, Any]) -> Any:
 
 
 def shared_arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """What a Trainer is told besides the job's settings: where to work, and to send nothing anywhere."""
+    """A Trainer's arguments besides the job's settings: its folder, and no reports to any service."""
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     return {"output_dir": f"{job['folder']}/trainer", **quiet, **job["settings"]}
 
 
 def run_trl(job: dict[str, Any]) -> None:
-    """SFTTrainer on prompts and completions, whose answers alone are supervised by its defaults. `layout: messages`
-    gives it whole chats, of which it learns every token. `layout: text` renders them first, as many scripts do."""
+    """SFTTrainer on prompts and completions: its defaults supervise the answers alone.
+
+    With `layout: messages` it takes whole chats and supervises every token. With `layout: text` the template has
+    rendered them before, as many scripts do.
+    """
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer

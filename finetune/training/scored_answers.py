@@ -340,7 +340,7 @@ def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
                 if not is_out_of_memory(error):
                     raise
                 failed.append(error.with_traceback(None))  # its frames hold the layer's tensors
-            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name in transformers 5.17
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the second: in transformers 5.17
             for kept in getattr(cache, "layers", ()):  # keep their shapes, free their bytes
                 for name in ("keys", "values"):
                     if isinstance(tensor := getattr(kept, name, None), Tensor):
