@@ -254,7 +254,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     elif foreign.get("completion_only_loss"):
         foreign.write("data.train_on", "completion", "completion_only_loss")
         _look_after_end_of_turn(foreign)
-        reason = "plain texts are tokenised together there: if a prompt ends with a space, move it to the answer's start"
+        reason = "plain texts are tokenised together there: a space at a prompt's end belongs to the answer's start"
         foreign.leave("completion_only_loss", "look", reason)
     elif foreign.peek("completion_only_loss") is False:
         foreign.write("data.train_on", "all", "completion_only_loss")
