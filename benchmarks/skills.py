@@ -55,10 +55,8 @@ FORGETTING = {
     "rate 2e-3, rank 8": ([], None, 0.0),
     "rank 2": (["lora.r=2", "lora.lora_alpha=8"], None, 0.0),
     "5 % other rows": ([], "dictionary", 0.05),
-    "20 % other rows": ([], "dictionary", 0.2),
-    "20 % the model's own answers": ([], "own", 0.2),
     "rate 5e-4": (["training.learning_rate=5e-4"], None, 0.0),
-    "rate 5e-4, 20 % own answers": (["training.learning_rate=5e-4"], "own", 0.2),
+    "rate 5e-4, 20 % the model's own answers": (["training.learning_rate=5e-4"], "own", 0.2),
 }
 OTHER_ROWS = {"dictionary": "data/devils_dictionary.jsonl", "own": "runs/own_answers/rows.jsonl"}
 FORGETTING_WORDS = [

@@ -166,7 +166,11 @@ def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> 
     with exclusive(comparison.folder / LOCK):
         stored = _stored_rows(comparison)
         keys = [_key(comparison, each) for each in comparison.rows]
-        return _write(comparison, [stored[each] for each in keys if each in stored])
+        rows = [stored[each] for each in keys if each in stored]
+        others = {each["name"] for each in stored.values()} - {each["name"] for each in rows}
+        words = f"recipe, data, device or command differ from row {number}'s"
+        left_out = [f"Left out, because {words}: {', '.join(sorted(others))}."]
+        return _write(comparison, rows, left_out if others else [])
 
 
 def _key(comparison: Comparison, row: ComparedRow) -> str:
@@ -218,7 +222,7 @@ def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
         where = "single" if processes == 1 else "cpu_2proc"
         command += ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
     elif processes > 1:
-        command += ["--multi_gpu"]
+        command += ["--multi_gpu", "--main_process_port", "0"]  # any free one: another row may run on this machine
     command += ["--num_processes", str(processes), str(TRAIN_SCRIPT), str(comparison.recipe)]
     return [
         *command,
@@ -348,7 +352,7 @@ def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**memory, "seconds": max(line["seconds"] for line in last), **moved}
 
 
-def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
+def _write(comparison: Comparison, rows: list[Row], more_notes: Sequence[str] = ()) -> dict[str, Any]:
     ranked = ranking(rows, comparison.ranked_by) if comparison.learns_differently else []
     result = {
         "recipe": str(comparison.recipe),
@@ -362,7 +366,7 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "losses": loss_agreement(rows),
         "ranking": ranked,
         "ranked_by": comparison.ranked_by,
-        "notes": [*preference_verdict(ranked), *notes(comparison)],
+        "notes": [*preference_verdict(ranked), *notes(comparison), *more_notes],
     }
     write_json(comparison.folder / "compare.json", result)
     return result

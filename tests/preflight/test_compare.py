@@ -246,7 +246,7 @@ def test_what_is_launched(recipe: Path) -> None:
     assert "accelerate_config=zero3" in four
     assert "measure_phases=true" in four
     on_gpus = " ".join(job_command(replace(planned, device="NVIDIA H200"), planned.rows[1]))
-    assert "--multi_gpu --num_processes 4" in on_gpus
+    assert "--multi_gpu --main_process_port 0 --num_processes 4" in on_gpus
     assert "config_file" not in on_gpus
 
 
@@ -565,6 +565,11 @@ def test_the_tasks_of_a_job_array_make_one_comparison(
     assert [row["ok"] for row in result["rows"]] == [True, True, True]
     assert comparison_module.compare(comparison(recipe, **vary), no_progress)["rows"] == result["rows"]
     assert len(started) == 4
+    # The recipe changes while tasks wait: their rows are not of one comparison.
+    changed = comparison(recipe, **vary, overrides=["training.weight_decay=0.1"])
+    result = comparison_module.compare_one(changed, 1, no_progress)
+    assert [row["name"] for row in result["rows"]] == ["learning_rate=1e-3"]
+    assert result["notes"][-1].endswith("row 1's: learning_rate=2e-3, learning_rate=4e-3.")
     with pytest.raises(FinetuneError, match=r"--only: 4: there are 3 rows"):
         comparison_module.compare_one(comparison(recipe, **vary), 4, no_progress)
 
