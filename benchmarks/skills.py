@@ -50,7 +50,7 @@ TABLE_WORDS = [
     "recipes' rates rest on a published sweep of 780 steps too ([Recipes](recipes.md#learning-rates)).",
 ]
 # What a training on dates forgets, and what is tried against it: words of the command, and the share of other rows.
-FORGETTING_STEPS = 100
+FORGETTING_STEPS, FORGETTING_ROWS = 50, 40
 FORGETTING = {
     "rate 2e-3, rank 8": ([], None, 0.0),
     "rank 2": (["lora.r=2", "lora.lora_alpha=8"], None, 0.0),
@@ -220,7 +220,7 @@ def forgetting() -> list[dict[str, Any]]:
         if not (run / "adapter").is_dir():
             finetune("train", SKILLS["dates"][0], *words, *short, f"output_dir={run}")
         if not (run / "eval.json").is_file():
-            finetune("eval", str(run), "--general")
+            finetune("eval", str(run), "--general", "--limit", str(FORGETTING_ROWS))
         evaluated = json.loads((run / "eval.json").read_text("utf-8"))
         rows.append(
             {"name": name, "exact": evaluated["scores"]["metrics"]["exact"]["tuned"], "general": evaluated["general"]}

@@ -396,6 +396,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")  # TRL 1.16's own
 @pytest.mark.parametrize("name", CASES)
 def test_each_difference_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
