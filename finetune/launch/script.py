@@ -19,7 +19,7 @@ from finetune.output_stream import printable
 from finetune.wording import counted
 
 _PORT = 29500  # torch's own default
-MARK = "# Made by: finetune "
+_MARK = "# Made by: finetune "
 
 
 def script(plan: LaunchPlan, timeout: str = "") -> str:
@@ -62,7 +62,7 @@ def write_script(path: Path, text: str) -> None:
 
     Raises FinetuneError, EnvironmentMismatch.
     """
-    if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()[:1000]):
+    if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()[:1000]):
         raise FinetuneError(f"-o: {path}: exists and was not made by finetune; name another file")
     write_text(path, text)
 
@@ -76,7 +76,7 @@ def _head(plan: LaunchPlan) -> list[str]:
     line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
     if plan.launcher in ("slurm", "torchrun", "ray"):
         line += " Paths are as seen from the folder where it is started."
-    return [f"{MARK}launch {printable(plan.verb_arguments)}", line]
+    return [f"{_MARK}launch {printable(plan.verb_arguments)}", line]
 
 
 def line_of_machine(plan: LaunchPlan) -> str:

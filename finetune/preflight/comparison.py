@@ -46,8 +46,8 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 COMPARED_REWARDS = MEASURES[1:]
 EVALUATIONS = 6  # of each row, where rows learn differently
 LARGEST_RESULT = 64 * 2**20  # of compare.json
-ROW_FILE = "row.json"  # in its job's folder, of a row that a job array ran
-LOCK = ".compare.lock"
+_ROW_FILE = "row.json"  # in its job's folder, of a row that a job array ran
+_LOCK = ".compare.lock"
 
 Row = dict[str, Any]
 StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
@@ -118,7 +118,7 @@ def plan_comparison(
     rows = check_compared(recipe, overrides, asked, steps)
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
-    foreign = folder.exists() and any(path.name != LOCK for path in folder.iterdir())
+    foreign = folder.exists() and any(path.name != _LOCK for path in folder.iterdir())
     if foreign and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
@@ -154,7 +154,7 @@ def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> 
     if number > len(comparison.rows):
         raise FinetuneError(f"--only: {number}: there are {counted(len(comparison.rows), 'row')}")
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(comparison.folder / LOCK):
+    with exclusive(comparison.folder / _LOCK):
         if not (comparison.folder / "compare.json").is_file():
             _write(comparison, [])  # marks the folder as ours
     row = comparison.rows[number - 1]
@@ -162,8 +162,8 @@ def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> 
     ran = _finished_rows(comparison).get(key)
     if ran is None:
         ran = _run(comparison, row, progress) | {"key": key}
-    write_json(comparison.job_folder(row) / ROW_FILE, ran)
-    with exclusive(comparison.folder / LOCK):
+    write_json(comparison.job_folder(row) / _ROW_FILE, ran)
+    with exclusive(comparison.folder / _LOCK):
         stored = _stored_rows(comparison)
         keys = [_key(comparison, each) for each in comparison.rows]
         rows = [stored[each] for each in keys if each in stored]
@@ -188,11 +188,11 @@ def _key(comparison: Comparison, row: ComparedRow) -> str:
 def _stored_rows(comparison: Comparison) -> dict[str, Row]:
     """Rows that ran in this folder, by `_key`; of two with one key, the job's own."""
     found: dict[str, Row] = {}
-    files = [comparison.folder / "compare.json", *(comparison.job_folder(row) / ROW_FILE for row in comparison.rows)]
+    files = [comparison.folder / "compare.json", *(comparison.job_folder(row) / _ROW_FILE for row in comparison.rows)]
     for file in files:
         with suppress(FinetuneError, KeyError, TypeError):
             content = read_object(file, LARGEST_RESULT)
-            rows = content.get("rows", []) if file.name != ROW_FILE else [content]
+            rows = content.get("rows", []) if file.name != _ROW_FILE else [content]
             found |= {row["key"]: row for row in rows if isinstance(row["ok"], bool)}
     return found
 
