@@ -19,7 +19,7 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
         from finetune.launch.launcher import take_out_left_over
         from finetune.launch.local_ranks import is_rank_already, ranks_here, run_ranks
 
-        load_recipe(recipe, words[1:], here=True)  # reports mistakes before any process starts
+        load_recipe(recipe, words[1:], here=True)  # reports mistakes; each rank reads it again, train.py
         if left_over := take_out_left_over():
             say(left_over, err=True)
         if is_rank_already():

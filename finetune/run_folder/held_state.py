@@ -21,6 +21,7 @@ from torch import Tensor
 from finetune.files import TEMPORARY_PREFIX, disk_errors, remove_folder
 from finetune.measure.host_memory import available_bytes, bytes_below_peak
 from finetune.measure.units import GIB
+from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
@@ -87,13 +88,16 @@ def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
     """
     ranks, tensors = all_ranks(), checkpoint_tensors(parts)
     refuse_not_finite(0, tensors, ranks)  # on the tensors' device
-    pieces = [tensor for own in own_pieces(tensors, ranks.rank).values() for tensor in own.tensors.values()]
+    groups = own_pieces(tensors, ranks.rank)
+    pieces = [tensor for own in groups.values() for tensor in own.tensors.values()]
     live = _live_tensors(parts)
     nbytes = sum(tensor.nbytes for tensor in (pieces if parts.engine is not None else live))
     needed = nbytes * (COPIES_BESIDE_A_STEP if on_host else 1)
     if parts.engine is not None:
         needed -= nbytes  # its pieces are copies already
-    reserved = _disk_reserves(temporary_folder(recipe), sum(piece.nbytes for piece in pieces), ranks)
+    # A new run's optimizer has no state yet, but its checkpoints will.
+    later = checkpoint_bytes(recipe.training, sum(tensor.numel() for tensor in groups["model"].tensors.values()))
+    reserved = _disk_reserves(temporary_folder(recipe), max(later, sum(piece.nbytes for piece in pieces)), ranks)
     if reserved and machine_without_room(ranks, needed + bytes_below_peak(), available_bytes()) is None:
         if parts.engine is None:
             return Held(parts, ranks, nbytes, None, *_live_copies(parts))
