@@ -90,7 +90,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: one that begins last is waited for by a worker that has nothing left to do.
 
-    Of a test marked `sample(n)`, n cases run by default, spread evenly over its parameters. The others are slow.
+    A test marked `sample(n, thorough=m)` keeps m cases, spread evenly over its parameters. By default n of these run;
+    the others are thorough. Cases that are not kept are slow. Without `thorough`, m is n.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
     cases = defaultdict[str, list[pytest.Item]](list)
@@ -98,11 +99,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
             cases[item.nodeid.split("[")[0]].append(item)
     for of_one_test in cases.values():
-        count = of_one_test[0].get_closest_marker("sample").args[0]  # type: ignore[union-attr]
-        kept = {index * len(of_one_test) // count for index in range(count)}
-        for index, item in enumerate(of_one_test):
-            if index not in kept:
+        marker = of_one_test[0].get_closest_marker("sample")
+        kept = _spread(of_one_test, marker.kwargs.get("thorough", marker.args[0]))  # type: ignore[union-attr]
+        default = _spread(kept, marker.args[0])  # type: ignore[union-attr]
+        for item in of_one_test:
+            if item not in kept:
                 item.add_marker("slow")
+            elif item not in default:
+                item.add_marker("thorough")
+
+
+def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -176,6 +176,7 @@ def without_gradients(model: nn.Module, row: dict[str, Any]) -> Tensor:
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     model, base = built("llama", lora, True)
@@ -196,6 +197,7 @@ def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     assert compiled.stopped is None
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [(broken_forward, "no compiler here"), (Faulty("output"), "LlamaDecoderLayer computes something else: output")],
@@ -338,6 +340,7 @@ def test_what_does_not_train_is_not_compiled() -> None:
     assert counting.graphs == 0
 
 
+@pytest.mark.thorough
 def test_too_many_graphs_are_noticed() -> None:
     """torch would silently run the layers as they are written."""
     counting, said, (model, base) = Counting(), list[str](), built("llama", False, False)

@@ -71,6 +71,7 @@ def guarded(
 FORMATS = [(torch.float32, False), (BFLOAT16, False), (torch.float32, True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "autocast"), FORMATS, ids=["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])

@@ -92,6 +92,7 @@ def trained(model: nn.Module, split: str, width: Width) -> Trained:
     return computed(model, split)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen3_moe", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]

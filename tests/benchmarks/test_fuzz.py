@@ -34,6 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_few_cases_of_each(name: str, starts: dict[str, Path], tmp_path: Path) -> None:
@@ -133,6 +134,7 @@ def _as_it_says(case: Mapping[str, Any], folder: Path, starts: Mapping[str, Path
     return verdict
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("judge", "problem"),

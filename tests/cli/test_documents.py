@@ -317,6 +317,7 @@ def test_longer_ones_run(command: str, tmp_path: Path, place: Path) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.thorough
 def test_the_guides_line_loads_the_adapter(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = next(block for block in blocks("python") if "PeftModel" in block)
     monkeypatch.chdir(clone)

@@ -163,6 +163,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"finetune {newest[1]}\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("verb", ["check", "train", "plan"])
 def test_another_tools_configuration_is_named_and_the_command_converts_it(

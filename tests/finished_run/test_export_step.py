@@ -43,6 +43,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
     return write_recipe(folder, merged(content, constant, {"save_steps": 2, "eval_steps": 2}, *changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])

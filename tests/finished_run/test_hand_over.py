@@ -102,6 +102,7 @@ def test_vllm_gets_the_merged_model_instead_of_other_adapters(
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_text_parts_adapter_is_merged_into_the_whole_model(tmp_path: Path) -> None:
     run = finished_run(tmp_path, save_multimodal("gemma3", tmp_path / "base"), lora={"r": 4})
     facts = hand_over(run, "vllm", None, quiet)

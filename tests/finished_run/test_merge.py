@@ -125,6 +125,7 @@ def run_of_0_1(folder: Path, base: Path, init: str, **sections: Any) -> Path:
     return run
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("init", "quantization"), [("pissa", None), ("olora", None), pytest.param("olora", NF4, marks=pytest.mark.slow)]
 )
@@ -148,6 +149,7 @@ def test_an_adapter_that_0_1_moved_out_of_its_base_is_merged(
         torch.testing.assert_close(logits(plain(run / "merged")), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
@@ -186,6 +188,7 @@ def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> 
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # peft looks among modules alone
 @pytest.mark.parametrize("family", MIXTURES)
@@ -207,6 +210,7 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
@@ -266,6 +270,7 @@ def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
     assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
 
 
+@pytest.mark.thorough
 def test_over_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)

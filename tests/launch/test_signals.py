@@ -252,8 +252,8 @@ except Interrupted:
     sys.exit(130)
 """
 SLEEPS = "time.sleep(60)"
-# One call into a library, during which Python runs no handler.
-COMPUTES = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+# One call into a library, during which Python runs no handler: it waits for a lock that it has.
+COMPUTES = "from ctypes import *; c, m = CDLL(None), create_string_buffer(64); [c.pthread_mutex_lock(m) for _ in '12']"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -127,6 +127,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["cuda", "host", "python"])
 def test_in_the_middle_of_a_run(

@@ -167,6 +167,7 @@ def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     assert worst_of(found) <= EXACT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.slow), "mixtral"])
 def test_experts_are_computed_in_float64_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding is beyond the bound, as a delta rule's is on some CPUs; torch's product of all experts at once
@@ -190,6 +191,7 @@ def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path
     assert "packing differs" in refusal(leaking, compute=torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "in_16_bits", "in_float32", "right"),
@@ -218,6 +220,7 @@ def test_rounding_may_choose_experts(
         assert "differs" in refusal(recipe, compute=torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("spoilt_attention")
 def test_a_spoilt_attention_is_seen_in_16_bits_too(narrow: Path) -> None:
     assert "attention differs" in refusal(least_recipe(narrow, lora=None), compute=torch.bfloat16)
@@ -233,6 +236,7 @@ def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+@pytest.mark.thorough
 def test_the_reach_of_adapters(narrow: Path) -> None:
     everywhere = probe(least_recipe(narrow)).facts["adapters"]
     assert everywhere["reached_share"] == 1.0
@@ -269,6 +273,7 @@ def test_nothing_else_is_disturbed(narrow: Path) -> None:
     assert torch.get_default_dtype() == default
 
 
+@pytest.mark.thorough
 def test_a_routers_loss_that_differs_is_named_and_one_that_does_not_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def test_one_that_reads_the_token_before_across_documents_is_refused(tmp_path: P
     probe(recipe(tmp_path / "own", lora=None, data={"packing": False}))  # what was proposed is right
 
 
+@pytest.mark.thorough
 def test_one_that_reads_it_within_a_document_passes(tmp_path: Path) -> None:
     probe(recipe(save_own_model(tmp_path / "own", "previous, within a document")))
 
@@ -62,6 +63,7 @@ def test_a_loss_that_is_not_of_the_last_states_is_refused(tmp_path: Path, monkey
     assert re.match(r"model\.name_or_path: \S+: the loss differs: .*; choose another model$", message)
 
 
+@pytest.mark.thorough
 def test_one_that_draws_random_numbers_is_compared_without_them(tmp_path: Path) -> None:
     found = probe(recipe(save_own_model(tmp_path / "own", "noise"))).as_json()
     assert found["note"] == "compared in evaluation mode: it draws random numbers"

@@ -90,6 +90,7 @@ def test_a_probe_says_it_and_remembers_it(tiny_llama: Path, tmp_path: Path, monk
     assert may_share_a_batch(second)
 
 
+@pytest.mark.thorough
 def test_what_an_older_version_remembered_is_not_read(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

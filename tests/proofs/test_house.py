@@ -307,12 +307,20 @@ def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidde
     assert bool(unshared({module: ast.parse(line)})) == forbidden
 
 
+@cache
+def imported() -> dict[str, set[str]]:
+    """Module -> every name that it imports, other than for types."""
+    found = {}
+    for module, tree in MODULES.items():
+        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
+        found[module] = named(node for node in ast.walk(tree) if id(node) not in hidden)
+    return found
+
+
 def importers(library: str) -> set[str]:
     """Our files that import this library, or a name in it, other than for types."""
     found = set()
-    for module, tree in MODULES.items():
-        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
-        names = named(node for node in ast.walk(tree) if id(node) not in hidden)
+    for module, names in imported().items():
         if any(fnmatch(name, library) or name.startswith(f"{library}.") for name in names):
             found.add(f"{module.replace('.', '/')}.py")
     return found

@@ -256,6 +256,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_real_program(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(SMALL + "training: {sed: 1}\nmicro_batch_size: 2\n")

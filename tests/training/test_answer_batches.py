@@ -152,6 +152,7 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
     assert all(len(each.tokens) == 20 for each in found if not each.ended)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said, sizes = shaken(), list[str](), list[int]()
     genuine = greedy_answers

@@ -96,6 +96,7 @@ def test_the_run_goes_on_without_what_is_wrong(
         assert facts["own_norms_and_gates"][where] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_it_takes_less_memory_than_a_step(

@@ -121,6 +121,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 # Step 2 is read when step 3 has begun; 3 is before an evaluation, 5 before a save, 7 the last.
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [2, 3, 5, STEPS])
 def test_a_bad_step_is_named_and_nothing_of_it_is_kept(

@@ -127,6 +127,7 @@ def test_a_resumed_run_ends_bitwise_alike(
     assert f"model.adapter: {below} has changed since this run began" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_it_is_merged(tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(on_top(tmp_path, base, first))]) == 0
     capsys.readouterr()

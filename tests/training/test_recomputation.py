@@ -82,6 +82,7 @@ def test_it_is_chosen_by_memory_and_said(
     assert main([str(recipe), "training.activation_checkpointing=selective"]) == 0
 
 
+@pytest.mark.thorough
 def test_the_rows_of_a_micro_batch_are_chosen_kept_and_planned_to_the_byte(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_resume_recipe(tmp_path_factory.mktemp("stop_after"), steps=STEPS, dropout=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forget_the_last_run")
 def test_stopped_by_it_at_each_step_it_is_bitwise_the_run(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

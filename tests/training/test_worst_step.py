@@ -366,6 +366,7 @@ def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, 
     assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_it_in_one_line(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

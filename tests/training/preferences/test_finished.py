@@ -59,6 +59,7 @@ def receipt_of(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "receipt.json").read_text("utf-8")))
 
 
+@pytest.mark.thorough
 def test_the_best_step_has_the_highest_accuracy(dpo: Path) -> None:
     found = {line["step"]: line["reward_accuracy"] for line in lines_of(dpo, "eval") if line["step"]}
     best = max(found, key=lambda step: found[step])  # the first of equal ones
@@ -81,6 +82,7 @@ def test_a_reward_that_nothing_is_held_out_for(base: Path, tmp_path: Path, capsy
     assert "eval_reward_accuracy, which no evaluation measures; write eval_loss" in capsys.readouterr().err
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> None:
     runs = read_runs([request.getfixturevalue(kind)])
@@ -211,6 +213,7 @@ def test_eval_of_the_loss_alone_loads_no_model(
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"recorded", "reward_accuracy", "reward_margin"}
 
 
+@pytest.mark.thorough
 def test_eval_says_that_the_base_is_not_the_start(
     dpo: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
