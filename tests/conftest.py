@@ -6,8 +6,9 @@ import gc
 import os
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 TRACING = Path(__file__).parent / "planner"
 LAUNCHERS = ("ACCELERATE_", "FSDP_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NCCL_")
-ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
+ASKED, LEFT_OUT, CPU = pytest.StashKey[list[str]](), pytest.StashKey[list[str]](), pytest.StashKey[float]()
 
 
 def _traces(path: Path) -> bool:
@@ -67,6 +68,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Whether this test, and fixtures that begin with it, draw charts."""
     global drawing
     drawing = item.get_closest_marker("draws") is not None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="at the end, name the tests that took the most CPU seconds")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note the CPU seconds since the last report: of this process, and of the children that it has waited for."""
+    report = yield
+    before, item.session.stash[CPU] = item.session.stash.get(CPU, 0.0), sum(os.times()[:4])
+    report.cpu = item.session.stash[CPU] - before
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.option.cpu:
+        return
+    seconds = Counter[str]()
+    for report in chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += report.cpu
+    terminalreporter.section(f"{seconds.total():.0f} CPU seconds in {len(seconds)} tests; the dearest")
+    for name, spent in seconds.most_common(30):
+        terminalreporter.line(f"{spent:.2f} {name}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,6 +151,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pretend_device()
     gc.freeze()  # what is collected and imported so far is never garbage
     gc.enable()
+    session.stash[CPU] = sum(os.times()[:4])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
