@@ -89,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     seconds = Counter[str]()
     for report in chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            seconds[report.nodeid] += report.cpu
+            seconds[report.nodeid] += getattr(report, "cpu", 0.0)  # a worker that crashed noted nothing
     terminalreporter.section(f"{seconds.total():.0f} CPU seconds in {len(seconds)} tests; the dearest")
     for name, spent in seconds.most_common(30):
         terminalreporter.line(f"{spent:.2f} {name}")
