@@ -225,6 +225,7 @@ def test_dropout_is_drawn_from_the_steps_seed() -> None:
     assert_same(first, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("backend", "reason"),
@@ -296,6 +297,7 @@ def hoarding(graph: Any, inputs: Any) -> Any:
     return lambda *given: tuple(_Hoarding.apply(each) for each in graph.forward(*given))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.thorough
 def test_layers_that_keep_much_more_than_as_written_are_not_compiled() -> None:
     row, said = flat_batch([100, 50]), list[str]()
     model, base = built("llama", False, False)

@@ -128,6 +128,7 @@ def test_the_models_own_setting_asks_for_it_and_the_recipe_has_the_last_word(tmp
     assert plain == pytest.approx(computed(without, "one forward")[0], rel=1e-5)
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("family", "says"),
     [

@@ -153,6 +153,7 @@ def test_a_header_without_a_purpose_is_no_mistake() -> None:
     assert purpose_of("# yaml-language-server: x\n#   What for.  \n") == "What for."
 
 
+@pytest.mark.thorough
 def test_listing_imports_no_torch() -> None:
     program = "import sys; from finetune.cli.main import main; main(['list', '--json']); print('torch' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

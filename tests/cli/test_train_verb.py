@@ -62,6 +62,7 @@ def until_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> list
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

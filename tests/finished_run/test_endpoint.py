@@ -141,6 +141,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.sample(5, thorough=14)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line(
     fault: str, run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -337,6 +337,7 @@ def test_a_converter_that_never_ends_is_ended_with_its_children(
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody collects it here
 
 
+@pytest.mark.sample(4, thorough=14)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_refusal_is_one_line_and_writes_nothing(
     kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

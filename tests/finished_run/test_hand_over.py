@@ -74,6 +74,7 @@ def test_vllm_gets_the_adapter_as_it_is(tmp_path: Path) -> None:
     assert (body["model"], body["chat_template_kwargs"]) == ("run", {"thinking": False})
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

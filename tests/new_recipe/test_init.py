@@ -330,6 +330,7 @@ def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pyt
     assert not proposal.counts.is_whole
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(("gpus", "length"), [("24GB", 4096), ("80GB", 16_384), ("cpu", 1024)])
 def test_long_rows_are_kept_whole_where_they_cost_no_smaller_model(gpus: str, length: int, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
@@ -362,6 +363,7 @@ def test_tool_calls_are_shown(
     assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("gpus", "told"), [("cpu", True), ("24GB", False)])
 def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool, tmp_path: Path) -> None:
     """The line names a template, with which the rows are accepted. Qwen3's own template writes tools."""

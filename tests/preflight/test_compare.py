@@ -205,6 +205,7 @@ def test_the_heading_counts_the_processes_that_ran(sizes: list[int], device: str
     assert expected in console.export_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.draws
 def test_the_picture(tmp_path: Path) -> None:
     names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"]

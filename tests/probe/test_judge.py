@@ -84,6 +84,7 @@ def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPa
     assert re.match(rf"model\.name_or_path: {narrow}: the loss differs: .*; choose another model$", message)
 
 
+@pytest.mark.thorough
 def test_an_attention_that_sees_other_documents_is_named_as_packing(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_numbers_alone_find_what_the_trial_without_data_finds(
     assert worst_of(probe(changed)) <= EXACT
 
 
+@pytest.mark.thorough
 def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     folder = save_own_model(tmp_path / "own", "chaotic", hidden_size=64, num_hidden_layers=3)
     found = probe(least_recipe(folder, lora=None, model={"trust_remote_code": True}))

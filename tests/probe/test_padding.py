@@ -34,6 +34,7 @@ def padded(name: str, folder: Path, attention: str = "auto") -> dict[str, Any]:
     return compare_padded(recipe, small, CPU)
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_what_is_masked_may(name: str, tmp_path: Path) -> None:
     found = padded(name, tmp_path)

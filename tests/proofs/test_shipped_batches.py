@@ -127,6 +127,7 @@ def test_forty_chats_are_reported_as_few(name: str, llama: Path, tmp_path: Path)
     assert len(notes) == 1, "nothing but the line that there always is"
 
 
+@pytest.mark.thorough
 def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_many(tmp_path / "chats.jsonl", 40)
     none = tmp_path / "no weights"
