@@ -211,6 +211,7 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
     assert seen == [False]
 
 
+@pytest.mark.sample(2, thorough=4)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
 def test_a_start_that_is_stopped_ends_with_130_and_a_word(number: signal.Signals) -> None:
     """While it reads and tokenises: nothing is to be saved yet."""

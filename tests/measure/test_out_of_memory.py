@@ -182,6 +182,7 @@ def test_while_loading(
     assert "load: out of memory in load: " in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_another_error_is_no_matter_of_memory(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

@@ -83,6 +83,7 @@ def test_modules_trained_in_full_are_float32_too(tiny_llama: Path, saved: str, d
             assert torch.equal(actual[name], original.float())
 
 
+@pytest.mark.sample(2, thorough=7)
 @pytest.mark.parametrize(
     "lora",
     [
@@ -123,6 +124,7 @@ def test_ranks_draw_the_same_adapters(tiny_llama: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2), ("selective", [True] * 4)]
 )
@@ -149,6 +151,7 @@ def test_an_adapter_on_the_head_is_refused(tiny_llama: Path) -> None:
         build_model(recipe(tiny_llama, lora={"target_modules": ["lm_head"]}), CPU)
 
 
+@pytest.mark.sample(2, thorough=7)
 @pytest.mark.parametrize(
     ("lora", "words"),
     [

@@ -115,6 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3, thorough=8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_greedy_answer_follows_no_setting_but_the_ends(llama: Any, name: str) -> None:
     tokenizer = tiny_tokenizer()

@@ -119,6 +119,7 @@ def test_sharded_layers_are_compiled(base: Path) -> None:
     assert planned(recipe(base, accelerate_config="fsdp2"), "2xH100").work.compiles
 
 
+@pytest.mark.thorough
 def test_a_plan_for_a_cpu_compiles_nothing(base: Path) -> None:
     found = plan_recipe(recipe(base, training={"mixed_precision": "no"}), None)
     assert not found.work.compiles

@@ -131,6 +131,7 @@ def test_the_row_of_the_table_is_arithmetic(tmp_path: Path) -> None:
     assert row["peak GiB"] == "1.25"
 
 
+@pytest.mark.thorough
 def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write_run(tmp_path / name / "run", steps=4, loss=loss) for name, loss in (("a", 3.0), ("b", 5.0))]
     assert cli(["report", *map(str, folders), "-o", str(tmp_path / "out"), "--json"]) == 0
@@ -306,6 +307,7 @@ def test_letters_are_of_one_size_at_a_charts_own_width(tmp_path: Path) -> None:
     assert 'name="viewport" content="width=device-width' in html
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_the_process_or_of_tensors(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=3, phases=True)
     text = text_of(report(read_runs([run])))
@@ -343,6 +345,7 @@ def test_an_inlined_chart_takes_its_colours_from_the_page() -> None:
     assert len(svg) < 6000
 
 
+@pytest.mark.thorough
 def test_charts_of_a_page_share_no_id_and_are_the_same_each_time(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "one", steps=9, phases=True)], lambda run: PLAN)
     html = report(runs)

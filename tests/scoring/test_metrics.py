@@ -152,6 +152,7 @@ def test_patterns_counted_by_hand() -> None:
         assert list(zip(answers, scores, strict=True)) == rows
 
 
+@pytest.mark.thorough
 def test_patterns_are_bounded() -> None:
     item = Scored("-", "rows:1")
     slow = Metric("regex", {"pattern": r"^(a|aa)+$"})

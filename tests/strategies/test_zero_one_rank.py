@@ -68,6 +68,7 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
             assert moved == pytest.approx(step * LEARNING_RATE, rel=0.01)  # AdamW's first steps, of about that each
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("before", [0, 1])
 def test_the_worst_step_goes_back_to_the_bit(before: int, strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """From host memory, without and with moments."""

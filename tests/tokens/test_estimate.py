@@ -41,6 +41,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", lengths)
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize(
     "data",
     [
@@ -206,6 +207,7 @@ def test_tools_are_counted(tmp_path: Path, tiny_llama: Path) -> None:
     assert bare.tokens > 5 * (2 * 5 * 510 // 4)  # 510 bytes of a description are in it, ten times in five rows
 
 
+@pytest.mark.thorough
 def test_checking_data_without_a_tokenizer_imports_no_torch(tmp_path: Path, chats: Path) -> None:
     recipe_of(tmp_path, "nobody/nothing", chats)
     program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print(sorted(sys.modules))"

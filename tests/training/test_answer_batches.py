@@ -68,6 +68,7 @@ def decode_steps(model: Any, new: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return sum(steps)
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("free", "tokens", "below"), [(60 * GB, MOST_BATCH_TOKENS, 2500), (8 * GB, 30_517, 5000)])
 def test_decode_steps_of_a_thousand_prompts(
     free: int, tokens: int, below: int, monkeypatch: pytest.MonkeyPatch

@@ -219,6 +219,7 @@ def test_measuring_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
     assert len(curves[0]) == 3
 
 
+@pytest.mark.thorough
 def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(recipe), "samples.count=0", "training.learning_rate=0.1"]) == 0
     capsys.readouterr()

@@ -149,6 +149,7 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
     assert left_by(recipes[0]) == left_by(recipes[1])
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("missing", ["nothing", "memory", "posix_fallocate"])
 def test_it_writes_nothing_where_memory_holds_the_state(
     missing: str, write: Write, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +213,7 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert left_by(recipe) == left_by(uninterrupted)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [None, {"r": 4, "lora_dropout": 0.3}], ids=["full", "lora"])
 def test_it_leaves_nothing_allocated(
@@ -415,6 +417,7 @@ def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.
         main([str(write("run"))])
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_which_part_of_it_runs(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(Terminal, "progress", lambda self, text: shown.append(text))

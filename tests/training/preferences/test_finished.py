@@ -176,6 +176,7 @@ def test_objectives_in_words(section: Dpo | Kto, words: str) -> None:
     assert objective_in_words(section) == words
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_eval_scores_wanted_answers_and_repeats_the_runs_loss(
     kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
@@ -230,6 +231,7 @@ def test_eval_says_that_the_base_is_not_the_start(
     assert "started from" not in capsys.readouterr().out
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize(
     ("rows", "count"),
     [
