@@ -234,7 +234,9 @@ def test_only_its_own_folders_are_replaced(tmp_path: Path, capsys: pytest.Captur
     ("change", "words"),
     [
         ({"rank_pattern": {"q_proj": 2}}, "the adapter does not fit this base"),
-        ({"rank_pattern": {"(\\w+\\.?)+\\d": 2}}, "matching the model's names by"),
+        pytest.param(
+            {"rank_pattern": {"(\\w+\\.?)+\\d": 2}}, "matching the model's names by", marks=pytest.mark.thorough
+        ),
     ],
     ids=["another rank", "slow pattern"],
 )
