@@ -72,6 +72,7 @@ def test_an_attention_that_differs_is_named_with_one_that_does_not(narrow: Path)
     assert worst_of(probe(least_recipe(narrow, model={"attention": "sdpa"}))) <= EXACT
 
 
+@pytest.mark.thorough
 def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = loss._loss_and_slope
 

@@ -56,6 +56,7 @@ def test_one_that_reads_it_within_a_document_passes(tmp_path: Path) -> None:
     probe(recipe(save_own_model(tmp_path / "own", "previous, within a document")))
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_of_the_last_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial without data sees it too, and is off here: numbers alone decide."""
     monkeypatch.setattr("finetune.architecture.families.check_head_is_last", lambda *_, **__: AS_IT_IS)

@@ -94,6 +94,7 @@ def test_one_process(
     assert_same_curve(curve_of(recipe), curves[method])
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

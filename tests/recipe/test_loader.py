@@ -175,6 +175,7 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert captured.err == ""
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("arguments", "seconds"), [(["--help"], 0.3), (["check", "RECIPE"], 0.5)])
 def test_help_and_check_import_no_torch(tmp_path: Path, arguments: list[str], seconds: float) -> None:
     """The bound on CPU time is shown by benchmarks/start.py; this holds what makes it possible."""

@@ -167,6 +167,7 @@ def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pyte
     assert "name each once" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_fails_is_reported_and_disturbs_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     (run / "report.html").mkdir()
@@ -451,6 +452,7 @@ def test_steps_of_one_pair_are_right_by_chance_for_a_while() -> None:
     assert len([*warnings_of(of_steps([0.0] + [1.0] * 5), None, 4)]) == 1
 
 
+@pytest.mark.thorough
 def test_labels_of_narrow_bars_stand_upright(tmp_path: Path) -> None:
     """24 bars of a PNG: their labels, lying, would run into one another."""
     bars = [(float(group), 0.505) for group in range(6)]
