@@ -197,6 +197,7 @@ def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     assert compiled.stopped is None
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("backend", "reason"),

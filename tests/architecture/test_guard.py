@@ -131,6 +131,7 @@ def test_a_fault_in_one_tensor_of_an_adapter_is_seen(name: str, monkeypatch: pyt
     assert "differs by 10.00%, 0.0001 is allowed" in guard.left_off[ADAPTERS]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_an_installed_package_without_recipes_says_so(tmp_path: Path) -> None:
         find_recipes(folder=tmp_path / "recipes")
 
 
+@pytest.mark.thorough
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--gpus", "2x24GB", "--model", "8b", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -128,6 +128,7 @@ def test_one_process_trains_here_and_several_are_started(
     assert done == ([words] if ranks is None else [script, ranks, gpus_here == 0])
 
 
+@pytest.mark.thorough
 def test_under_another_launcher_a_refusal_is_repeated_below_its_report() -> None:
     words = ["finetune/train.py", str(FSDP), "training.sed=1"]
     launcher = f"""

@@ -74,6 +74,7 @@ def test_both_models_are_scored_by_their_answers_there(
     assert "secret-1" not in (run / "eval.json").read_text("utf-8")
 
 
+@pytest.mark.thorough
 def test_without_a_base_the_tuned_models_scores_alone(
     run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:

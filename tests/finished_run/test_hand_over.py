@@ -173,6 +173,7 @@ def test_a_whole_model_takes_no_more_disk(tmp_path: Path) -> None:
         hand_over(run, "peft", None, quiet)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections",
     [

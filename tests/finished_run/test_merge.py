@@ -180,6 +180,7 @@ def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
     assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
@@ -504,6 +505,7 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     assert sizes["held"] > sizes["shard"] / 2  # else the watching saw nothing
 
 
+@pytest.mark.thorough
 def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"])
     merge_run(run, dtype="float16", base=None, prompts=0, log=print)

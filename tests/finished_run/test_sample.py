@@ -131,12 +131,14 @@ def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monke
     assert len(rows) > 80  # 40 prompts in three rounds, less those whose answers had all ended
 
 
+@pytest.mark.thorough
 def test_another_seed_draws_other_answers(run: Path, whole: Path, tmp_path: Path) -> None:
     assert main(words(run, tmp_path / "out", "--seed", "1", "--limit", "4")) == 0
     other, one = (read_lines(folder / "answers.jsonl")[0]["answers"] for folder in (tmp_path / "out", whole))
     assert [each["text"] for each in other] != [each["text"] for each in one]
 
 
+@pytest.mark.thorough
 def test_a_small_top_p_is_greedy(run: Path, tmp_path: Path) -> None:
     assert main(words(run, tmp_path / "p", "--top-p", "1e-9", "--n", "3", "--limit", "4")) == 0
     assert main(words(run, tmp_path / "greedy", "--temperature", "0", "--n", "1", "--limit", "4")) == 0
@@ -346,6 +348,7 @@ def test_a_scorer_that_mostly_fails_ends_the_command(
     assert not (tmp_path / "out/rows.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_two_commands_do_not_write_in_one_folder(run: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (whole / "answers.jsonl").read_bytes()
     holds = (

@@ -96,6 +96,7 @@ def test_one_line_where_it_cannot_be_had(
     assert "meta-llama/Llama-3.1-8B" in str(raised.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("verb", ["plan", "pick", "check"])

@@ -146,6 +146,7 @@ def test_what_is_gated_stops_it_before_the_first_file(call: str, hub: Hub, page:
     assert "download" not in hub.calls()
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=6)
 @pytest.mark.parametrize(
     ("what", "says"),

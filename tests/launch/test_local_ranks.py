@@ -116,6 +116,7 @@ def test_ranks_have_torchruns_variables(tmp_path: Path) -> None:
     assert all(each["session"] == each["pid"] for each in seen), "Ctrl-C reaches the launcher alone"
 
 
+@pytest.mark.thorough
 def test_ranks_on_gpus_see_those_that_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUS", "yes")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
@@ -149,6 +150,7 @@ def test_ranks_may_save_for_long(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("saved-*")]) == 2
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "all:deaf") as process:
         ranks_of(tmp_path)

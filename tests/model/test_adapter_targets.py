@@ -198,6 +198,7 @@ def test_an_export_is_loaded_back_by_plain_peft(tmp_path: Path, bases: dict[str,
     torch.testing.assert_close(merged, tuned, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(5, thorough=14)
 @pytest.mark.parametrize(
     ("family", "lora", "words"),
     [

@@ -200,6 +200,7 @@ MTP = {  # family -> how its maker's files name a head
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "many files"])
 def test_a_head_that_transformers_passes_over_is_in_every_whole_export(tmp_path: Path, sharded: bool) -> None:

@@ -263,6 +263,7 @@ def choose(folder: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, asked: A
     return chosen
 
 
+@pytest.mark.thorough
 def test_a_gpu_gets_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(tmp_path, monkeypatch, "aot_eager")
     chosen.agree(lambda own: own, CPU)
@@ -276,6 +277,7 @@ def failing(*_: Any) -> Any:
     raise RuntimeError("no compiler here")
 
 
+@pytest.mark.thorough
 def test_where_it_cannot_be_compiled_all_steps_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(tmp_path, monkeypatch, failing)
     assert chosen.optimizer.update_range is None

@@ -52,6 +52,7 @@ def llama() -> Iterator[Any]:
         yield model
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_gives_the_answers_of_each_prompt_alone(family: str) -> None:
     tokenizer = tiny_tokenizer()

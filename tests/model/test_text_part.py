@@ -117,6 +117,7 @@ def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(
         assert len(adapted_paths(tuned)) == len(adapted_paths(model))
 
 
+@pytest.mark.thorough
 def test_an_adapter_on_a_few_layers_with_ranks_of_their_own(tmp_path: Path) -> None:
     """Embeddings trained in full, one layer's adapters, and a rank by a path that only the text part has."""
     base = save_multimodal("mistral3", tmp_path / "base")

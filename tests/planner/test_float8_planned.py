@@ -37,6 +37,7 @@ def test_a_card_without_it_is_refused(named: str, capsys: pytest.CaptureFixture[
     assert "has no products in it" in " ".join("".join(capsys.readouterr()).split())
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("named", ["H100", "80GB"])
 def test_a_plans_weights_are_a_byte_each(named: str, tmp_path: Path) -> None:

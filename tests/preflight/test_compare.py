@@ -112,6 +112,7 @@ REASON = "zero9: there is [no] such thing; take zero3"
 REFUSED = {"name": "zero9", "strategy": "zero9", "curve": 0, "ok": False, "reason": REASON, "log": "x"}
 
 
+@pytest.mark.thorough
 def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -> None:
     words = [
         "training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=100",

@@ -101,6 +101,7 @@ def test_an_attention_that_sees_other_documents_is_named_as_packing(
     assert message.endswith("; set model.attention: sdpa")  # which keeps the packing, and was tried
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", [True, "selective"])
 def test_checkpointing_that_differs_is_named(
@@ -269,6 +270,7 @@ def test_an_attention_of_gpus_is_not_probed_on_a_cpu(narrow: Path) -> None:
     assert "not probed here: model.attention: flash_attention_2 runs on a GPU alone" in found.line()
 
 
+@pytest.mark.thorough
 def test_nothing_else_is_disturbed(narrow: Path) -> None:
     before, default = torch.random.get_rng_state(), torch.get_default_dtype()
     probe(least_recipe(narrow))

@@ -82,6 +82,7 @@ def test_facts_that_do_not_know_say_no(facts: dict[str, Any]) -> None:
     assert not may_share_a_batch(facts)
 
 
+@pytest.mark.thorough
 def test_a_probe_says_it_and_remembers_it(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     recipe = least_recipe(tiny_llama)

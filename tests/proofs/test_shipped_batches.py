@@ -93,6 +93,7 @@ def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str,
     return read_lines(folder / "run" / "metrics.jsonl")
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_thousand_chats_are_steps(name: str, llama: Path, chats: Path, tmp_path: Path) -> None:
     plan, notes = planned(name, tmp_path, llama, chats)

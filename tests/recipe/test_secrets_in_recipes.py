@@ -73,7 +73,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3, thorough=6)
 @pytest.mark.parametrize("place", PLACES)
 def test_no_secret_is_shown(place: str, recipe: Path) -> None:
     for secret in TOKENS.values():
@@ -151,6 +151,7 @@ def test_the_run_folders_recipe_keeps_its_values(recipe: Path) -> None:
     assert TOKENS["address"] in resolved_yaml(load_recipe(recipe))
 
 
+@pytest.mark.thorough
 def test_check_needs_no_torch_for_it(recipe: Path) -> None:
     recipe.write_text(RIGHT + PLACES["unknown key"].replace("SECRET", TOKENS["hub"]), "utf-8")
     program = "import sys\nfrom finetune.cli.main import app\ntry: app()\nfinally: print('torch' in sys.modules)"

@@ -281,6 +281,7 @@ def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
     assert [(each.name, each.faint) for each in chart.series] == [("training", False)]
 
 
+@pytest.mark.thorough
 def test_lost_steps_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = noisy_run(tmp_path / "one", steps=19, without=range(8, 12))
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:

@@ -163,6 +163,7 @@ class Scattered:
                 yield
 
 
+@pytest.mark.thorough
 def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_llama: Path, tmp_path: Path) -> None:
     """Two steps of three micro-batches end in the same weights as where each micro-batch gathers them anew."""
     weights = []
@@ -282,6 +283,7 @@ def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
         make_mesh(strategy, CPU)
 
 
+@pytest.mark.thorough
 def test_a_shard_is_rounded_by_its_place(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank holds all rows; where it is told that its first one is the third, other random bits are drawn."""
 

@@ -151,6 +151,7 @@ def test_data_that_are_not_at_hand(
     assert estimated_rows(recipe_of(tmp_path, tiny_llama, chats)) is None
 
 
+@pytest.mark.thorough
 def test_check_and_preview_tell_the_same_steps(
     tmp_path: Path, tiny_llama: Path, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,7 @@ class TestNotFinite:
         assert "exp_avg_sq" in capsys.readouterr().err
         assert not (tmp_path / "run" / "adapter").exists()
 
+    @pytest.mark.thorough
     def test_of_an_export_whose_number_format_is_too_narrow(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -206,6 +207,7 @@ class TestNothingTrained:
             assert not (run / "adapter").exists()
             assert not (run / "model").exists()
 
+    @pytest.mark.thorough
     def test_frozen_by_a_fault(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         original = torch.optim.AdamW.step
 
@@ -250,6 +252,7 @@ class TestNothingTrained:
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed
 
+    @pytest.mark.thorough
     def test_the_first_and_the_last_step_train(self, recipe: Path, tmp_path: Path) -> None:
         """One step, as many a first run has: with transformers' warmup its rate was 0."""
         assert main([str(recipe), "training.max_steps=1"]) == 0

@@ -45,6 +45,7 @@ def whole(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFactor
     return folder / "run"
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     "split",

@@ -57,6 +57,7 @@ def assert_right_curve(recipe: Path, expected: Path) -> None:
         assert tuple(found) == pytest.approx(tuple(right), rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("where", ["compiled", "adapters", "norms", "gates"])

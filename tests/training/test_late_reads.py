@@ -78,6 +78,7 @@ def assert_the_same(run_dir: Path, other: Path) -> None:
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("logging_steps", [1, 2])
 def test_lines_and_weights_are_those_of_a_run_that_is_read_at_once(

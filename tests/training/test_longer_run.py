@@ -129,6 +129,7 @@ def test_max_steps_too_and_after_a_kill_it_is_still_the_longer_run(tmp_path: Pat
     assert [step for step, *_ in curve(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("changes", "words"),

@@ -155,6 +155,7 @@ def test_the_held_out_loss_is_what_the_run_wrote(trained: Trained) -> None:
     assert figures["tuned"]["loss"] < figures["base"]["loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 def test_it_is_merged(trained: Trained) -> None:
     if trained.product.name == "model":

@@ -57,6 +57,7 @@ def on_top(folder: Path, base: Path, below: Path, *changes: dict[str, Any]) -> P
     return write(folder, base, {"model": {"adapter": str(below)}, "lora": {"on_top": True}}, LONGER, *changes)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", BELOW)
 def test_the_export_is_the_sum_of_both(

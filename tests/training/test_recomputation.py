@@ -54,6 +54,7 @@ def curve(recipe: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.thorough
 def test_it_is_chosen_by_memory_and_said(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

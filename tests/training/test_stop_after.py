@@ -119,6 +119,7 @@ def test_the_grace_period_is_the_shortest_that_is_known(environment: dict[str, s
     assert grace_period(environment) == expected
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_takes_longer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of a sample, written and synced, times the checkpoint's size."""
     clock = iter([10.0, 10.5])

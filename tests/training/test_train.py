@@ -112,6 +112,7 @@ def test_the_adapter_loads_in_plain_peft(recipe: Path, tmp_path: Path, tiny_llam
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template
 
 
+@pytest.mark.thorough
 def test_full_weights_load_in_plain_transformers(recipe: Path, tmp_path: Path, tiny_llama: Path) -> None:
     assert main([str(recipe), "lora=null", "training.learning_rate=1e-3", "samples.count=0"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)

@@ -309,6 +309,7 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
     assert program.with_suffix(".skipped").read_text() == "skipped" * 2 * len(cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("per_device", "times", "rows"), [(1, 2, 1), (2, 2, 2), (4, 1, 4)])
 def test_it_takes_the_longest_rows_an_evaluation_and_a_save(

@@ -82,6 +82,7 @@ def test_a_reward_that_nothing_is_held_out_for(base: Path, tmp_path: Path, capsy
     assert "eval_reward_accuracy, which no evaluation measures; write eval_loss" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> None:
@@ -115,6 +116,7 @@ def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> 
     assert (runs[0].folder / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_several_runs_share_each_chart(dpo: Path, kto: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.planner.plan_of_run", lambda *_: (None, "not planned here"))
     runs = read_runs([dpo, kto])
@@ -268,6 +270,7 @@ def test_samples_compare_with_no_unwanted_answer(kto: Path) -> None:
     assert not unwanted & {line["reference"] for line in lines}
 
 
+@pytest.mark.thorough
 def test_other_verbs_take_the_run(dpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["merge", str(dpo), "--verify", "2"]) == 0
     assert "same top token" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_the_curve_moves(name: str, curve_of: Callable[[str], Curve]) -> None:
     assert lines[0]["grad_norm"] > 1e-3
 
 
-@pytest.mark.sample(2, thorough=4)
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("name", "split"),
     [

@@ -81,6 +81,7 @@ def after_one_step(folder: Path, base: Path, *changes: dict[str, Any]) -> dict[s
     return lines_of(folder / "run")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("reference", ["start", "adapter_off", "a second model"])
 def test_rewards_are_counted_from_the_reference(reference: str, base: Path, tmp_path: Path) -> None:
