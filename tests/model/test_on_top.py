@@ -108,7 +108,11 @@ def test_every_pattern_of_an_adapter_is_looked_at() -> None:
     ("changes", "said"),
     [
         pytest.param({"rank_pattern": {BOMB: 4}}, "does not end within 1 second", marks=pytest.mark.thorough),
-        ({"layers_pattern": BOMB, "layers_to_transform": [0]}, "does not end within 1 second"),
+        pytest.param(
+            {"layers_pattern": BOMB, "layers_to_transform": [0]},
+            "does not end within 1 second",
+            marks=pytest.mark.thorough,
+        ),
         ({"rank_pattern": {"(": 4}}, "name an adapter of this base"),
         ({"rank_pattern": [4]}, "rank_pattern is a list, and must be a section"),
     ],

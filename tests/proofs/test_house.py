@@ -110,15 +110,22 @@ def upward(uses: dict[str, set[str]]) -> list[str]:
 
 
 @cache
+def imports() -> dict[str, list[tuple[ast.AST, bool]]]:
+    """Module -> its import statements, each with whether only type checkers see it."""
+    found = {}
+    for module, tree in parsed().items():
+        nodes = list(ast.walk(tree))
+        hidden = {id(each) for node in nodes if is_for_types(node) for each in ast.walk(node)}
+        found[module] = [(node, id(node) in hidden) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return found
+
+
+@cache
 def uses(*, at_run_time: bool = False) -> dict[str, set[str]]:
     """Module -> modules that it imports; `at_run_time`: without those that only type checkers see."""
-    hidden = {
-        module: {id(each) for node in ast.walk(tree) if at_run_time and is_for_types(node) for each in ast.walk(node)}
-        for module, tree in parsed().items()
-    }
     return {
-        module: own_modules(named(node for node in ast.walk(tree) if id(node) not in hidden[module])) - {module}
-        for module, tree in parsed().items()
+        module: own_modules(named(node for node, for_types in nodes if not (at_run_time and for_types))) - {module}
+        for module, nodes in imports().items()
     }
 
 
@@ -312,20 +319,11 @@ def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidde
     assert bool(unshared({module: ast.parse(line)})) == forbidden
 
 
-@cache
-def imported() -> dict[str, set[str]]:
-    """Module -> every name that it imports, other than for types."""
-    found = {}
-    for module, tree in parsed().items():
-        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
-        found[module] = named(node for node in ast.walk(tree) if id(node) not in hidden)
-    return found
-
-
 def importers(library: str) -> set[str]:
     """Our files that import this library, or a name in it, other than for types."""
     found = set()
-    for module, names in imported().items():
+    for module, nodes in imports().items():
+        names = named(node for node, for_types in nodes if not for_types)
         if any(fnmatch(name, library) or name.startswith(f"{library}.") for name in names):
             found.add(f"{module.replace('.', '/')}.py")
     return found
