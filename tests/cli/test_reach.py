@@ -108,6 +108,7 @@ def test_a_verb_that_loads(words: str, writes: list[str], places: Places, monkey
     assert [words for words in found.started if not words.startswith(CHILDREN)] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("forget_the_last_run")
 def test_a_training(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def in_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "kind"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)])
 def test_the_bytes_are_those_that_transformers_quantises(strategy: str, kind: str, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def with_training(recipe: Recipe, **settings: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=settings)})
 
 
+@pytest.mark.thorough
 def test_a_step_has_the_recipes_constants(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """AdamW's first step from its definition; the engine's own first moment says what the gradient was."""
     recipe = half_recipe(tiny_llama, tmp_path, strategy)

@@ -80,6 +80,7 @@ def test_the_curve_is_that_of_the_layers_as_they_are_written(
         assert tuple(found) == pytest.approx(tuple(expected), rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", [broken_forward, broken_backward])
 def test_where_it_fails_the_run_goes_on_and_says_so(

@@ -67,6 +67,7 @@ def test_one_curve_however_a_step_is_split(
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=NORM), f"step {step}"
 
 
+@pytest.mark.thorough
 def test_the_curve_is_near_the_one_without_it_and_not_that_one(
     whole: Path, tiny_llama: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,9 @@ from finetune.train import main as train
 from finetune.training.trackers import metric_values
 from tests.support.runs.preferences import lines_of, preference_recipe, write_base
 
+# All of them share trained runs. The verbs are tested on supervised runs, the curve of pairs in test_one_curve.py.
+pytestmark = pytest.mark.thorough
+
 HELD_OUT: dict[str, Any] = {"data": {"eval": {"fraction": 0.25}}, "samples": {"count": 2, "max_new_tokens": 4}}
 BEST: dict[str, Any] = {
     "training": {
