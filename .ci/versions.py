@@ -1,7 +1,7 @@
 """Install the lowest or the newest supported versions in an environment of their own, and run the tests there.
 
     python .ci/versions.py lowest                        every lower bound of pyproject.toml; CI runs its tests
-    python .ci/versions.py newest                        the newest that pyproject.toml allows; the default suite
+    python .ci/versions.py newest                        the newest that pyproject.toml allows; all tests but the slow
     python .ci/versions.py lowest tests/model -k loss    other tests: everything after the name goes to pytest
     python .ci/versions.py lowest --requirements         print what would be installed
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -66,12 +67,12 @@ def main(words: list[str]) -> int:
     except subprocess.CalledProcessError as error:
         print(f"the {kind} supported versions cannot be installed: pip ended with {error.returncode}", file=sys.stderr)
         return 4
-    options = options or [f"tests/{folder}" for folder in TESTS[kind]]
+    options = ["-m", "not slow", *(options or [f"tests/{folder}" for folder in TESTS[kind]])]
     if kind == "lowest":  # old libraries beside their newest dependencies: all deprecate something
         options = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning", *options]
     # The environment's own programs first: tests start `accelerate` and `finetune` by name.
     environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    print(f"tests with the {kind} supported versions: pytest {' '.join(options)}", flush=True)
+    print(f"tests with the {kind} supported versions: pytest {shlex.join(options)}", flush=True)
     return subprocess.run([str(python), "-m", "pytest", *options], cwd=ROOT, env=environment).returncode
 
 

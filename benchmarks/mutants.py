@@ -41,7 +41,7 @@ COPIED = (
     "pyproject.toml",
 )
 # Plugins of pytest that a library has imported already.
-WARNINGS = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+WARNINGS = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft")  # imported before the first fork
 
 
@@ -87,7 +87,7 @@ def drawn(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return result
 
 
-def passes(tests: list[str], timeout: float) -> bool:
+def passes(tests: list[str], select: str, timeout: float) -> bool:
     """Whether these tests pass, in a fork of this process."""
     child = os.fork()
     if child == 0:
@@ -97,7 +97,7 @@ def passes(tests: list[str], timeout: float) -> bool:
         os.dup2(nowhere, 2)
         code = 1
         try:
-            code = pytest.main(["-n", "0", "-x", "-q", "-p", "no:cacheprovider", *WARNINGS, *tests])
+            code = pytest.main(["-n", "0", "-x", "-q", "-m", select, *WARNINGS, *tests])
         finally:
             os._exit(code)
     end = time.monotonic() + timeout
@@ -116,6 +116,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="files of finetune/, from the checkout's top")
     parser.add_argument("--tests", nargs="+", required=True, help="test files or node ids")
+    parser.add_argument("--select", default="not slow", help="pytest's -m: which tests of these; all but the slow")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant")
@@ -138,14 +139,14 @@ def main(words: list[str] | None = None) -> int:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
         sys.path.insert(0, str(copy))
-        if not passes(options.tests, 10 * options.timeout):
+        if not passes(options.tests, options.select, 10 * options.timeout):
             raise SystemExit("the tests fail without a mutant")
         chosen = drawn(possible, options.count, options.seed)
         for number, mutant in enumerate(chosen, 1):
             compiled = Path(importlib.util.cache_from_source(str(copy / mutant.file)))
             with use_mutation(mutant.file, get_operator(mutant.operator)(), mutant.occurrence) as (before, after):
                 compiled.unlink(missing_ok=True)
-                noticed = not passes(options.tests, options.timeout)
+                noticed = not passes(options.tests, options.select, options.timeout)
             compiled.unlink(missing_ok=True)
             survived += not noticed
             word = "noticed" if noticed else "SURVIVED"

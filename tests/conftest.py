@@ -6,8 +6,9 @@ import gc
 import os
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 TRACING = Path(__file__).parent / "planner"
 LAUNCHERS = ("ACCELERATE_", "FSDP_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NCCL_")
-ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
+ASKED, LEFT_OUT, CPU = pytest.StashKey[list[str]](), pytest.StashKey[list[str]](), pytest.StashKey[float]()
 
 
 def _traces(path: Path) -> bool:
@@ -69,6 +70,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     drawing = item.get_closest_marker("draws") is not None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="at the end, name the tests that took the most CPU seconds")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note the CPU seconds since the last report: of this process, and of the children that it has waited for."""
+    report = yield
+    before, item.session.stash[CPU] = item.session.stash.get(CPU, 0.0), sum(os.times()[:4])
+    report.cpu = item.session.stash[CPU] - before
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.option.cpu:
+        return
+    seconds = Counter[str]()
+    for report in chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += getattr(report, "cpu", 0.0)  # a worker that crashed noted nothing
+    terminalreporter.section(f"{seconds.total():.0f} CPU seconds in {len(seconds)} tests; the dearest")
+    for name, spent in seconds.most_common(30):
+        terminalreporter.line(f"{spent:.2f} {name}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two at most, for many tests start ranks of their own; none for a few named tests."""
@@ -90,7 +116,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: one that begins last is waited for by a worker that has nothing left to do.
 
-    Of a test marked `sample(n)`, n cases run by default, spread evenly over its parameters. The others are slow.
+    A test marked `sample(n, thorough=m)` keeps m cases, spread evenly over its parameters. By default n of these run;
+    the others are thorough. Cases that are not kept are slow. Without `thorough`, m is n.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
     cases = defaultdict[str, list[pytest.Item]](list)
@@ -98,11 +125,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
             cases[item.nodeid.split("[")[0]].append(item)
     for of_one_test in cases.values():
-        count = of_one_test[0].get_closest_marker("sample").args[0]  # type: ignore[union-attr]
-        kept = {index * len(of_one_test) // count for index in range(count)}
-        for index, item in enumerate(of_one_test):
-            if index not in kept:
+        marker = of_one_test[0].get_closest_marker("sample")
+        kept = _spread(of_one_test, marker.kwargs.get("thorough", marker.args[0]))  # type: ignore[union-attr]
+        default = _spread(kept, marker.args[0])  # type: ignore[union-attr]
+        for item in of_one_test:
+            if item not in kept:
                 item.add_marker("slow")
+            elif item not in default:
+                item.add_marker("thorough")
+
+
+def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -117,6 +151,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pretend_device()
     gc.freeze()  # what is collected and imported so far is never garbage
     gc.enable()
+    session.stash[CPU] = sum(os.times()[:4])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -18,6 +18,7 @@ from tests.support import threaded_device
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_hangs_ends_the_run(tmp_path: Path) -> None:
     state = {"state": "running", "step": 0, "command": "finetune train r.yaml", "identity": {}}
     (tmp_path / "run_state.json").write_text(json.dumps(state | {"updated": "", "process": 1}))

@@ -15,6 +15,7 @@ A path that differs is turned off: at once on the rank that sees it, and on all 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -157,9 +158,15 @@ def _rounded_otherwise(inputs: Sequence[Tensor], eps: float) -> list[Tensor]:
 
 def _distance(found: Tensor, expects: Tensor) -> float:
     """The norm of the difference; NaN where one is finite and the other is not."""
-    if found.shape != expects.shape or not torch.equal(found.isfinite(), expects.isfinite()):
+    if found.shape != expects.shape:
         return float("nan")
-    return float((found.float() - expects.float()).nan_to_num(0.0, 0.0, 0.0).norm())
+    difference = found.float() - expects.float()
+    distance = float(difference.norm())
+    if math.isfinite(distance):  # so is every number in both
+        return distance
+    if not torch.equal(found.isfinite(), expects.isfinite()):
+        return float("nan")
+    return float(difference.nan_to_num(0.0, 0.0, 0.0).norm())
 
 
 def _relative(distance: float, length: float) -> float:

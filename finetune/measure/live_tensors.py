@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 Key = int
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without parts, which are most of what is seen
 # Called at each change with the storage's serial number (from 0, never reused), its device, and its bytes from now on;
 # with serial number NONE at the begin of a phase.
 NONE = -1
@@ -95,12 +96,15 @@ class LiveTensors:
             storage_class.resize_ = original
 
     def _walk(self, values: Any) -> None:
-        if isinstance(values, torch.Tensor):
+        kind = type(values)
+        if kind in PLAIN and self.fake_mode is None and values.layout is torch.strided:
+            self._count(values.untyped_storage(), values.device.type)
+        elif isinstance(values, torch.Tensor):
             for tensor in parts(values):
                 # Ignore the fake tensors that DTensor infers shapes with: they hold no memory.
                 if getattr(tensor, "fake_mode", None) is self.fake_mode:
                     self._count(tensor.untyped_storage(), tensor.device.type)
-        elif isinstance(values, list | tuple):
+        elif isinstance(values, (list, tuple)):
             for value in values:
                 self._walk(value)
         elif isinstance(values, dict):

@@ -176,6 +176,7 @@ def without_gradients(model: nn.Module, row: dict[str, Any]) -> Tensor:
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     model, base = built("llama", lora, True)
@@ -196,6 +197,8 @@ def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     assert compiled.stopped is None
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [(broken_forward, "no compiler here"), (Faulty("output"), "LlamaDecoderLayer computes something else: output")],
@@ -223,6 +226,7 @@ def test_dropout_is_drawn_from_the_steps_seed() -> None:
     assert_same(first, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("backend", "reason"),
@@ -294,6 +298,7 @@ def hoarding(graph: Any, inputs: Any) -> Any:
     return lambda *given: tuple(_Hoarding.apply(each) for each in graph.forward(*given))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.thorough
 def test_layers_that_keep_much_more_than_as_written_are_not_compiled() -> None:
     row, said = flat_batch([100, 50]), list[str]()
     model, base = built("llama", False, False)
@@ -338,6 +343,7 @@ def test_what_does_not_train_is_not_compiled() -> None:
     assert counting.graphs == 0
 
 
+@pytest.mark.thorough
 def test_too_many_graphs_are_noticed() -> None:
     """torch would silently run the layers as they are written."""
     counting, said, (model, base) = Counting(), list[str](), built("llama", False, False)

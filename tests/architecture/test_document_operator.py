@@ -19,6 +19,7 @@ def on_the_device(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_backward_does_not_wait_for_the_thread_that_waits_for_it() -> None:
     found = on_the_device()
     assert found.returncode == 0, found.stderr

@@ -239,6 +239,7 @@ def test_torch_takes_these_shapes_and_formats() -> None:
     assert (whole.shape, whole.dtype, whole.device.type) == ((7, 64), torch.float32, "meta")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_a_compiled_block_computes_the_same() -> None:
     model = adapted(Block(False))

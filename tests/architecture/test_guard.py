@@ -71,6 +71,7 @@ def guarded(
 FORMATS = [(torch.float32, False), (BFLOAT16, False), (torch.float32, True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "autocast"), FORMATS, ids=["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
@@ -130,6 +131,7 @@ def test_a_fault_in_one_tensor_of_an_adapter_is_seen(name: str, monkeypatch: pyt
     assert "differs by 10.00%, 0.0001 is allowed" in guard.left_off[ADAPTERS]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(

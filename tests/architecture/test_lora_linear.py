@@ -485,6 +485,7 @@ def test_layers_that_share_products_compute_what_pefts_do(
     assert furthest(found, expected) < {torch.float64: 1e-14, torch.float32: 1e-6}[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's compiler does so
 @pytest.mark.parametrize("case", ["all", "ranks", "one scale, several ranks", "biases"])

@@ -112,6 +112,8 @@ def test_no_document_gives_no_sum_and_a_graph() -> None:
     assert not hidden.grad.any()
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_no_tensor_has_all_logits(trains_head: bool) -> None:
     """Of 4,096 tokens and 32,000 words: forward and backward hold a chunk's logits at a time."""

@@ -80,6 +80,7 @@ def alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_rotated_as_alone_without_a_host_read(family: str) -> None:
     """One model takes all rows, so that what one leaves behind would be seen in the next."""

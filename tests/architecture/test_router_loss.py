@@ -92,6 +92,7 @@ def trained(model: nn.Module, split: str, width: Width) -> Trained:
     return computed(model, split)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen3_moe", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -127,6 +128,7 @@ def test_the_models_own_setting_asks_for_it_and_the_recipe_has_the_last_word(tmp
     assert plain == pytest.approx(computed(without, "one forward")[0], rel=1e-5)
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("family", "says"),
     [

@@ -271,6 +271,7 @@ def heads_of_a_run() -> dict[str, Tensor]:
     return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("wrong", ["refused", "output", "gradients", "nan", "backward"])
 def test_keys_are_copied_where_the_kernel_does_not_share_them(wrong: str, torch_211: pytest.MonkeyPatch) -> None:
     """A kernel that raises, in forward or in backward, or gives other numbers where it is given fewer heads of keys."""

@@ -88,6 +88,7 @@ def ours(model: nn.Module, width: Width) -> Trained:
     return loss.item(), gradients(model)[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]

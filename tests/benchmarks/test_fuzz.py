@@ -34,6 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_few_cases_of_each(name: str, starts: dict[str, Path], tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_a_few_cases_of_each(name: str, starts: dict[str, Path], tmp_path: Path)
     assert len(ends) >= 3, ends  # else the changes reach one line of the program
 
 
+@pytest.mark.thorough
 def test_a_case_is_the_same_each_time(starts: dict[str, Path]) -> None:
     for name in INPUTS:
         cases = [json.dumps(case_of(name, 1, number, starts), sort_keys=True) for number in (0, 1, 0)]
@@ -133,6 +135,7 @@ def _as_it_says(case: Mapping[str, Any], folder: Path, starts: Mapping[str, Path
     return verdict
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("judge", "problem"),

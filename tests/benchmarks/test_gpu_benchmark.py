@@ -44,6 +44,7 @@ def test_the_recipes_are_those_for_one_gpu() -> None:
         assert recipe_of(name).budget.gpus == 1
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("max_length", [1024, 4096])
 def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path: Path) -> None:
     file = gpu_recipes.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
@@ -67,6 +68,7 @@ def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -
     assert len(set(every)) == len(every)
 
 
+@pytest.mark.thorough
 def test_the_parent_of_all_imports_no_torch() -> None:
     """Else its CUDA context, or the time of the import, would stand beside what is measured."""
     asked = "import sys, benchmarks.gpu; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -457,6 +459,7 @@ def _path_of_checkout(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
     """By a check that never ends: its process is gone when gpu.py is."""
     code = (

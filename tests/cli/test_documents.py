@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,17 @@ def check_pip(words: list[str]) -> None:
         assert set(extras.split(",")) <= known.keys()
 
 
+@cache
+def verbs() -> dict[str, Any]:
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("command", commands())
 def test_is_understood(command: str) -> None:
     # R is a machine's number.
     program, *words = ["1" if word == "R" else word for word in shlex.split(command)]
     if program == "finetune":
-        verb: Any = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+        verb: Any = verbs()[words[0]]
         verb.make_context(words[0], words[1:])
         for word in words[1:]:
             assert not word.startswith("recipes/") or list(ROOT.glob(word)), word
@@ -311,6 +317,7 @@ def test_longer_ones_run(command: str, tmp_path: Path, place: Path) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.thorough
 def test_the_guides_line_loads_the_adapter(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = next(block for block in blocks("python") if "PeftModel" in block)
     monkeypatch.chdir(clone)

@@ -94,7 +94,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
     return calls
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("text", FORMS_OF)
 def test_list(text: str, capsys: Capture) -> None:
     nodes, count, gb, _ = FORMS_OF[text]

@@ -87,6 +87,7 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
     assert found.started == []
 
 
+@pytest.mark.sample(1, thorough=6)
 @pytest.mark.parametrize(
     ("words", "writes"),
     [
@@ -107,6 +108,7 @@ def test_a_verb_that_loads(words: str, writes: list[str], places: Places, monkey
     assert [words for words in found.started if not words.startswith(CHILDREN)] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("forget_the_last_run")
 def test_a_training(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:

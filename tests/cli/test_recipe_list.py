@@ -118,6 +118,7 @@ def test_an_installed_package_without_recipes_says_so(tmp_path: Path) -> None:
         find_recipes(folder=tmp_path / "recipes")
 
 
+@pytest.mark.thorough
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--gpus", "2x24GB", "--model", "8b", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -153,6 +154,7 @@ def test_a_header_without_a_purpose_is_no_mistake() -> None:
     assert purpose_of("# yaml-language-server: x\n#   What for.  \n") == "What for."
 
 
+@pytest.mark.thorough
 def test_listing_imports_no_torch() -> None:
     program = "import sys; from finetune.cli.main import main; main(['list', '--json']); print('torch' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -62,6 +62,7 @@ def until_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> list
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -127,6 +128,7 @@ def test_one_process_trains_here_and_several_are_started(
     assert done == ([words] if ranks is None else [script, ranks, gpus_here == 0])
 
 
+@pytest.mark.thorough
 def test_under_another_launcher_a_refusal_is_repeated_below_its_report() -> None:
     words = ["finetune/train.py", str(FSDP), "training.sed=1"]
     launcher = f"""
@@ -163,6 +165,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"finetune {newest[1]}\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("verb", ["check", "train", "plan"])
 def test_another_tools_configuration_is_named_and_the_command_converts_it(

@@ -83,6 +83,7 @@ def finetune(installed: Path, here: Path, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr * bool(code)
 
 
+@pytest.mark.thorough
 def test_the_wheel_has_every_file(wheel: Path, sources: Path) -> None:
     names = names_in(wheel)
     package = {str(path.relative_to(sources)) for path in (sources / "finetune").rglob("*") if path.is_file()}

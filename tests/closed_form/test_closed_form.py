@@ -216,6 +216,7 @@ def test_an_update_in_bfloat16_holds_what_is_planned() -> None:
         assert found.phases["step"]["other"] == workspaces + expected
 
 
+@pytest.mark.thorough
 def test_it_needs_no_torch() -> None:
     code = "import sys; from finetune.planner import candidates, remedies\n"
     code += "print({'torch', 'transformers'} & {*sys.modules})"

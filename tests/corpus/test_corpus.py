@@ -33,7 +33,7 @@ def test_every_case_is_seen() -> None:
     assert min(counted.values()) >= 5, counted
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(25, thorough=40)
 @pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 @pytest.mark.filterwarnings("ignore")
 def test_case(

@@ -77,6 +77,7 @@ def test_the_corpus_is_large() -> None:
     assert len({path.stem for path in CASES}) == len(CASES)
 
 
+@pytest.mark.thorough
 def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n')

@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4, thorough=10)
 @pytest.mark.parametrize("name", CASES)
 def test_the_dialect_is_found_and_the_cells_are_right(name: str, tmp_path: Path) -> None:
     rows, delimiter, encoding, found = CASES[name]

@@ -90,6 +90,7 @@ def test_what_a_reference_is(content: Content, reference: str | None) -> None:
     assert reference_in(content) == reference
 
 
+@pytest.mark.thorough
 def test_the_check_a_start_and_eval_say_one_line(
     tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def answer(row: dict[str, Any]) -> str:
     return str(row["output"] if "output" in row else row["messages"][-1]["tool_calls"])
 
 
+@pytest.mark.thorough
 def test_the_command_writes_the_same_bytes_twice(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         assert main(str(tmp_path / folder)) == 0

@@ -94,6 +94,7 @@ def test_a_short_check_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("kind", ["parquet", "parquet of chats", "jsonl.gz", "csv.gz", "json.gz"])
 def test_a_small_file_of_very_many_rows_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The same row again and again takes no room in a compressed file."""

@@ -43,6 +43,7 @@ def decode(model: Any) -> tuple[int, Tensor]:
     return kernels.count, logits.float()
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("dtype", "less", "tolerance"), [("bfloat16", 29, 0.04), ("float32", 13, 1e-4)], ids=["cast", "merged"]

@@ -134,6 +134,7 @@ def test_a_rank_without_memory_ends_all_ranks_in_one_line(
     assert not (run / "eval.json").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -217,7 +217,7 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "not a run folder" in capsys.readouterr().err
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -74,6 +74,7 @@ def test_both_models_are_scored_by_their_answers_there(
     assert "secret-1" not in (run / "eval.json").read_text("utf-8")
 
 
+@pytest.mark.thorough
 def test_without_a_base_the_tuned_models_scores_alone(
     run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +142,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.sample(5, thorough=14)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line(
     fault: str, run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -148,12 +148,14 @@ def check_template(folder: Path, name: str, eos: str) -> str:
     return name
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not shipped(), reason="needs trl, whose templates these are")
 @pytest.mark.parametrize(("name", "eos"), [("qwen3_5_nothink", EOS[0]), ("glm4moe", EOS[1])])
 def test_each_place_gives_the_answers_and_stops(tmp_path: Path, name: str, eos: str) -> None:
     check_template(tmp_path, name, eos)
 
 
+@pytest.mark.thorough
 def test_a_training_itself_scores_and_exports_its_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`finetune train` over a base that ends on another token: the line, the record, and both exports' settings."""
     tokenizer = byte_level_tokenizer(CHATML, ("<eos>", "<|turn|>", "<|start|>"), None, "<eos>")

@@ -43,6 +43,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
     return write_recipe(folder, merged(content, constant, {"save_steps": 2, "eval_steps": 2}, *changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -133,6 +134,7 @@ def test_an_export_is_made_once_and_again_when_its_checkpoint_is_another(
     assert said(step, capsys) != first
 
 
+@pytest.mark.thorough
 def test_the_command_after_an_export_is_read_by_a_shell(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +214,7 @@ def test_what_cannot_be_exported_is_one_line(
         assert words in said(["chat", str(tmp_path / "run"), "--step", "2", "--prompt", "x"], capsys, code=2)
 
 
+@pytest.mark.thorough
 def test_a_number_that_does_not_fit_the_exports_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,9 +212,15 @@ def succeeds(**facts: Any) -> tuple[str, ...]:
     return 'echo "$2 $4 $5" > "$3"', f"echo '{json.dumps(plain | facts)}'"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    return finished_run(folder / "made", save_tiny(folder / "base"))
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return finished_run(tmp_path / "made", save_tiny(tmp_path / "base"))
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "made" / "run")
 
 
 def test_the_file_the_modelfile_and_the_commands(
@@ -330,6 +337,7 @@ def test_a_converter_that_never_ends_is_ended_with_its_children(
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody collects it here
 
 
+@pytest.mark.sample(4, thorough=14)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_refusal_is_one_line_and_writes_nothing(
     kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def test_vllm_gets_the_adapter_as_it_is(tmp_path: Path) -> None:
     assert (body["model"], body["chat_template_kwargs"]) == ("run", {"thinking": False})
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -102,6 +103,7 @@ def test_vllm_gets_the_merged_model_instead_of_other_adapters(
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_text_parts_adapter_is_merged_into_the_whole_model(tmp_path: Path) -> None:
     run = finished_run(tmp_path, save_multimodal("gemma3", tmp_path / "base"), lora={"r": 4})
     facts = hand_over(run, "vllm", None, quiet)
@@ -171,6 +173,7 @@ def test_a_whole_model_takes_no_more_disk(tmp_path: Path) -> None:
         hand_over(run, "peft", None, quiet)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections",
     [
@@ -232,7 +235,9 @@ def test_only_its_own_folders_are_replaced(tmp_path: Path, capsys: pytest.Captur
     ("change", "words"),
     [
         ({"rank_pattern": {"q_proj": 2}}, "the adapter does not fit this base"),
-        ({"rank_pattern": {"(\\w+\\.?)+\\d": 2}}, "matching the model's names by"),
+        pytest.param(
+            {"rank_pattern": {"(\\w+\\.?)+\\d": 2}}, "matching the model's names by", marks=pytest.mark.thorough
+        ),
     ],
     ids=["another rank", "slow pattern"],
 )

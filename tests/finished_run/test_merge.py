@@ -125,6 +125,7 @@ def run_of_0_1(folder: Path, base: Path, init: str, **sections: Any) -> Path:
     return run
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("init", "quantization"), [("pissa", None), ("olora", None), pytest.param("olora", NF4, marks=pytest.mark.slow)]
 )
@@ -148,6 +149,7 @@ def test_an_adapter_that_0_1_moved_out_of_its_base_is_merged(
         torch.testing.assert_close(logits(plain(run / "merged")), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
@@ -178,6 +180,7 @@ def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
     assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
@@ -186,6 +189,7 @@ def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> 
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # peft looks among modules alone
 @pytest.mark.parametrize("family", MIXTURES)
@@ -207,6 +211,7 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
@@ -266,6 +271,7 @@ def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
     assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
 
 
+@pytest.mark.thorough
 def test_over_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
@@ -499,6 +505,7 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     assert sizes["held"] > sizes["shard"] / 2  # else the watching saw nothing
 
 
+@pytest.mark.thorough
 def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"])
     merge_run(run, dtype="float16", base=None, prompts=0, log=print)

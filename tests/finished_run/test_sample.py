@@ -74,6 +74,7 @@ def test_forty_prompts_with_eight_answers(base: Path, whole: Path) -> None:
     assert {row["written_by"] for row in rows} == {f"run, trained from {base.name}"}
 
 
+@pytest.mark.thorough
 def test_stopped_ten_times_and_continued(
     run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_stopped_ten_times_and_continued(
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+@pytest.mark.thorough
 def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less memory for batches, rounds of four tokens, prompts in groups of seven. A batch has one prompt's answers."""
     own, answers, rows = sample._way, scored_answers.greedy_answers, list[set[int]]()
@@ -129,12 +131,14 @@ def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monke
     assert len(rows) > 80  # 40 prompts in three rounds, less those whose answers had all ended
 
 
+@pytest.mark.thorough
 def test_another_seed_draws_other_answers(run: Path, whole: Path, tmp_path: Path) -> None:
     assert main(words(run, tmp_path / "out", "--seed", "1", "--limit", "4")) == 0
     other, one = (read_lines(folder / "answers.jsonl")[0]["answers"] for folder in (tmp_path / "out", whole))
     assert [each["text"] for each in other] != [each["text"] for each in one]
 
 
+@pytest.mark.thorough
 def test_a_small_top_p_is_greedy(run: Path, tmp_path: Path) -> None:
     assert main(words(run, tmp_path / "p", "--top-p", "1e-9", "--n", "3", "--limit", "4")) == 0
     assert main(words(run, tmp_path / "greedy", "--temperature", "0", "--n", "1", "--limit", "4")) == 0
@@ -289,6 +293,7 @@ def test_an_unknown_source_is_one_line(
     assert "\x1b" not in printed
 
 
+@pytest.mark.sample(1, thorough=5)
 @pytest.mark.parametrize(
     ("bad", "words_of_it"),
     [
@@ -343,6 +348,7 @@ def test_a_scorer_that_mostly_fails_ends_the_command(
     assert not (tmp_path / "out/rows.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_two_commands_do_not_write_in_one_folder(run: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (whole / "answers.jsonl").read_bytes()
     holds = (
@@ -371,6 +377,7 @@ def test_another_request_is_refused_in_a_folder_with_answers(
     assert (whole / "answers.jsonl").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_held_out_prompts_can_be_left_out(run: Path, bad_files: dict[str, str], tmp_path: Path) -> None:
     data = tmp_path / "both.jsonl"
     data.write_text(
@@ -412,6 +419,7 @@ def test_another_model_writes_the_answers(run: Path, whole: Path, tmp_path: Path
     ]
 
 
+@pytest.mark.thorough
 def test_a_recipe_and_a_model_draw_the_same_answers(run: Path, base: Path, tmp_path: Path) -> None:
     """Before any training both are the base. A model's next recipe comes from `init`."""
     made = load_recipe(run / "recipe.yaml").recipe
@@ -428,6 +436,7 @@ def test_a_recipe_and_a_model_draw_the_same_answers(run: Path, base: Path, tmp_p
     assert first[0]["by"] == {"model": base.name, "dtype": "float32"}
 
 
+@pytest.mark.thorough
 def test_sixteen_bits_record_batch_and_device(base: Path, tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "made", base, model={"dtype": "bfloat16"})
     assert main(words(run, tmp_path / "out", "--limit", "3", "--n", "2")) == 0
@@ -437,6 +446,7 @@ def test_sixteen_bits_record_batch_and_device(base: Path, tmp_path: Path) -> Non
     assert by["prompts_together"] > 100  # a batch has up to 131,072 tokens
 
 
+@pytest.mark.thorough
 def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     rows = [json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) for n in range(4)]

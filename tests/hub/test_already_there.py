@@ -80,6 +80,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 class TestFiles:
+    @pytest.mark.thorough
     def test_merged_over_an_adapter_is_what_transformers_loads(self, run: Path, hub: Hub, tmp_path: Path) -> None:
         send(run, hub, ADAPTER)
         record, lines = send(run, hub, MERGED)

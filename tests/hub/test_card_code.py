@@ -13,7 +13,8 @@ from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.recipes import tiny_lora, write_recipe
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("method", ["adapter", "new tokens", "all weights", "no chat template"])
 def test_the_cards_code_runs_as_printed_and_answers(
     tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,7 @@ def test_bad_sections_are_one_line(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_training_sends_its_checkpoints(
     tmp_path: Path, tiny_llama: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

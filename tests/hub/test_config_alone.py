@@ -96,7 +96,8 @@ def test_one_line_where_it_cannot_be_had(
     assert "meta-llama/Llama-3.1-8B" in str(raised.value)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("verb", ["plan", "pick", "check"])
 def test_a_gated_repository_is_a_line(status: int, verb: str, hub: Hub, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_it_brings_everything_and_pins_it(hub: Hub, page: Path, monkeypatch: pyt
     assert sorted(path.name for path in out.iterdir()) == ["data", "fetch.json", "hub", "recipe.yaml"]
 
 
+@pytest.mark.thorough
 def test_the_files_of_launch_set_the_variable(
     hub: Hub, page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_the_files_of_launch_set_the_variable(
         assert "HF_HUB_OFFLINE" not in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["the model", "the data set"])
 def test_what_is_gated_stops_it_before_the_first_file(call: str, hub: Hub, page: Path) -> None:
     """The data set is asked last; the model's files do not come before."""
@@ -144,6 +146,8 @@ def test_what_is_gated_stops_it_before_the_first_file(call: str, hub: Hub, page:
     assert "download" not in hub.calls()
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=6)
 @pytest.mark.parametrize(
     ("what", "says"),
     [
@@ -178,6 +182,7 @@ def test_one_line_and_no_folder(what: str, says: str, hub: Hub, page: Path) -> N
     assert not (page.parent / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_with_something_else_is_one_line(hub: Hub, page: Path) -> None:
     out = page.parent / "out"
     out.mkdir()
@@ -190,6 +195,7 @@ def test_a_folder_with_something_else_is_one_line(hub: Hub, page: Path) -> None:
     assert fetched(hub, page).returncode == 0  # complete: nothing is left to do
 
 
+@pytest.mark.thorough
 def test_an_interrupted_one_continues_with_its_commit(hub: Hub, page: Path) -> None:
     """The connection breaks within the weights. Meanwhile the branch moves, and the second call keeps to its commit."""
     first = hub.repository(NAME).branches["main"]
@@ -210,6 +216,7 @@ def test_an_interrupted_one_continues_with_its_commit(hub: Hub, page: Path) -> N
     assert [request.path for request in hub.log if request.method == "GET"].count(f"/{weights}") == 1
 
 
+@pytest.mark.thorough
 def test_a_file_that_changed_on_its_way_is_not_kept(hub: Hub, page: Path) -> None:
     hub.fail("download", wrong_hash=True, times=1)
     assert "is not what the Hub lists, and was removed; start this again" in line_of(fetched(hub, page))

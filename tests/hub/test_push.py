@@ -168,6 +168,7 @@ class TestWhatArrives:
             send(run, hub)
         assert set(hub.repository("me/devils").files()) == {".gitattributes"}
 
+    @pytest.mark.thorough
     def test_a_second_push_sends_what_is_new(self, run: Path, hub: Hub) -> None:
         first, _, _ = send(run, hub)
         hub.log.clear()
@@ -281,7 +282,7 @@ class TestCard:
 
 
 class TestFaults:
-    @pytest.mark.sample(6)
+    @pytest.mark.sample(2, thorough=6)
     @pytest.mark.parametrize(
         "call", [pytest.param(name, marks=[pytest.mark.slow] * (name in PATIENT)) for name in CALLS]
     )
@@ -306,7 +307,7 @@ class TestFaults:
         assert record["state"] == "pushed"
         assert content_of(run) == before
 
-    @pytest.mark.sample(5)
+    @pytest.mark.sample(2, thorough=5)
     @pytest.mark.parametrize("call", CALLS)
     @pytest.mark.parametrize("status", [401, 403])
     def test_a_refusal_names_the_remedy_and_the_command(self, run: Path, hub: Hub, call: str, status: int) -> None:

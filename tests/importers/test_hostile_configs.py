@@ -113,6 +113,7 @@ BASES: dict[str, Values] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tool", BASES)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -213,6 +213,7 @@ def test_keys_of_reasoning(key: str, name: str, told: bool, tmp_path: Path) -> N
     assert (f"datasets.0.{key}" in levels(imported(tmp_path, values))) == told
 
 
+@pytest.mark.sample(2, thorough=9)
 @pytest.mark.parametrize(
     "values",
     [

@@ -128,6 +128,7 @@ def test_a_rank_compiles_on_its_own_cores(cores: int, chosen: dict[str, str], ex
 ALLOCATES_AS = "import torch; print(torch._C._accelerator_getAllocatorSettings())"  # no public way to read it
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not tell")
 def test_torch_reads_what_is_set() -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ALLOCATOR_VARIABLES}

@@ -85,6 +85,7 @@ def test_the_budget_chooses_the_flavour(
     assert f" --flavor {flavour} --timeout 8h --secrets HF_TOKEN \\\n" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @only_newer_clients
 def test_the_client_would_submit_it(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
@@ -97,6 +98,7 @@ def test_the_client_would_submit_it(tmp_path: Path) -> None:
     assert "env" not in job
 
 
+@pytest.mark.thorough
 @only_newer_clients
 def test_an_own_recipe_and_its_names_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The container's shell writes the recipe that this machine's shell sent."""

@@ -87,6 +87,8 @@ def expanded(word: str) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda match: "$" if match[0] == "$$" else match[0], word)
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     "recipe", ["llama3_ddp", "llama3_70b_lora_hsdp_2x8x80gb", "qwen3.5_4b_lora_reasoning_1x24gb", "own"]
 )
@@ -124,6 +126,7 @@ PLANTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.sample(3, thorough=10)
 @pytest.mark.parametrize("place", PLANTED)
 def test_a_planted_mistake_is_found(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = documents(["llama3_ddp", *IMAGE], capsys)

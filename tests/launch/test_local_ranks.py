@@ -116,6 +116,7 @@ def test_ranks_have_torchruns_variables(tmp_path: Path) -> None:
     assert all(each["session"] == each["pid"] for each in seen), "Ctrl-C reaches the launcher alone"
 
 
+@pytest.mark.thorough
 def test_ranks_on_gpus_see_those_that_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUS", "yes")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
@@ -136,6 +137,7 @@ def test_a_signal_reaches_every_rank_once(tmp_path: Path, name: str) -> None:
     assert len([*tmp_path.glob("saved-*")]) == 2
 
 
+@pytest.mark.thorough
 def test_ranks_may_save_for_long(tmp_path: Path) -> None:
     """Neither the launcher's grace for failures nor a second SIGTERM ends a rank that saves."""
     with launched(tmp_path, grace=0.0) as process:
@@ -148,6 +150,7 @@ def test_ranks_may_save_for_long(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("saved-*")]) == 2
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "all:deaf") as process:
         ranks_of(tmp_path)
@@ -162,6 +165,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["SIGTERM", "SIGTERM"]
 
 
+@pytest.mark.thorough
 def test_a_stop_while_ranks_start_is_one_word(tmp_path: Path) -> None:
     with launched(tmp_path, "all:starting") as process:
         ranks_of(tmp_path)
@@ -169,7 +173,7 @@ def test_a_stop_while_ranks_start_is_one_word(tmp_path: Path) -> None:
         assert ended(process, tmp_path) == (130, "\nstopped\n")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("told", "code"),
     [
@@ -198,6 +202,7 @@ def test_a_rank_that_leaves_after_a_signal_of_its_own_is_no_failure(tmp_path: Pa
         assert ended(process, tmp_path) == (130, "")
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stop_of_one_rank_that_starts_is_the_run_s(rank: int, tmp_path: Path) -> None:
     """Before the ranks have met, SIGTERM ends a rank by its default action; the other would wait for it for ever."""
@@ -229,6 +234,7 @@ def test_rank_0_has_time_to_say_what_happened(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["SIGTERM"]
 
 
+@pytest.mark.thorough
 def test_no_rank_outlives_a_launcher_that_breaks(tmp_path: Path) -> None:
     """An exception in the launcher itself: here, one rank too many to start."""
     code = """

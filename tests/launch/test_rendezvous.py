@@ -79,6 +79,7 @@ with rendezvous(read_launch()):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_interrupt_ends_a_rank_that_waits_for_another(rank: str) -> None:

@@ -254,6 +254,7 @@ def test_no_path_of_this_checkout_is_in_the_file(on: str, tmp_path: Path, monkey
     assert str(ROOT) not in text
 
 
+@pytest.mark.thorough
 def test_it_loads_no_torch() -> None:
     words = ["launch", str(RECIPE), "--on", "slurm"]
     code = f"import sys; from finetune.cli.main import main; main({words!r}); print(sorted(sys.modules))"

@@ -211,6 +211,7 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
     assert seen == [False]
 
 
+@pytest.mark.sample(2, thorough=4)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
 def test_a_start_that_is_stopped_ends_with_130_and_a_word(number: signal.Signals) -> None:
     """While it reads and tokenises: nothing is to be saved yet."""
@@ -252,8 +253,8 @@ except Interrupted:
     sys.exit(130)
 """
 SLEEPS = "time.sleep(60)"
-# One call into a library, during which Python runs no handler.
-COMPUTES = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+# One call into a library, during which Python runs no handler: it waits for a lock that it has.
+COMPUTES = "from ctypes import *; c, m = CDLL(None), create_string_buffer(64); [c.pthread_mutex_lock(m) for _ in '12']"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -64,6 +64,7 @@ def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "groups", own(tmp_path, "0::/")) == 0
 
 
+@pytest.mark.thorough
 def test_what_was_freed_may_be_needed_again(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    4096 kB\nVmRSS:\t    1024 kB\n")
     assert bytes_below_peak(tmp_path / "status") == 3 * MIB

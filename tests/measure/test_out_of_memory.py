@@ -127,6 +127,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["cuda", "host", "python"])
 def test_in_the_middle_of_a_run(
@@ -181,6 +182,7 @@ def test_while_loading(
     assert "load: out of memory in load: " in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_another_error_is_no_matter_of_memory(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

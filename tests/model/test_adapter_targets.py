@@ -63,6 +63,7 @@ def layers_matrices(model: nn.Module) -> dict[str, int]:
     return {name: tensor.numel() for name, tensor in named if tensor.ndim > 1 and not name.endswith("bias")}
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_all_linear_reaches_everything_but_routers(bases: dict[str, Path], family: str) -> None:
     model, found = built(bases[family])
@@ -148,6 +149,7 @@ def merged_by_hand(model: nn.Module, base: Mapping[str, Tensor], transposed: boo
     return whole
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_learn_what_the_definition_says(bases: dict[str, Path], family: str) -> None:
     """Loss and gradients of the library's own forward with weights put together by hand."""
@@ -175,6 +177,7 @@ def test_experts_learn_what_the_definition_says(bases: dict[str, Path], family: 
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")  # peft looks among modules alone
 @pytest.mark.parametrize("family", MIXTURES)
 def test_an_export_is_loaded_back_by_plain_peft(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
@@ -195,6 +198,7 @@ def test_an_export_is_loaded_back_by_plain_peft(tmp_path: Path, bases: dict[str,
     torch.testing.assert_close(merged, tuned, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(5, thorough=14)
 @pytest.mark.parametrize(
     ("family", "lora", "words"),
     [

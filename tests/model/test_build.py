@@ -33,6 +33,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+@pytest.mark.sample(2, thorough=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_equals_the_librarys_logits(tmp_path: Path, family: str) -> None:
     model = build_model(recipe(save_tiny(tmp_path, family), lora=None), CPU)
@@ -65,6 +66,7 @@ def test_lora_trains_adapters_alone_in_float32_over_a_bfloat16_base(tiny_llama: 
     assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("saved", ["lm_head", "embed_tokens", "norm"])
 def test_modules_trained_in_full_are_float32_too(tiny_llama: Path, saved: str, device: str) -> None:
@@ -83,6 +85,7 @@ def test_modules_trained_in_full_are_float32_too(tiny_llama: Path, saved: str, d
             assert torch.equal(actual[name], original.float())
 
 
+@pytest.mark.sample(2, thorough=7)
 @pytest.mark.parametrize(
     "lora",
     [
@@ -123,6 +126,7 @@ def test_ranks_draw_the_same_adapters(tiny_llama: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2), ("selective", [True] * 4)]
 )
@@ -149,6 +153,7 @@ def test_an_adapter_on_the_head_is_refused(tiny_llama: Path) -> None:
         build_model(recipe(tiny_llama, lora={"target_modules": ["lm_head"]}), CPU)
 
 
+@pytest.mark.sample(2, thorough=7)
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
@@ -182,6 +187,7 @@ def test_every_name_that_no_module_has_gets_its_line(tiny_llama: Path) -> None:
     assert [line.split()[1] for line in str(caught.value).splitlines()] == ["q_porj", "x"]
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("family", "config", "words"),
     [

@@ -98,6 +98,7 @@ def test_fewer_bits_are_read_as_what_they_are_worth(family: str, store: Any, tmp
         assert "quantization_config" not in each.config.to_dict(), "what is saved of it would be said to be quantised"
 
 
+@pytest.mark.thorough
 def test_an_fp8_model_is_trained(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     in_fp8(base)

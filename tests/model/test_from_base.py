@@ -35,7 +35,7 @@ def without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in names}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("name", BASES)
 def test_every_product_keeps_the_keys_of_a_base_written_by_transformers_4(name: str, tmp_path: Path) -> None:
     """Nothing changes but the weights' format: neither rotary numbers nor use_cache nor keys that nobody knows."""
@@ -62,6 +62,7 @@ def test_a_base_written_by_transformers_5_stays_so(tmp_path: Path) -> None:
     assert settings_in(run / "model", "tokenizer_config.json") == settings_in(base, "tokenizer_config.json")
 
 
+@pytest.mark.thorough
 def test_new_tokens_are_stated_where_the_base_states_its_own(tmp_path: Path) -> None:
     base = save_published(tmp_path / "base", "llama 3.1")
     (base / "added_tokens.json").write_text('{"<|im_end|>": 2}')
@@ -199,6 +200,8 @@ MTP = {  # family -> how its maker's files name a head
 }
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "many files"])
 def test_a_head_that_transformers_passes_over_is_in_every_whole_export(tmp_path: Path, sharded: bool) -> None:
     base = save_multimodal("qwen3_5", tmp_path / "base")
@@ -223,6 +226,7 @@ def test_a_head_that_transformers_passes_over_is_in_every_whole_export(tmp_path:
     assert line.startswith("copied from the base as they are: 4 tensors that transformers does not load, first mtp.")
 
 
+@pytest.mark.thorough
 def test_merging_copies_it_bit_for_bit_in_any_format(tmp_path: Path) -> None:
     base = save_multimodal("qwen3_5", tmp_path / "base")
     rewrite(base, add_head)
@@ -287,6 +291,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return base
 
 
+@pytest.mark.thorough
 def test_a_base_with_code_of_its_own_merges_and_exports_with_it(tmp_path: Path, own_code: Path) -> None:
     model = {"trust_remote_code": True}
     lora = finished_run(tmp_path / "lora", own_code, **EAGER | {"model": EAGER["model"] | model})

@@ -263,6 +263,7 @@ def choose(folder: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, asked: A
     return chosen
 
 
+@pytest.mark.thorough
 def test_a_gpu_gets_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(tmp_path, monkeypatch, "aot_eager")
     chosen.agree(lambda own: own, CPU)
@@ -276,6 +277,7 @@ def failing(*_: Any) -> Any:
     raise RuntimeError("no compiler here")
 
 
+@pytest.mark.thorough
 def test_where_it_cannot_be_compiled_all_steps_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(tmp_path, monkeypatch, failing)
     assert chosen.optimizer.update_range is None
@@ -392,6 +394,7 @@ def test_blocks_of_a_shard_are_those_of_the_full_tensor(monkeypatch: pytest.Monk
             assert torch.equal(ours, theirs[first:end]), (first, end)
 
 
+@pytest.mark.thorough
 def test_one_graph_serves_all_blocks_of_a_length() -> None:
     counting = Counting()
     compute = compiled_blocks(counting)
@@ -400,6 +403,7 @@ def test_one_graph_serves_all_blocks_of_a_length() -> None:
     assert counting.graphs == 3, "of 256, 192 and 16"
 
 
+@pytest.mark.thorough
 def test_blocks_resume_bitwise() -> None:
     compute = compiled_blocks("aot_eager")
     whole = blocks_of(blockwise(compute), range(5))
@@ -424,6 +428,7 @@ def test_a_wrong_kernel_of_blocks_is_found(length: int) -> None:
         compare_updates(FusedBlocks(wrong_scale), torch.bfloat16, CPU, length)
 
 
+@pytest.mark.thorough
 def test_a_gpu_gets_the_kernel_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_host = lambda update, dtype, _, block=0: compare_updates(update, dtype, CPU, block)  # noqa: E731
     monkeypatch.setattr(fused_update, "compare_updates", on_host)

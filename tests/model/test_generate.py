@@ -52,6 +52,7 @@ def llama() -> Iterator[Any]:
         yield model
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_gives_the_answers_of_each_prompt_alone(family: str) -> None:
     tokenizer = tiny_tokenizer()
@@ -115,6 +116,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3, thorough=8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_greedy_answer_follows_no_setting_but_the_ends(llama: Any, name: str) -> None:
     tokenizer = tiny_tokenizer()

@@ -27,6 +27,7 @@ def recipe_with(base: Path, tokens: dict[str, Any] = TOKENS, **sections: Any) ->
     return least_recipe(base, model=model, training={"mixed_precision": "no"}, **sections)
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("room", ROOM)
 def test_rows_begin_as_the_mean_of_their_pieces(tmp_path: Path, room: str, tied: bool) -> None:

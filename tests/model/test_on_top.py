@@ -107,8 +107,12 @@ def test_every_pattern_of_an_adapter_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rank_pattern": {BOMB: 4}}, "does not end within 1 second"),
-        ({"layers_pattern": BOMB, "layers_to_transform": [0]}, "does not end within 1 second"),
+        pytest.param({"rank_pattern": {BOMB: 4}}, "does not end within 1 second", marks=pytest.mark.thorough),
+        pytest.param(
+            {"layers_pattern": BOMB, "layers_to_transform": [0]},
+            "does not end within 1 second",
+            marks=pytest.mark.thorough,
+        ),
         ({"rank_pattern": {"(": 4}}, "name an adapter of this base"),
         ({"rank_pattern": [4]}, "rank_pattern is a list, and must be a section"),
     ],

@@ -295,6 +295,7 @@ def test_the_state_is_reported_once_it_exists(tmp_path: Path) -> None:
     assert states[1] == states[0]
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("optim", "state"), [("adamw", "float32"), ("adamw_8bit", "uint8, float32")])
 def test_a_run_says_what_its_state_is(optim: str, state: str, tiny_llama: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [40, 50, 60, 70])

@@ -95,6 +95,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, bias
         assert (actual - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
 
 
+@pytest.mark.sample(2, thorough=8)
 @pytest.mark.parametrize("plain", [False, True], ids=["as loaded", "as sharded"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
 def test_rows_that_are_not_whole_blocks_have_their_own_scales(kind: str, plain: bool, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_a_mixer_that_multiplies_packed_weights_itself_is_refused(tmp_path: Path
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.sample(1, thorough=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_layers_between_embeddings_and_head_are_quantised(kind: str, tiny_llama: Path) -> None:
     model = build_model(quantised_recipe(tiny_llama, KINDS[kind], dtype="bfloat16"), CPU)
@@ -175,6 +177,7 @@ def test_int8_layers_keep_no_input_of_checkpointed_layers(tiny_llama: Path, monk
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
+@pytest.mark.sample(1, thorough=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_leaves_the_weights_as_they_are(kind: str, tiny_llama: Path) -> None:
     model, batch = build_model(quantised_recipe(tiny_llama, KINDS[kind]), CPU).train(), flat_batch()
@@ -201,6 +204,7 @@ def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
     assert not any(map(torch.equal, before, packed(model)))
 
 
+@pytest.mark.sample(1, thorough=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
     requested = quantised_recipe(tiny_llama, KINDS[kind])
@@ -262,6 +266,7 @@ def test_what_cannot_be_sharded_is_refused(
 FOUR_BIT = [kind for kind in KINDS if kind != "int8"]
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
     losses, gradients = [], []
@@ -279,6 +284,7 @@ def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.sample(3, thorough=10)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_weight_becomes_is_its_layers_dequantised_weight(kind: str, dtype: str, tiny_llama: Path) -> None:
@@ -304,6 +310,7 @@ def structure(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     return {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named}
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama: Path) -> None:
     """As under ZeRO-3, which gathers them again for the backward pass."""

@@ -89,6 +89,7 @@ def test_weights_make_biases_norms_and_sinks_matter_and_are_drawn_alike(tmp_path
     assert all(torch.equal(one, other) for one, other in matrices)
 
 
+@pytest.mark.thorough
 def test_decays_that_stay_as_they_begin_are_the_same_in_every_process(tmp_path: Path) -> None:
     """A_log and its like begin at random numbers, to which `draw_weights` adds its own."""
     drawn = []

@@ -78,7 +78,7 @@ def not_a_number(tensors: dict[str, Tensor]) -> None:
     equal_ones(tensors)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("change", "tied"),
     [
@@ -123,6 +123,7 @@ def test_a_head_in_another_file(tmp_path: Path) -> None:
     assert structure_alone(recipe_of(base)).config.tie_word_embeddings is True, "the files were read anew"
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llama4", "qwen3_vl"])
 def test_multimodal_ones(name: str, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_multimodal_ones(name: str, tmp_path: Path) -> None:
         assert model.config.get_text_config().tie_word_embeddings is False
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "gemma2", "phi", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "opt"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_as_transformers_decides(name: str, tied: bool, tmp_path: Path) -> None:
@@ -183,6 +184,7 @@ def test_a_head_that_is_missing_and_its_remedy(tmp_path: Path) -> None:
     load_base(recipe_of(base), CPU)
 
 
+@pytest.mark.sample(2, thorough=8)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -213,6 +215,7 @@ def test_new_tokens_under_adapters_need_a_configuration_that_is_right(tmp_path: 
     refuse_files(recipe, stored_structure(recipe.model))
 
 
+@pytest.mark.thorough
 def test_plans_count_both(tmp_path: Path) -> None:
     """The planner's configuration is that of the files, where they are at hand."""
     assert full_config(str(changed_base(tmp_path / "two", tied=True)))[0]["tie_word_embeddings"] is False

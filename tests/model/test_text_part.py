@@ -83,6 +83,7 @@ def exported(recipe: Recipe, model: nn.Module) -> Path:
     return export_weights(recipe, model, weights, load_tokenizer(recipe))
 
 
+@pytest.mark.sample(2, thorough=7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_loaded_as_a_language_model(family: str, tmp_path: Path) -> None:
     base = save_multimodal(family, tmp_path)
@@ -97,7 +98,7 @@ def test_a_checkpoint_is_loaded_as_a_language_model(family: str, tmp_path: Path)
     assert any("vis" in name for name in shapes) is not alone
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(family: str, tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(
         assert len(adapted_paths(tuned)) == len(adapted_paths(model))
 
 
+@pytest.mark.thorough
 def test_an_adapter_on_a_few_layers_with_ranks_of_their_own(tmp_path: Path) -> None:
     """Embeddings trained in full, one layer's adapters, and a rank by a path that only the text part has."""
     base = save_multimodal("mistral3", tmp_path / "base")
@@ -135,6 +137,7 @@ def test_an_adapter_on_a_few_layers_with_ranks_of_their_own(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("family", ["gemma3", "mistral3"])  # embeddings that are the head, and a head of its own
 def test_all_weights_are_exported_as_a_language_model(family: str, tmp_path: Path) -> None:
     base = save_multimodal(family, tmp_path / "base")
@@ -161,6 +164,7 @@ def test_a_quantised_base_says_so_of_its_text_part(tmp_path: Path) -> None:
     assert len(adapted_paths(tuned)) == 14
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("names", [["multi_modal_projector"], ["vision_tower"], r".*vision_tower.*\.q_proj"])
 def test_targets_of_a_part_that_is_not_trained_are_refused(names: Any, tmp_path: Path) -> None:
     base = save_multimodal("gemma3", tmp_path)

@@ -294,17 +294,15 @@ def test_the_model_and_method_fit_the_gpus(gpus: str, model: str, quantised: boo
     assert len(proposal.text.splitlines()) <= 25
 
 
-def test_more_rows_are_seen_less_often(tmp_path: Path) -> None:
-    epochs, shares = [], []
-    for count in (40, 2300, 20_100):
-        (file := tmp_path / f"{count}.jsonl").write_text(
-            "".join(json.dumps(dict(zip(("q", "a"), german(n), strict=True))) + "\n" for n in range(count))
-        )
-        settings = propose(str(file), gpus="24GB").settings
-        epochs.append(settings.epochs)
-        shares.append(settings.held_out)
-    assert epochs == [3, 2, 1]
-    assert shares == [0.1, 0.1, 0.02]
+@pytest.mark.parametrize(
+    ("count", "epochs", "share"),
+    [(40, 3, 0.1), (2300, 2, 0.1), pytest.param(20_100, 1, 0.02, marks=pytest.mark.thorough)],
+)
+def test_more_rows_are_seen_less_often(count: int, epochs: int, share: float, tmp_path: Path) -> None:
+    rows = [json.dumps(dict(zip(("q", "a"), german(n), strict=True))) + "\n" for n in range(count)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    settings = propose(str(tmp_path / "rows.jsonl"), gpus="24GB").settings
+    assert (settings.epochs, settings.held_out) == (epochs, share)
 
 
 @pytest.mark.parametrize("verb", ["check", "preview", "train", "plan"])
@@ -332,6 +330,7 @@ def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pyt
     assert not proposal.counts.is_whole
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(("gpus", "length"), [("24GB", 4096), ("80GB", 16_384), ("cpu", 1024)])
 def test_long_rows_are_kept_whole_where_they_cost_no_smaller_model(gpus: str, length: int, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
@@ -364,6 +363,7 @@ def test_tool_calls_are_shown(
     assert "calls weather({'city': 'Ulm'})" in capsys.readouterr().out
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("gpus", "told"), [("cpu", True), ("24GB", False)])
 def test_rows_with_tools_need_a_template_that_writes_them(gpus: str, told: bool, tmp_path: Path) -> None:
     """The line names a template, with which the rows are accepted. Qwen3's own template writes tools."""

@@ -75,6 +75,7 @@ def test_what_the_closed_form_does_not_know_is_left_to_the_trace(deep: Path) -> 
         assert (unsupported(asked, config, parse_gpus("1x24gb")) is None) == known, lora
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("lora", "tied"), [({"r": 4}, False), (None, True)], ids=["lora", "all weights, tied"])
 def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tied: bool) -> None:
@@ -100,6 +101,7 @@ def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tie
     assert why == ("lora: with model.add_tokens" if lora else None)
 
 
+@pytest.mark.thorough
 def test_adapters_over_four_bits_are_planned_as_the_kit_computes_them(deep: Path) -> None:
     """peft's way would keep a 16-bit copy of every adapter in autocast's cache."""
     asked = half_recipe(

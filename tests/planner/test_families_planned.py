@@ -13,6 +13,7 @@ from tests.support.models.families_page import recorded
 QUICK = ("gpt2",)  # sizes by other names; more are planned in the tests beside this one
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)]
 )

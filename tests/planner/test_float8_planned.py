@@ -18,6 +18,7 @@ from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.one_curve import LENGTHS, write_curve_recipe
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_plan_is_what_ran(recomputed: bool, tmp_path: Path) -> None:
@@ -36,6 +37,8 @@ def test_a_card_without_it_is_refused(named: str, capsys: pytest.CaptureFixture[
     assert "has no products in it" in " ".join("".join(capsys.readouterr()).split())
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("named", ["H100", "80GB"])
 def test_a_plans_weights_are_a_byte_each(named: str, tmp_path: Path) -> None:
     """Its two layers' weights are a byte less each, their scales 4 bytes an output."""

@@ -72,6 +72,7 @@ def test_a_product_that_is_added_to_wider_numbers() -> None:
     assert [operation.nbytes for operation in products] == [2 * 4 * 21 + 2 * (35 + 15), 2 * 4 * 21 + 4 * (35 + 15)]
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_costs_less_and_what_is_recomputed_more() -> None:
     plain, frozen, again = (counted(model(**how))[0] for how in ({}, {"frozen": True}, {"recompute": True}))
     assert {work.flops("forward") for work in (plain, frozen, again)} == {plain.flops("forward")}

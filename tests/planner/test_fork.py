@@ -74,6 +74,7 @@ def said() -> dict[str, Any]:
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks on Linux alone")
 
 
+@pytest.mark.thorough
 @needs_linux
 def test_each_work_has_a_child_of_its_own(said: dict[str, Any]) -> None:
     assert (said["before"], said["still"]) == (True, True), "what children train leaves this process as it was"
@@ -81,15 +82,18 @@ def test_each_work_has_a_child_of_its_own(said: dict[str, Any]) -> None:
     assert len({said["here"], said["first"][0], said["second"][0]}) == 3
 
 
+@pytest.mark.thorough
 def test_what_fails_there_is_raised_here(said: dict[str, Any]) -> None:
     assert said["error"] == f"in {said['here']}"
     assert said["beside"][1] == [7.0] * 3
 
 
+@pytest.mark.thorough
 def test_no_child_outlives_the_block(said: dict[str, Any]) -> None:
     assert (said["left"], said["children"]) == (True, 0)
 
 
+@pytest.mark.thorough
 def test_a_process_that_has_trained_and_a_single_work_need_no_child(said: dict[str, Any]) -> None:
     assert not said["after"]
     assert said["serial"] == [said["here"], [5.0] * 3]

@@ -15,6 +15,7 @@ MOST = {"lora": (152, 47, 1_252_016), "full": (124, 21, 2_058_580)}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", MOST)
 def test_no_more_kernels_and_bytes_than_there_were(method: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models(tmp_path_factory.mktemp("planned"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_sample_is_planned_to_the_byte(case: Case, folder: Path) -> None:
     assert list(differences(planned(case, folder), tracked(case, folder))) == []
@@ -77,6 +77,7 @@ def test_gloo_ranks_are_planned_to_the_byte(
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.thorough
 def test_composition_adds_up_and_the_peak_has_a_place(folder: Path) -> None:
     case = Case("full", "bf16", 1, packed=True, tied=False, micro_steps=2)
     done = trace(case.recipe(folder), read_strategy("single"), case.batches())

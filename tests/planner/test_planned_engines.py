@@ -84,6 +84,7 @@ def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("gpu", [False, True])

@@ -259,6 +259,7 @@ def test_picks_of_all_models_and_budgets() -> None:
     assert sum(hold_the_pick(*pair) for pair in pairs) > len(pairs) // 2
 
 
+@pytest.mark.sample(4, thorough=12)
 @pytest.mark.parametrize("budget", ["8GB", "24GB", "2x24GB", "8x80GB"])
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.3-70B"])
 def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str, budget: str) -> None:

@@ -60,6 +60,7 @@ def test_compiled_layers_leave_products_and_attention(base: Path, auto: Plan) ->
     assert "training.compile" not in "\n".join(roofline_lines(off, written))
 
 
+@pytest.mark.thorough
 def test_a_fused_update_is_one_kernel_that_stands_for_many(base: Path) -> None:
     """With training.compile: false the plan has the update as written: its temporaries, bytes and kernels."""
     training = {"global_batch_size": 3, "pure_bf16": True, "mixed_precision": "bf16"}
@@ -93,6 +94,7 @@ def test_the_host_has_so_long_for_each_operation(auto: Plan) -> None:
     assert speed["uncompiled_launch_seconds"] == pytest.approx(seconds / whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sections", "strategy", "gpus"),
@@ -117,6 +119,7 @@ def test_sharded_layers_are_compiled(base: Path) -> None:
     assert planned(recipe(base, accelerate_config="fsdp2"), "2xH100").work.compiles
 
 
+@pytest.mark.thorough
 def test_a_plan_for_a_cpu_compiles_nothing(base: Path) -> None:
     found = plan_recipe(recipe(base, training={"mixed_precision": "no"}), None)
     assert not found.work.compiles

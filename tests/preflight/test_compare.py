@@ -115,6 +115,7 @@ REASON = "zero9: there is [no] such thing; take zero3"
 REFUSED = {"name": "zero9", "strategy": "zero9", "curve": 0, "ok": False, "reason": REASON, "log": "x"}
 
 
+@pytest.mark.thorough
 def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -> None:
     words = [
         "training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=100",
@@ -208,6 +209,7 @@ def test_the_heading_counts_the_processes_that_ran(sizes: list[int], device: str
     assert expected in console.export_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.draws
 def test_the_picture(tmp_path: Path) -> None:
     names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"]

@@ -246,6 +246,7 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
     assert need.download == 0
 
 
+@pytest.mark.thorough
 def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda folder: GIB)
     findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))

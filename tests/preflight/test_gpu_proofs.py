@@ -286,6 +286,7 @@ def test_without_a_gpu_the_plan_is_printed(monkeypatch: pytest.MonkeyPatch, caps
     assert {outcome["state"] for outcome in printed["gpu"]["proofs"]} == {"not run"}
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 4)])
 def test_a_failed_proof_ends_with_exit_code_4(
     ok: bool, code: int, proved: Proved, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -119,13 +119,14 @@ class TestShrink:
     def test_every_configuration_is_known_by_a_name(self) -> None:
         assert {path.stem for path in CONFIGS.glob("*.json")} == set(HUB_NAMES) == {*PARAMETERS, *BILLIONS}
 
-    @pytest.mark.sample(8)
+    @pytest.mark.sample(2, thorough=8)
     @pytest.mark.parametrize("stem", PARAMETERS)
     def test_configurations_are_the_models(self, stem: str) -> None:
         config, source = full_config(f"{HUB_NAMES[stem][0]}-Instruct")
         assert source == f"finetune/model/configs/{stem}.json"
         assert parameters_of(config) == PARAMETERS[stem]
 
+    @pytest.mark.sample(3, thorough=11)
     @pytest.mark.parametrize("stem", BILLIONS)
     def test_text_parts_have_the_size_that_is_stated(self, stem: str) -> None:
         config, _ = full_config(HUB_NAMES[stem][0])

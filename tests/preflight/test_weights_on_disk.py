@@ -59,6 +59,7 @@ def in_use_at_once(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in (*members[0].parameters(), *outside) if parameter.ndim > 1]
 
 
+@pytest.mark.sample(4, thorough=12)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("name", "largest", "at_once"),

@@ -22,6 +22,7 @@ FAMILIES = (
 WHOLE = {"lfm2": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8}}  # the default has no convolution
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "packing"),

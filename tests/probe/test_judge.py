@@ -72,6 +72,7 @@ def test_an_attention_that_differs_is_named_with_one_that_does_not(narrow: Path)
     assert worst_of(probe(least_recipe(narrow, model={"attention": "sdpa"}))) <= EXACT
 
 
+@pytest.mark.thorough
 def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = loss._loss_and_slope
 
@@ -84,6 +85,7 @@ def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPa
     assert re.match(rf"model\.name_or_path: {narrow}: the loss differs: .*; choose another model$", message)
 
 
+@pytest.mark.thorough
 def test_an_attention_that_sees_other_documents_is_named_as_packing(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def test_an_attention_that_sees_other_documents_is_named_as_packing(
     assert message.endswith("; set model.attention: sdpa")  # which keeps the packing, and was tried
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", [True, "selective"])
 def test_checkpointing_that_differs_is_named(
@@ -160,6 +163,7 @@ def test_numbers_alone_find_what_the_trial_without_data_finds(
     assert worst_of(probe(changed)) <= EXACT
 
 
+@pytest.mark.thorough
 def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     folder = save_own_model(tmp_path / "own", "chaotic", hidden_size=64, num_hidden_layers=3)
     found = probe(least_recipe(folder, lora=None, model={"trust_remote_code": True}))
@@ -167,6 +171,7 @@ def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     assert worst_of(found) <= EXACT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.slow), "mixtral"])
 def test_experts_are_computed_in_float64_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding is beyond the bound, as a delta rule's is on some CPUs; torch's product of all experts at once
@@ -190,6 +195,7 @@ def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path
     assert "packing differs" in refusal(leaking, compute=torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "in_16_bits", "in_float32", "right"),
@@ -218,6 +224,7 @@ def test_rounding_may_choose_experts(
         assert "differs" in refusal(recipe, compute=torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("spoilt_attention")
 def test_a_spoilt_attention_is_seen_in_16_bits_too(narrow: Path) -> None:
     assert "attention differs" in refusal(least_recipe(narrow, lora=None), compute=torch.bfloat16)
@@ -233,6 +240,7 @@ def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+@pytest.mark.thorough
 def test_the_reach_of_adapters(narrow: Path) -> None:
     everywhere = probe(least_recipe(narrow)).facts["adapters"]
     assert everywhere["reached_share"] == 1.0
@@ -262,6 +270,7 @@ def test_an_attention_of_gpus_is_not_probed_on_a_cpu(narrow: Path) -> None:
     assert "not probed here: model.attention: flash_attention_2 runs on a GPU alone" in found.line()
 
 
+@pytest.mark.thorough
 def test_nothing_else_is_disturbed(narrow: Path) -> None:
     before, default = torch.random.get_rng_state(), torch.get_default_dtype()
     probe(least_recipe(narrow))
@@ -269,6 +278,7 @@ def test_nothing_else_is_disturbed(narrow: Path) -> None:
     assert torch.get_default_dtype() == default
 
 
+@pytest.mark.thorough
 def test_a_routers_loss_that_differs_is_named_and_one_that_does_not_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,10 +51,12 @@ def test_one_that_reads_the_token_before_across_documents_is_refused(tmp_path: P
     probe(recipe(tmp_path / "own", lora=None, data={"packing": False}))  # what was proposed is right
 
 
+@pytest.mark.thorough
 def test_one_that_reads_it_within_a_document_passes(tmp_path: Path) -> None:
     probe(recipe(save_own_model(tmp_path / "own", "previous, within a document")))
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_of_the_last_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial without data sees it too, and is off here: numbers alone decide."""
     monkeypatch.setattr("finetune.architecture.families.check_head_is_last", lambda *_, **__: AS_IT_IS)
@@ -62,6 +64,7 @@ def test_a_loss_that_is_not_of_the_last_states_is_refused(tmp_path: Path, monkey
     assert re.match(r"model\.name_or_path: \S+: the loss differs: .*; choose another model$", message)
 
 
+@pytest.mark.thorough
 def test_one_that_draws_random_numbers_is_compared_without_them(tmp_path: Path) -> None:
     found = probe(recipe(save_own_model(tmp_path / "own", "noise"))).as_json()
     assert found["note"] == "compared in evaluation mode: it draws random numbers"

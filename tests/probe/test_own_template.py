@@ -28,6 +28,7 @@ WITHOUT = (
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
+@pytest.mark.thorough
 def test_every_picked_recipe_for_a_known_model_can_render_its_chats() -> None:
     """A stand-in tokenizer has a template where the model's page says so: what --pick writes trains on both kinds."""
     seen = 0

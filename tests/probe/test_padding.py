@@ -34,6 +34,7 @@ def padded(name: str, folder: Path, attention: str = "auto") -> dict[str, Any]:
     return compare_padded(recipe, small, CPU)
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_what_is_masked_may(name: str, tmp_path: Path) -> None:
     found = padded(name, tmp_path)
@@ -81,6 +82,7 @@ def test_facts_that_do_not_know_say_no(facts: dict[str, Any]) -> None:
     assert not may_share_a_batch(facts)
 
 
+@pytest.mark.thorough
 def test_a_probe_says_it_and_remembers_it(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     recipe = least_recipe(tiny_llama)
@@ -90,6 +92,7 @@ def test_a_probe_says_it_and_remembers_it(tiny_llama: Path, tmp_path: Path, monk
     assert may_share_a_batch(second)
 
 
+@pytest.mark.thorough
 def test_what_an_older_version_remembered_is_not_read(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def kept(model: Path, cache: Path) -> tuple[str, Path]:
     return key, cache / "probes" / f"{key}.json"
 
 
+@pytest.mark.thorough
 def test_a_cache_that_cannot_be_written_costs_the_probe_again(
     tiny_llama: Path, built: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,7 @@ class TestRecipe:
         assert main(["check", str(file)]) == 0
         assert capsys.readouterr().err == ""
 
-    @pytest.mark.sample(12)
+    @pytest.mark.sample(3, thorough=12)
     def test_is_valid_by_the_schema(self, file: Path) -> None:
         schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
         written = yaml.safe_load(file.read_text(encoding="utf-8"))

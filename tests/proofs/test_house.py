@@ -54,11 +54,15 @@ planner.arithmetic planner.candidates planner.command planner.remedies planner.r
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}
 
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if path.stem != "__init__"
-}
+
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """Every file of the package but the __init__, parsed."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.stem != "__init__"
+    }
 
 
 def named(nodes: Iterable[ast.AST]) -> set[str]:
@@ -75,7 +79,7 @@ def named(nodes: Iterable[ast.AST]) -> set[str]:
 def own_modules(names: Iterable[str]) -> set[str]:
     """The modules of this package among them, or in which they are."""
     below = {name.removeprefix("finetune.") for name in names if name.startswith("finetune.")}
-    return {module for name in below for module in (name, name.rpartition(".")[0]) if module in MODULES}
+    return {module for name in below for module in (name, name.rpartition(".")[0]) if module in parsed()}
 
 
 def room(module: str) -> str:
@@ -106,15 +110,22 @@ def upward(uses: dict[str, set[str]]) -> list[str]:
 
 
 @cache
+def imports() -> dict[str, list[tuple[ast.AST, bool]]]:
+    """Module -> its import statements, each with whether only type checkers see it."""
+    found = {}
+    for module, tree in parsed().items():
+        nodes = list(ast.walk(tree))
+        hidden = {id(each) for node in nodes if is_for_types(node) for each in ast.walk(node)}
+        found[module] = [(node, id(node) in hidden) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return found
+
+
+@cache
 def uses(*, at_run_time: bool = False) -> dict[str, set[str]]:
     """Module -> modules that it imports; `at_run_time`: without those that only type checkers see."""
-    hidden = {
-        module: {id(each) for node in ast.walk(tree) if at_run_time and is_for_types(node) for each in ast.walk(node)}
-        for module, tree in MODULES.items()
-    }
     return {
-        module: own_modules(named(node for node in ast.walk(tree) if id(node) not in hidden[module])) - {module}
-        for module, tree in MODULES.items()
+        module: own_modules(named(node for node, for_types in nodes if not (at_run_time and for_types))) - {module}
+        for module, nodes in imports().items()
     }
 
 
@@ -132,8 +143,8 @@ def circle(uses: dict[str, set[str]]) -> list[str]:
 
 
 def test_every_room_has_its_floor() -> None:
-    assert {room(module) for module in MODULES} == {name for floor in FLOORS for name in floor}
-    planner = {planner_room(module) for module in MODULES if room(module) == "planner"}
+    assert {room(module) for module in parsed()} == {name for floor in FLOORS for name in floor}
+    planner = {planner_room(module) for module in parsed() if room(module) == "planner"}
     assert planner == {name for floor in PLANNER_FLOORS for name in floor}
 
 
@@ -165,7 +176,7 @@ def past_the_door(modules: dict[str, ast.Module]) -> list[str]:
         for name in named(ast.walk(tree))
         for annex in ANNEXES
         if name.startswith(f"finetune.{annex}.") and not module.startswith((f"finetune.{annex}.", f"{annex}."))
-        if any(name == f"finetune.{inside}" or name.startswith(f"finetune.{inside}.") for inside in MODULES)
+        if any(name == f"finetune.{inside}" or name.startswith(f"finetune.{inside}.") for inside in parsed())
     )
 
 
@@ -176,11 +187,12 @@ def test_annexes_are_entered_by_their_public_module() -> None:
         for folder in ("lectures", "benchmarks")
         for path in (root / folder).rglob("*.py")
     }
-    assert past_the_door({f"finetune.{name}": tree for name, tree in MODULES.items()} | outside) == []
-    inside = next(name for name in MODULES if name.startswith("planner."))
+    assert past_the_door({f"finetune.{name}": tree for name, tree in parsed().items()} | outside) == []
+    inside = next(name for name in parsed() if name.startswith("planner."))
     assert past_the_door({"finetune.cli.main": ast.parse(f"import finetune.{inside}")})
 
 
+@pytest.mark.thorough
 def test_a_training_loads_no_annex_no_hub_no_report_and_few_files() -> None:
     program = "import sys, finetune.training.session, finetune.training.start; print(*sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
@@ -188,7 +200,7 @@ def test_a_training_loads_no_annex_no_hub_no_report_and_few_files() -> None:
     rooms = {name.split(".")[0] for name in loaded}
     assert {"training", "recipe"} <= rooms, process.stderr
     assert rooms.isdisjoint({*ANNEXES, "cli", "hub", "report"})
-    assert len([name for name in loaded if name in MODULES]) <= 130, "files that a reader may have to open"
+    assert len([name for name in loaded if name in parsed()]) <= 130, "files that a reader may have to open"
 
 
 def held_functions(modules: dict[str, ast.Module]) -> list[str]:
@@ -204,7 +216,7 @@ def held_functions(modules: dict[str, ast.Module]) -> list[str]:
 
 
 def test_no_object_of_a_training_holds_a_function() -> None:
-    assert held_functions({module: tree for module, tree in MODULES.items() if room(module) == "training"}) == []
+    assert held_functions({module: tree for module, tree in parsed().items() if room(module) == "training"}) == []
     example = "@dataclass(frozen=True)\nclass Run:\n    save: Callable[[int], None]\n    step: int"
     assert held_functions({"training.run": ast.parse(example)}) == ["training.run.Run.save"]
 
@@ -213,7 +225,7 @@ def test_the_five_functions_of_a_training_are_a_page_each() -> None:
     lines = {
         each.name: each.end_lineno - each.lineno + 1
         for module in ("training.start", "training.session")
-        for each in MODULES[module].body
+        for each in parsed()[module].body
         if isinstance(each, ast.FunctionDef) and each.end_lineno is not None
     }
     pages = [lines[name] for name in ("refuse", "choose", "prepare", "build", "train")]
@@ -239,7 +251,7 @@ def circle_in(package: str, uses: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_package_holds_a_circle() -> None:
-    for package in {room(module) for module in MODULES}:
+    for package in {room(module) for module in parsed()}:
         found = {module.rpartition(".")[2] for module in circle_in(package, uses())}
         assert found <= UNCUT.get(package, set()), f"a circle in {package}: {found}"
     looped = uses() | {"recipe.sections.data": {"recipe.schema"}}
@@ -310,9 +322,8 @@ def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidde
 def importers(library: str) -> set[str]:
     """Our files that import this library, or a name in it, other than for types."""
     found = set()
-    for module, tree in MODULES.items():
-        hidden = {id(each) for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
-        names = named(node for node in ast.walk(tree) if id(node) not in hidden)
+    for module, nodes in imports().items():
+        names = named(node for node, for_types in nodes if not for_types)
         if any(fnmatch(name, library) or name.startswith(f"{library}.") for name in names):
             found.add(f"{module.replace('.', '/')}.py")
     return found
@@ -343,25 +354,25 @@ def listed(module: str) -> bool:
 
 
 def test_light_modules_import_no_torch() -> None:
-    waiting = {module: module for module in MODULES if listed(module)}  # module: what imports it
+    waiting = {module: module for module in parsed() if listed(module)}  # module: what imports it
     assert len(waiting) > 100
     seen = set()
     while waiting:
         module, importer = waiting.popitem()
         seen.add(module)
-        names = named(MODULES[module].body)
+        names = named(parsed()[module].body)
         assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, (module, importer)
         waiting |= dict.fromkeys(own_modules(names) - seen, module)
 
 
 def test_light_names_are_modules() -> None:
-    assert not [name for name in LIGHT if not any(m == name or m.startswith(f"{name}.") for m in MODULES)]
+    assert not [name for name in LIGHT if not any(m == name or m.startswith(f"{name}.") for m in parsed())]
 
 
 def test_names_shadow_nothing() -> None:
     """What is in the folder of train.py is found first when it runs as a file."""
     installed = set(importlib.metadata.packages_distributions()) | set(sys.stdlib_module_names)
-    assert not {room(module) for module in MODULES} & installed
+    assert not {room(module) for module in parsed()} & installed
 
 
 def test_every_folder_says_what_it_is_for() -> None:
@@ -385,7 +396,7 @@ SHARED_NAMES = {"main", "convert", "refuse", "choose", "prepare"}
 
 def public_names(module: str) -> set[str]:
     result: set[str] = set()
-    for node in MODULES[module].body:
+    for node in parsed()[module].body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             result.add(node.name)
         elif isinstance(node, ast.Assign):
@@ -397,7 +408,7 @@ def public_names(module: str) -> set[str]:
 
 def test_a_public_name_means_one_thing() -> None:
     owner: dict[str, str] = {}
-    for module in MODULES:
+    for module in parsed():
         if not module.startswith("cli."):
             defined_twice = {name: owner[name] for name in public_names(module) if name in owner}
             assert not defined_twice, f"{module} defines {defined_twice} once more"

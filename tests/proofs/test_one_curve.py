@@ -83,7 +83,7 @@ def test_the_curve_moves_and_is_clipped(curves: dict[str, list[Step]]) -> None:
     assert (len(SPLITS), len(RANKS), len(PEAK), len(FAMILIES)) == (10, 2, 2, 4)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("method", PEAK)
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_process(
@@ -94,6 +94,7 @@ def test_one_process(
     assert_same_curve(curve_of(recipe), curves[method])
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -53,6 +53,7 @@ def receipt(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_curve_is_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path)
     assert run(recipe, tmp_path / "cpu") == 0

@@ -154,6 +154,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_thread")
 def test_a_failure_is_recorded_and_the_run_continues(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +178,7 @@ def test_a_failure_is_recorded_and_the_run_continues(
     assert (whole / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("phase", "step"), [("try_worst_step", 0), ("look_before", 0), ("write_samples", 4)])
 def test_a_signal_outside_the_steps_stops_at_once_and_the_run_continues(

@@ -93,6 +93,7 @@ def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str,
     return read_lines(folder / "run" / "metrics.jsonl")
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_thousand_chats_are_steps(name: str, llama: Path, chats: Path, tmp_path: Path) -> None:
     plan, notes = planned(name, tmp_path, llama, chats)
@@ -127,6 +128,7 @@ def test_forty_chats_are_reported_as_few(name: str, llama: Path, tmp_path: Path)
     assert len(notes) == 1, "nothing but the line that there always is"
 
 
+@pytest.mark.thorough
 def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_many(tmp_path / "chats.jsonl", 40)
     none = tmp_path / "no weights"

@@ -74,6 +74,19 @@ def test_the_lowest_versions_run_what_depends_on_libraries(versions: ModuleType)
     assert "python3 .ci/versions.py lowest" in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
 
 
+def test_ci_runs_all_tests_but_the_slow(versions: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pytest` alone leaves out the thorough ones too."""
+    _, second, *_ = blocks((ROOT / "README.md").read_text("utf-8"))
+    assert second.endswith("&& pytest -m 'not slow'\n")
+    commands = list[list[str]]()
+    monkeypatch.setattr(versions, "install", lambda kind: Path(sys.executable))
+    monkeypatch.setattr(
+        versions.subprocess, "run", lambda words, **_: commands.append(words) or subprocess.CompletedProcess(words, 0)
+    )
+    assert [versions.main(words) for words in (["lowest"], ["newest"], ["newest", "tests"])] == [0, 0, 0]
+    assert all(words[words.index("-m", 2) + 1] == "not slow" for words in commands)
+
+
 def test_an_environment_that_cannot_be_installed_fails(
     versions: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

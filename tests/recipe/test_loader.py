@@ -175,6 +175,7 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert captured.err == ""
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("arguments", "seconds"), [(["--help"], 0.3), (["check", "RECIPE"], 0.5)])
 def test_help_and_check_import_no_torch(tmp_path: Path, arguments: list[str], seconds: float) -> None:
     """The bound on CPU time is shown by benchmarks/start.py; this holds what makes it possible."""
@@ -204,6 +205,7 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_it_fall_over(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:

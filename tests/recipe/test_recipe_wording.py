@@ -159,7 +159,7 @@ LAUGHS = "x0: &x0 [a]\n" + "".join(f"x{n}: &x{n} [{','.join([f'*x{n - 1}'] * 9)}
     [
         ("[" * 100_000, "nested deeper"),
         ("a: &a [x]\nb: [*a, *a]\n", None),
-        ("a: [" + "1," * 50_000 + "]", "more than 20,000 values"),
+        pytest.param("a: [" + "1," * 50_000 + "]", "more than 20,000 values", marks=pytest.mark.thorough),
         (LAUGHS, "unfold into"),
         ("a: &a [*a]", "unfold into"),
         ("a: 1\n---\nb: 1", "second document"),
@@ -256,6 +256,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_real_program(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(SMALL + "training: {sed: 1}\nmicro_batch_size: 2\n")

@@ -131,6 +131,7 @@ def test_the_row_of_the_table_is_arithmetic(tmp_path: Path) -> None:
     assert row["peak GiB"] == "1.25"
 
 
+@pytest.mark.thorough
 def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write_run(tmp_path / name / "run", steps=4, loss=loss) for name, loss in (("a", 3.0), ("b", 5.0))]
     assert cli(["report", *map(str, folders), "-o", str(tmp_path / "out"), "--json"]) == 0
@@ -166,6 +167,7 @@ def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pyte
     assert "name each once" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_fails_is_reported_and_disturbs_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     (run / "report.html").mkdir()
@@ -279,6 +281,7 @@ def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
     assert [(each.name, each.faint) for each in chart.series] == [("training", False)]
 
 
+@pytest.mark.thorough
 def test_lost_steps_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = noisy_run(tmp_path / "one", steps=19, without=range(8, 12))
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -306,6 +309,7 @@ def test_letters_are_of_one_size_at_a_charts_own_width(tmp_path: Path) -> None:
     assert 'name="viewport" content="width=device-width' in html
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_the_process_or_of_tensors(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=3, phases=True)
     text = text_of(report(read_runs([run])))
@@ -343,6 +347,7 @@ def test_an_inlined_chart_takes_its_colours_from_the_page() -> None:
     assert len(svg) < 6000
 
 
+@pytest.mark.thorough
 def test_charts_of_a_page_share_no_id_and_are_the_same_each_time(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "one", steps=9, phases=True)], lambda run: PLAN)
     html = report(runs)
@@ -448,6 +453,7 @@ def test_steps_of_one_pair_are_right_by_chance_for_a_while() -> None:
     assert len([*warnings_of(of_steps([0.0] + [1.0] * 5), None, 4)]) == 1
 
 
+@pytest.mark.thorough
 def test_labels_of_narrow_bars_stand_upright(tmp_path: Path) -> None:
     """24 bars of a PNG: their labels, lying, would run into one another."""
     bars = [(float(group), 0.505) for group in range(6)]

@@ -80,6 +80,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return result
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -91,7 +91,7 @@ def failure_of(save: Callable[[Path], None], run_dir: Path) -> EnvironmentMismat
     return None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("number", ERRORS, ids=[errno.errorcode[number] for number in ERRORS])
 @pytest.mark.parametrize("save", [in_the_foreground, in_the_background])
 def test_old_or_new_and_one_line(tmp_path: Path, save: Callable[[Path], None], number: int) -> None:

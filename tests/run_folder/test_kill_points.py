@@ -99,6 +99,7 @@ def crash(template: Path, work: Path, disk: Disk) -> bool:
     return disk.dead
 
 
+@pytest.mark.sample(2, thorough=4)
 @pytest.mark.parametrize("start", ["one older checkpoint", "a damaged one of the same step"])
 @pytest.mark.parametrize("half_done", [False, True])
 def test_a_crash_anywhere_leaves_old_or_new(tmp_path: Path, half_done: bool, start: str) -> None:

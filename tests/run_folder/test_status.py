@@ -250,6 +250,7 @@ def test_the_page_explains_each_key() -> None:
         assert f"| `{key}` |" in page, key
 
 
+@pytest.mark.thorough
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
     claim_run_folder(tmp_path, resume="auto", identity={}, command="c").release()
     program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"

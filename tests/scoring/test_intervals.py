@@ -8,6 +8,7 @@ import pytest
 from finetune.scoring.intervals import interval, paired_interval
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("rows", [20, 100, 500])
 def test_intervals_agree_with_scipys_bootstrap(rows: int) -> None:
     stats = pytest.importorskip("scipy.stats")

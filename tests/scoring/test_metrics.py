@@ -152,6 +152,7 @@ def test_patterns_counted_by_hand() -> None:
         assert list(zip(answers, scores, strict=True)) == rows
 
 
+@pytest.mark.thorough
 def test_patterns_are_bounded() -> None:
     item = Scored("-", "rows:1")
     slow = Metric("regex", {"pattern": r"^(a|aa)+$"})
@@ -324,6 +325,7 @@ def test_references_that_cannot_be_read_are_refused(reference: str) -> None:
         scores_of(Metric(metric), ["1"], [Scored(reference, "rows:7")])
 
 
+@pytest.mark.thorough
 def test_many_openings_end_soon() -> None:
     """Sixty thousand openings of a call were searched to the end each, which took minutes."""
     item = Scored("<function=a>" * 60_000, "rows:1")

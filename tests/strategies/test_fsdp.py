@@ -85,6 +85,7 @@ def summed(parts: Assembled) -> dict[str, Tensor]:
     return {name: torch.tensor([*bytes.fromhex(checksum)]) for name, checksum in trained_checksums(parts).items()}
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("read", [checkpointed, exported, summed])
 def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
     sharded: OneRank, read: Callable[[Assembled], dict[str, Tensor]]
@@ -162,6 +163,7 @@ class Scattered:
                 yield
 
 
+@pytest.mark.thorough
 def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_llama: Path, tmp_path: Path) -> None:
     """Two steps of three micro-batches end in the same weights as where each micro-batch gathers them anew."""
     weights = []
@@ -177,6 +179,7 @@ def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_ll
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_grad_op"])
 def test_gradients_kept_until_the_last_micro_batch(name: str, tiny_llama: Path, tmp_path: Path) -> None:
     """A third of the reductions, and the same weights as with a reduction after each of three micro-batches.
@@ -203,7 +206,7 @@ def test_gradients_kept_until_the_last_micro_batch(name: str, tiny_llama: Path, 
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
 def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copies: int, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)
@@ -280,6 +283,7 @@ def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
         make_mesh(strategy, CPU)
 
 
+@pytest.mark.thorough
 def test_a_shard_is_rounded_by_its_place(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank holds all rows; where it is told that its first one is the third, other random bits are drawn."""
 

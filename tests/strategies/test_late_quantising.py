@@ -80,6 +80,7 @@ def in_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "kind"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)])
 def test_the_bytes_are_those_that_transformers_quantises(strategy: str, kind: str, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_the_bytes_are_those_that_transformers_quantises(strategy: str, kind: st
         assert math.isfinite(built.step([flat_batch()]).loss)
 
 
+@pytest.mark.thorough
 def test_weights_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=256)
     recipe = quantised(base, tmp_path / "run", "fsdp2")

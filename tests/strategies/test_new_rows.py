@@ -17,6 +17,8 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 STEPS = 3
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("tied", "quantization"), [(True, None), (False, NF4)], ids=["tied", "untied, over 4 bits"])
 def test_sharded_rows_learn_what_whole_ones_do(tmp_path: Path, tied: bool, quantization: dict[str, Any] | None) -> None:
     base = save_base(tmp_path / "base", tie_word_embeddings=tied)

@@ -331,6 +331,7 @@ def in_a_fork(arguments: list[str]) -> int:
     return 1 if codes is None else codes[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
 def test_it_learns_and_the_receipt_says_in_what(name: str, wholes: Runs) -> None:
     run = wholes(name)
@@ -341,6 +342,7 @@ def test_it_learns_and_the_receipt_says_in_what(name: str, wholes: Runs) -> None
     assert run.receipt["loss_scaling"] == ("dynamic" if "fp16" in name else None)
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("name", ["nf4 in float32", "int8 in float32"])
 def test_the_curve_is_that_of_the_dequantised_weights(name: str, wholes: Runs, tiny_llama: Path, chats: Path) -> None:
     """The independent loop, one document at a time, over the dequantised weights."""

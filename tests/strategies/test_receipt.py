@@ -188,6 +188,7 @@ def built(tiny_llama: Path) -> Built:
     return Built(tiny_llama, model=model, training={"activation_checkpointing": True})
 
 
+@pytest.mark.sample(6, thorough=18)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.spoil.__name__)
 def test_what_differs_from_the_recipe_is_refused(case: Case, built: Built) -> None:
     assert built.receipt()["layers"] == 2
@@ -235,6 +236,7 @@ def test_gradients_reduced_in_another_format_are_refused(
         distributed.destroy_process_group()
 
 
+@pytest.mark.sample(3, thorough=9)
 @pytest.mark.parametrize(
     ("optim", "pure", "elements", "line"),
     [

@@ -140,6 +140,7 @@ def test_a_run_scales_as_its_strategy_file_says(tiny_llama: Path, tmp_path: Path
         assert (kind_of_scaling(rank.accelerator), lowest_scale(rank.accelerator)) == ("dynamic", 2.0**29)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("offload", ["cpu", "none"])
 def test_a_dropped_step_leaves_no_gradient_behind(offload: str, tiny_llama: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(strategy: str, tiny_llama:
         torch.testing.assert_close(result[1][name], gradient, rtol=1e-6, atol=0, msg=name)
 
 
+@pytest.mark.thorough
 def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
         start = trained(rank)
@@ -68,6 +69,8 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
             assert moved == pytest.approx(step * LEARNING_RATE, rel=0.01)  # AdamW's first steps, of about that each
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("before", [0, 1])
 def test_the_worst_step_goes_back_to_the_bit(before: int, strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """From host memory, without and with moments."""
@@ -91,6 +94,7 @@ def with_training(recipe: Recipe, **settings: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=settings)})
 
 
+@pytest.mark.thorough
 def test_a_step_has_the_recipes_constants(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """AdamW's first step from its definition; the engine's own first moment says what the gradient was."""
     recipe = half_recipe(tiny_llama, tmp_path, strategy)

@@ -132,6 +132,7 @@ FACTS = {"facts": "{", "deep": "[" * 100_000, "list": "[1]", "number": "7", "emp
 HEADERS = {"dtype": (b"<i4", b"<f4"), "wider": (b"<i4", b"<i8"), "order": (b"False", b"True "), "length": (b"(", b"(1")}
 
 
+@pytest.mark.sample(6, thorough=22)
 @pytest.mark.parametrize(
     "damage", ["cut", "flip", "missing", "empty_folder", "file", "pipe", "pipe of facts", "link", *FACTS, *HEADERS]
 )

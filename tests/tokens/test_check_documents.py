@@ -86,6 +86,7 @@ def mistakes_of(work: Callable[[], object]) -> list[str]:
     return []
 
 
+@pytest.mark.sample(5, thorough=17)
 @pytest.mark.parametrize("name", CASES)
 def test_check_refuses_what_training_refuses(
     name: str, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]

@@ -163,6 +163,7 @@ def test_reasoning_that_is_left_out_is_told_once_with_a_count(tmp_path: Path) ->
 OTHERWISE = "rows whose earlier answers the chat template writes differently from the last one: {}; data.train_on"
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize(
     ("family", "kwargs", "count"),
     [("qwen3", {}, 2), ("qwen3", OFF, 2), ("qwen35", {}, 2), ("gpt_oss", {}, 2), ("r1", {}, 2), ("smollm3", OFF, 0)],

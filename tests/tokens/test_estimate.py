@@ -41,6 +41,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", lengths)
 
 
+@pytest.mark.sample(2, thorough=5)
 @pytest.mark.parametrize(
     "data",
     [
@@ -150,6 +151,7 @@ def test_data_that_are_not_at_hand(
     assert estimated_rows(recipe_of(tmp_path, tiny_llama, chats)) is None
 
 
+@pytest.mark.thorough
 def test_check_and_preview_tell_the_same_steps(
     tmp_path: Path, tiny_llama: Path, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_tools_are_counted(tmp_path: Path, tiny_llama: Path) -> None:
     assert bare.tokens > 5 * (2 * 5 * 510 // 4)  # 510 bytes of a description are in it, ten times in five rows
 
 
+@pytest.mark.thorough
 def test_checking_data_without_a_tokenizer_imports_no_torch(tmp_path: Path, chats: Path) -> None:
     recipe_of(tmp_path, "nobody/nothing", chats)
     program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print(sorted(sys.modules))"

@@ -15,7 +15,7 @@ if not shipped():
     pytest.skip("the installed TRL ships no chat templates", allow_module_level=True)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(6, thorough=14)
 @pytest.mark.parametrize("name", shipped())
 def test_a_sample_of_rows_is_right_or_refused(name: str) -> None:
     counts = table(name, shipped()[name], sample_of_rows(name))
@@ -39,7 +39,7 @@ def test_all_templates_and_rows_were_seen() -> None:
     assert cases >= 4_000
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3, thorough=8)
 @pytest.mark.parametrize("name", shipped())
 def test_a_row_of_a_sample_does_not_depend_on_the_rows_before_it(name: str) -> None:
     assert_rows_are_independent(shipped()[name], "completion", sample_of_rows(name, 6))

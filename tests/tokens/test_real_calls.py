@@ -22,6 +22,7 @@ if not shipped():
 TEMPLATES = ("llama3_1", "qwen3", "qwen3_5_nothink", "gemma4_v5", "lfm2_v2", "gptoss", "muse_glimmer")
 
 
+@pytest.mark.sample(3, thorough=7)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_supervised_text_is_the_rendered_answer_and_reads_as_the_calls(name: str) -> None:
     if name not in shipped():

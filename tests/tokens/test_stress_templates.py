@@ -166,7 +166,7 @@ TEMPLATES: dict[str, Family] = {
 NONE_RIGHT = {name for name, family in TEMPLATES.items() if family.stops[0] is None}
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(5, thorough=14)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_sample_of_rows_is_right_or_refused(name: str) -> None:
     counts = table(name, TEMPLATES[name], sample_of_rows(name))
@@ -181,6 +181,7 @@ def test_every_row_is_right_or_refused(name: str) -> None:
     assert counts["right"] >= 24 or name in NONE_RIGHT
 
 
+@pytest.mark.sample(4, thorough=12)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name",

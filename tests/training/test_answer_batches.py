@@ -68,6 +68,7 @@ def decode_steps(model: Any, new: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return sum(steps)
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(("free", "tokens", "below"), [(60 * GB, MOST_BATCH_TOKENS, 2500), (8 * GB, 30_517, 5000)])
 def test_decode_steps_of_a_thousand_prompts(
     free: int, tokens: int, below: int, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +153,7 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
     assert all(len(each.tokens) == 20 for each in found if not each.ended)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said, sizes = shaken(), list[str](), list[int]()
     genuine = greedy_answers

@@ -117,6 +117,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
     assert fingerprint(run_dir) == fingerprint(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_a_failure_of_the_last_write_ends_the_run_before_its_export(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

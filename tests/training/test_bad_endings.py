@@ -75,6 +75,7 @@ def checkpoints_of(run: Path) -> list[str]:
 
 
 class TestNotFinite:
+    @pytest.mark.thorough
     def test_of_the_last_update_the_last_good_state_resumes(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -102,6 +103,7 @@ class TestNotFinite:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
+    @pytest.mark.thorough
     def test_with_one_checkpoint_kept_the_good_one_is_not_pruned(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -149,6 +151,7 @@ class TestNotFinite:
         assert "exp_avg_sq" in capsys.readouterr().err
         assert not (tmp_path / "run" / "adapter").exists()
 
+    @pytest.mark.thorough
     def test_of_an_export_whose_number_format_is_too_narrow(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -191,6 +194,7 @@ class TestNotFinite:
 
 
 class TestNothingTrained:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("words", [["training.learning_rate=1e-60"], ["lora=null", "training.learning_rate=1e-15"]])
     def test_a_rate_too_small_for_any_weight(
         self, words: list[str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -203,6 +207,7 @@ class TestNothingTrained:
             assert not (run / "adapter").exists()
             assert not (run / "model").exists()
 
+    @pytest.mark.thorough
     def test_frozen_by_a_fault(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         original = torch.optim.AdamW.step
 
@@ -223,6 +228,7 @@ class TestNothingTrained:
         assert "a warmup of 5 steps is longer than the run of 4" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.thorough
     @pytest.mark.sample(1)
     @pytest.mark.parametrize(("rate", "pushed"), [(1e-60, []), (1e-2, [2, 4])])
     def test_checkpoints_go_to_the_hub_once_something_has_changed(
@@ -246,6 +252,7 @@ class TestNothingTrained:
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed
 
+    @pytest.mark.thorough
     def test_the_first_and_the_last_step_train(self, recipe: Path, tmp_path: Path) -> None:
         """One step, as many a first run has: with transformers' warmup its rate was 0."""
         assert main([str(recipe), "training.max_steps=1"]) == 0
@@ -257,6 +264,7 @@ class TestNothingTrained:
         assert len(unchanged) == 14, "in a first step, B is 0 and A has no gradient"
         assert all("lora_A" in name for name in unchanged)
 
+    @pytest.mark.thorough
     def test_single_tensors_are_named(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -277,6 +285,7 @@ class TestNothingTrained:
             "1.mlp.down_proj.lora_B.default.weight",
         ]
 
+    @pytest.mark.thorough
     def test_a_resumed_run_knows_its_start(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -159,6 +159,7 @@ def test_early_stopping_exports_the_best(tmp_path: Path, tiny_llama: Path, sets:
     check_exported(run, best)
 
 
+@pytest.mark.thorough
 def test_the_evaluation_before_training_does_not_count(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:
     """At this rate every step makes the base worse; the base itself is no adapter that could be exported."""
     recipe = overfitting(tmp_path, tiny_llama, sets)

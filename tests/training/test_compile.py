@@ -58,6 +58,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "NOT_BY_AUTO", ())  # these runs compute in float32
 
 
+@pytest.mark.thorough
 def test_the_curve_is_that_of_the_layers_as_they_are_written(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_the_curve_is_that_of_the_layers_as_they_are_written(
         assert tuple(found) == pytest.approx(tuple(expected), rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", [broken_forward, broken_backward])
 def test_where_it_fails_the_run_goes_on_and_says_so(
@@ -102,6 +104,7 @@ def test_where_it_fails_the_run_goes_on_and_says_so(
     assert len(curve_of(recipe)) == 2
 
 
+@pytest.mark.thorough
 def test_where_it_has_to_be_a_failure_is_one_line(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

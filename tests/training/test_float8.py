@@ -45,7 +45,8 @@ def whole(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFactor
     return folder / "run"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     "split",
     ["accumulation 8x1", "accumulation 3+3+2", "packed into one row", "packed into three rows",
@@ -66,6 +67,7 @@ def test_one_curve_however_a_step_is_split(
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=NORM), f"step {step}"
 
 
+@pytest.mark.thorough
 def test_the_curve_is_near_the_one_without_it_and_not_that_one(
     whole: Path, tiny_llama: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_the_receipt_says_it_and_the_adapter_is_a_plain_one(whole: Path) -> None
     assert not [name for name, _ in model.named_buffers() if "weight_scale" in name]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_bitwise_the_run(tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
     """Weights are quantised anew from the base's files, so the base after a resume is the one before it."""
     recipe = write_curve_recipe(tmp_path / "whole", tiny_llama, chats, "lora", FLOAT8, save_steps=3)

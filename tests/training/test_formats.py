@@ -246,6 +246,7 @@ def first_line(*words: str, **environment: str) -> tuple[str, list[str]] | None:
     return tuple(json.loads(process.stdout)) if process.returncode == 0 else None
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("recipe", ["quickstart", "smollm2_135m_full_cpu", "llama3_8b_qlora_1x16gb"])
 def test_the_first_line_comes_before_torch_is_imported(recipe: str) -> None:
     found = first_line(f"recipes/{recipe}.yaml")

@@ -57,6 +57,7 @@ def assert_right_curve(recipe: Path, expected: Path) -> None:
         assert tuple(found) == pytest.approx(tuple(right), rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("where", ["compiled", "adapters", "norms", "gates"])
@@ -96,6 +97,7 @@ def test_the_run_goes_on_without_what_is_wrong(
         assert facts["own_norms_and_gates"][where] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_it_takes_less_memory_than_a_step(

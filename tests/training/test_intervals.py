@@ -32,6 +32,7 @@ def test_a_share_is_as_many_steps_as_in_transformers(share: float, total: int) -
     assert steps_between(share, total) == state.eval_steps == state.save_steps
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "evaluated", "saved"),

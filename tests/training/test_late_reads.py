@@ -78,6 +78,7 @@ def assert_the_same(run_dir: Path, other: Path) -> None:
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("logging_steps", [1, 2])
 def test_lines_and_weights_are_those_of_a_run_that_is_read_at_once(
@@ -121,6 +122,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 # Step 2 is read when step 3 has begun; 3 is before an evaluation, 5 before a save, 7 the last.
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [2, 3, 5, STEPS])
 def test_a_bad_step_is_named_and_nothing_of_it_is_kept(

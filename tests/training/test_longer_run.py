@@ -42,6 +42,7 @@ def curve(run: Path) -> list[tuple[int, float, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rows", "note"),
@@ -128,7 +129,8 @@ def test_max_steps_too_and_after_a_kill_it_is_still_the_longer_run(tmp_path: Pat
     assert [step for step, *_ in curve(run)] == [1, 2, 3, 4]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -67,6 +67,7 @@ def test_a_training_ends_in_an_adapter_for_the_whole_model(family: str, tmp_path
     assert all("language_model" in path for path in adapted)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("names", ["of both", "of the whole model", "of the text part"])
 def test_a_training_starts_from_an_adapter_by_either_name(names: str, tmp_path: Path) -> None:

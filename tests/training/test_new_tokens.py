@@ -106,6 +106,7 @@ def ends(model: Any) -> dict[str, Tensor]:
     return {name: module.weight.detach() for name, module in both.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 def test_new_rows_alone_are_trained_beside_adapters(trained: Trained) -> None:
     begun, found = rows_that_begin(trained.base), ends(trained.plain)
@@ -154,6 +155,7 @@ def test_the_held_out_loss_is_what_the_run_wrote(trained: Trained) -> None:
     assert figures["tuned"]["loss"] < figures["base"]["loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 def test_it_is_merged(trained: Trained) -> None:
     if trained.product.name == "model":
@@ -199,6 +201,7 @@ def test_it_is_talked_to(trained: Trained) -> None:
 GREEDY = GenerationSettings(4, 0.0, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 def test_the_cards_own_lines_load_it(trained: Trained) -> None:
     """The model card's Python, with this machine's folders for the Hub's names."""

@@ -57,6 +57,7 @@ def on_top(folder: Path, base: Path, below: Path, *changes: dict[str, Any]) -> P
     return write(folder, base, {"model": {"adapter": str(below)}, "lora": {"on_top": True}}, LONGER, *changes)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", BELOW)
 def test_the_export_is_the_sum_of_both(
@@ -127,6 +128,7 @@ def test_a_resumed_run_ends_bitwise_alike(
     assert f"model.adapter: {below} has changed since this run began" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_it_is_merged(tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(on_top(tmp_path, base, first))]) == 0
     capsys.readouterr()

@@ -54,6 +54,7 @@ def curve(recipe: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.thorough
 def test_it_is_chosen_by_memory_and_said(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def test_it_is_chosen_by_memory_and_said(
     assert main([str(recipe), "training.activation_checkpointing=selective"]) == 0
 
 
+@pytest.mark.thorough
 def test_the_rows_of_a_micro_batch_are_chosen_kept_and_planned_to_the_byte(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def costs(recipe: Path, rank: int) -> list[dict[str, Any]]:
     return read_lines(recipe.parent / f"run.answers{rank}")
 
 
+@pytest.mark.thorough
 def test_all_prompts_share_a_batch_and_their_answers_are_those_of_each_alone(
     tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

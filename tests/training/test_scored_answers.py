@@ -53,6 +53,7 @@ def test_a_score_before_and_at_its_steps(tiny_llama: Path, rows: tuple[Path, Pat
     assert all(0 <= line["score_exact"] <= 1 for line in lines)
 
 
+@pytest.mark.thorough
 def test_the_best_step_by_a_score(
     tiny_llama: Path, rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_answers_under_every_strategy_are_those_of_one_process(rows: tuple[Path,
         assert answers(recipe, rank=1) == expected, recipe
 
 
+@pytest.mark.thorough
 def test_eval_scores_both_models(
     tiny_llama: Path, rows: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +195,7 @@ def test_eval_refuses_in_one_line(
     assert not (finished / "eval.json").exists()
 
 
+@pytest.mark.thorough
 def test_plain_texts_have_a_loss_and_no_score(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

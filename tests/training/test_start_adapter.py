@@ -144,6 +144,7 @@ def test_over_a_quantised_base_that_is_sharded(strategy: str, tmp_path: Path, ba
     assert began[0] == pytest.approx(ended[-1], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_adapter_that_plain_peft_saved(tmp_path: Path, base: Path) -> None:
     """Another tool's: half precision, its layers named by peft, an alpha of its own; the loss is plain peft's."""
     torch.manual_seed(3)

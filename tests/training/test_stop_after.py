@@ -43,6 +43,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_resume_recipe(tmp_path_factory.mktemp("stop_after"), steps=STEPS, dropout=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forget_the_last_run")
 def test_stopped_by_it_at_each_step_it_is_bitwise_the_run(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -118,6 +119,7 @@ def test_the_grace_period_is_the_shortest_that_is_known(environment: dict[str, s
     assert grace_period(environment) == expected
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_takes_longer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of a sample, written and synced, times the checkpoint's size."""
     clock = iter([10.0, 10.5])

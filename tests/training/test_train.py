@@ -112,6 +112,7 @@ def test_the_adapter_loads_in_plain_peft(recipe: Path, tmp_path: Path, tiny_llam
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template
 
 
+@pytest.mark.thorough
 def test_full_weights_load_in_plain_transformers(recipe: Path, tmp_path: Path, tiny_llama: Path) -> None:
     assert main([str(recipe), "lora=null", "training.learning_rate=1e-3", "samples.count=0"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
@@ -129,6 +130,7 @@ def test_a_finished_run_is_left_alone(recipe: Path, tmp_path: Path, capsys: pyte
     assert (tmp_path / "run.previous-1" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_another_recipe_in_the_same_folder_is_refused(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +141,7 @@ def test_another_recipe_in_the_same_folder_is_refused(
     assert "training.resume=never" in errors
 
 
+@pytest.mark.thorough
 def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
     overrides = ["training.learning_rate=1e-30", "training.early_stopping_patience=1", "eval_steps=1", "save_steps=1"]
     # At such a rate weights move by 1e-30: the second evaluation is not better than the first.
@@ -190,6 +193,7 @@ def test_logging_every_third_step_weighs_by_tokens(recipe: Path, tmp_path: Path)
         assert line["loss"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_phases_are_measured_when_asked(recipe: Path, tmp_path: Path) -> None:
     assert main([str(recipe), "samples.count=0", "measure_phases=true", "training.max_steps=2"]) == 0
     phases = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "phase"]
@@ -216,6 +220,7 @@ def test_measuring_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
     assert len(curves[0]) == 3
 
 
+@pytest.mark.thorough
 def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(recipe), "samples.count=0", "training.learning_rate=0.1"]) == 0
     capsys.readouterr()

@@ -152,6 +152,7 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
     assert left_by(recipes[0]) == left_by(recipes[1])
 
 
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("missing", ["nothing", "memory", "posix_fallocate"])
 def test_it_writes_nothing_where_memory_holds_the_state(
     missing: str, write: Write, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +216,7 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert left_by(recipe) == left_by(uninterrupted)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [None, {"r": 4, "lora_dropout": 0.3}], ids=["full", "lora"])
 def test_it_leaves_nothing_allocated(
@@ -310,6 +312,7 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
     assert program.with_suffix(".skipped").read_text() == "skipped" * 2 * len(cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("per_device", "times", "rows"), [(1, 2, 1), (2, 2, 2), (4, 1, 4)])
 def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
@@ -369,6 +372,7 @@ def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, 
     assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_it_in_one_line(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,6 +422,7 @@ def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.
         main([str(write("run"))])
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_which_part_of_it_runs(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(Terminal, "progress", lambda self, text: shown.append(text))

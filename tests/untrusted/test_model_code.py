@@ -81,6 +81,7 @@ def test_what_was_trained_here_is_trusted_until_its_code_changes(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forget_the_last_run")
 @pytest.mark.filterwarnings("ignore")  # the model's code is not of today's transformers
 def test_a_training_that_asks_for_it_is_the_users_word(own: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def model_of(family: str, layers: int = 4, **config: Any) -> PreTrainedModel:
     return tiny_model(family, num_hidden_layers=layers, **FURTHER.get(family, {}), **config)
 
 
+@pytest.mark.sample(5, thorough=16)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
 def test_stages_are_the_model(family: str, tied: bool) -> None:
@@ -50,6 +51,7 @@ def test_stages_are_the_model(family: str, tied: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_runs_that_take_turns_are_the_model(family: str, recomputed: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,16 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **config: Any)
     return folder
 
 
+@cache
+def words_of_one_token() -> list[str]:
+    """Words that add one token to an answer, whatever stands before them."""
+    tokenizer = tiny_tokenizer()
+    return [word for word in sorted(set(WORDS)) if len(tokenizer.encode(" " + word, add_special_tokens=False)) == 1]
+
+
 def chat_of(tokens: int, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, Any]:
     """One chat, user and assistant, whose rendering has exactly `tokens` tokens (at least 20)."""
-    draw = random.Random(seed)
-    # Each of these adds one token to an answer, whatever stands before it.
-    words = [word for word in sorted(set(WORDS)) if len(tokenizer.encode(" " + word, add_special_tokens=False)) == 1]
+    draw, words = random.Random(seed), words_of_one_token()
     question = " ".join(draw.choice(words) for _ in range(1 + tokens // 40))
 
     def chat(answer: str) -> dict[str, Any]:

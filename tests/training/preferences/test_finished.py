@@ -21,6 +21,9 @@ from finetune.train import main as train
 from finetune.training.trackers import metric_values
 from tests.support.runs.preferences import lines_of, preference_recipe, write_base
 
+# All of them share trained runs. The verbs are tested on supervised runs, the curve of pairs in test_one_curve.py.
+pytestmark = pytest.mark.thorough
+
 HELD_OUT: dict[str, Any] = {"data": {"eval": {"fraction": 0.25}}, "samples": {"count": 2, "max_new_tokens": 4}}
 BEST: dict[str, Any] = {
     "training": {
@@ -59,6 +62,7 @@ def receipt_of(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "receipt.json").read_text("utf-8")))
 
 
+@pytest.mark.thorough
 def test_the_best_step_has_the_highest_accuracy(dpo: Path) -> None:
     found = {line["step"]: line["reward_accuracy"] for line in lines_of(dpo, "eval") if line["step"]}
     best = max(found, key=lambda step: found[step])  # the first of equal ones
@@ -81,6 +85,8 @@ def test_a_reward_that_nothing_is_held_out_for(base: Path, tmp_path: Path, capsy
     assert "eval_reward_accuracy, which no evaluation measures; write eval_loss" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> None:
     runs = read_runs([request.getfixturevalue(kind)])
@@ -113,6 +119,7 @@ def test_the_report_draws_rewards(kind: str, request: pytest.FixtureRequest) -> 
     assert (runs[0].folder / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_several_runs_share_each_chart(dpo: Path, kto: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.planner.plan_of_run", lambda *_: (None, "not planned here"))
     runs = read_runs([dpo, kto])
@@ -174,6 +181,7 @@ def test_objectives_in_words(section: Dpo | Kto, words: str) -> None:
     assert objective_in_words(section) == words
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_eval_scores_wanted_answers_and_repeats_the_runs_loss(
     kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
@@ -211,6 +219,7 @@ def test_eval_of_the_loss_alone_loads_no_model(
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"recorded", "reward_accuracy", "reward_margin"}
 
 
+@pytest.mark.thorough
 def test_eval_says_that_the_base_is_not_the_start(
     dpo: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +236,7 @@ def test_eval_says_that_the_base_is_not_the_start(
     assert "started from" not in capsys.readouterr().out
 
 
+@pytest.mark.sample(2, thorough=6)
 @pytest.mark.parametrize(
     ("rows", "count"),
     [
@@ -263,6 +273,7 @@ def test_samples_compare_with_no_unwanted_answer(kto: Path) -> None:
     assert not unwanted & {line["reference"] for line in lines}
 
 
+@pytest.mark.thorough
 def test_other_verbs_take_the_run(dpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["merge", str(dpo), "--verify", "2"]) == 0
     assert "same top token" in capsys.readouterr().out

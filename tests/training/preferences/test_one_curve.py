@@ -67,6 +67,7 @@ def compare(lines: Curve, expected: Curve) -> None:
                 assert line[name] == pytest.approx(whole[name], rel=TOLERANCE, abs=TOLERANCE), (name, line["step"])
 
 
+@pytest.mark.sample(1, thorough=2)
 @pytest.mark.parametrize("name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_the_curve_moves(name: str, curve_of: Callable[[str], Curve]) -> None:
     lines = curve_of(name)
@@ -74,6 +75,7 @@ def test_the_curve_moves(name: str, curve_of: Callable[[str], Curve]) -> None:
     assert lines[0]["grad_norm"] > 1e-3
 
 
+@pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize(
     ("name", "split"),
     [

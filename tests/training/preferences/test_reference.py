@@ -81,6 +81,8 @@ def after_one_step(folder: Path, base: Path, *changes: dict[str, Any]) -> dict[s
     return lines_of(folder / "run")[0]
 
 
+@pytest.mark.thorough
+@pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize("reference", ["start", "adapter_off", "a second model"])
 def test_rewards_are_counted_from_the_reference(reference: str, base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 1)
@@ -102,6 +104,7 @@ def test_rewards_are_counted_from_the_reference(reference: str, base: Path, tmp_
         assert reference == "start" or abs(line[f"reward_{name}"]) > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_reference_is_computed_without_dropout(base: Path, tmp_path: Path) -> None:
     """The start adapter adds something, so that dropout would change every log-probability."""
     adapter = write_adapter(tmp_path / "adapter", 1)
@@ -130,6 +133,7 @@ def test_a_kept_reference_is_a_live_one_and_another_adapter_has_another(base: Pa
     assert lines[1]["reward_chosen"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_other_weights_under_the_same_name_are_noticed(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +159,7 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_the_pass_reads_once_and_takes_four_times_the_rows(
     kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +199,7 @@ def test_the_pass_reads_once_and_takes_four_times_the_rows(
     assert max(reads) <= 8, "one read, and one of each array's sum over ranks"
 
 
+@pytest.mark.thorough
 def test_a_run_says_where_its_reference_is_from(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Computed by the first run; from the cache in another folder; from the run's folder where a run goes on."""
     adapter = write_adapter(tmp_path / "adapter", 7)
@@ -214,6 +220,7 @@ def test_a_resumed_run_needs_its_reference(base: Path, tmp_path: Path, capsys: p
     assert "the reference of this run's start is not there" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_an_earlier_releases_reference_counts_for_dpo_alone(
     kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -154,6 +154,7 @@ def test_embeddings_that_lack_a_token_are_the_references(
     assert "dpo.reference: the tokenizer makes token" in refusal(capsys)
 
 
+@pytest.mark.thorough
 def test_its_fast_modules_are_compared_too(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
