@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous, RecipeError
 from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.storage_address import storage_of
 from finetune.redaction import known_secrets, secret_key
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
     choices = choose(checked)
     start = prepare(choices)
     code = 0
-    with RunOutput(start.recipe, start.plan.total_steps, silent=not launch.is_main, writes=start.writes) as output:
+    steps, silent = start.plan.total_steps, not launch.is_main
+    with RunOutput(start.recipe, steps, silent=silent, writes=start.writes, mirror=start.mirror) as output:
         with session(start, output) as opened:
             if opened is not None:  # else this run is finished already
                 code = train(build(opened)).exit_code
@@ -118,8 +120,8 @@ def announce(recipe: Recipe) -> None:
 
 def refuse_secrets(recipe: Recipe) -> None:
     """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
-    # Secret environment variables count only before a push: they may hold a plain word that the recipe needs.
-    known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
+    # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
+    known = known_secrets() if recipe.hub.push or storage_of(recipe) else ()
     secret = secret_key(recipe.model_dump(mode="json"), known)
     if secret is not None:
         key, kind = secret

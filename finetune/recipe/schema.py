@@ -24,6 +24,7 @@ from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantiza
 from finetune.recipe.sections.preferences import Dpo, Kto
 from finetune.recipe.sections.results import Evaluation, Generate, Hub, RunLimits, Samples
 from finetune.recipe.sections.training import Scheduler, Training
+from finetune.recipe.storage_address import HUB_BRANCH
 
 __all__ = [
     "Budget",
@@ -323,6 +324,11 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     for key, needs_repository in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
         if needs_repository and hub.repo_id is None:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
+    if hub.checkpoints is not None and recipe.run.storage is not None:
+        yield CrossCheck("run.storage", "hub.checkpoints names a place too", "remove one of the two")
+    branch = HUB_BRANCH.fullmatch(recipe.run.storage or "")
+    if branch is not None and (branch[1], branch[2]) == (hub.repo_id, hub.revision):
+        yield CrossCheck("run.storage", "is also hub.revision, the result's branch", "name another branch")
     if hub.checkpoints == hub.revision:
         problem = "is also hub.revision, the result's branch"
         yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")

@@ -9,8 +9,8 @@ Entries are only created, each with the number after the one before, so two writ
     owner A   creates 7 (a checkpoint)         fails to create 8: it is superseded, and ends
     start B                       creates 8 (it owns the run, and begins from what 7 lists)
 
-If A creates 8 first, B fails, and refuses to start. So a checkpoint that A publishes is either in the entry from which B
-begins, or in none. A's late files lie in 00000008/, to which no entry refers, because an entry that takes over adds
+If A creates 8 first, B fails, and refuses to start. So a checkpoint that A publishes is either in the entry from which
+B begins, or in none. A's late files lie in 00000008/, to which no entry refers, because an entry that takes over adds
 none. No clock is compared: B watches the counter with its own clock.
 """
 
@@ -168,11 +168,11 @@ class Lease:
             self.storage.put(f"{new_folder}/{path}", source)
         if self.storage.in_one_commit:
             self.storage.remove(self._not_needed(entry))
-        if not self.storage.create(entry.name, entry.as_bytes()):
-            # An answer that was lost on the way may have been a success.
-            if _entry(self.storage, entry.number).token != entry.token:
-                self.refuse_lost()
-                raise AssertionError("an entry of this owner that it did not write")
+        # An entry that is there already is this one if its answer was lost on the way. Else it is a newer owner's.
+        is_new = self.storage.create(entry.name, entry.as_bytes())
+        if not is_new and _entry(self.storage, entry.number).token != entry.token:
+            self.refuse_lost()
+            raise AssertionError("an entry of this owner that it did not write")
         self.entry = entry
         self.refuse_lost()
         if not self.storage.in_one_commit:
@@ -273,7 +273,8 @@ def is_conditional(lease: Lease) -> bool:
 
 def _watch(storage: Storage, entry: Entry, log: Callable[[str], None], pause: Callable[[float], None]) -> None:
     """Raise FinetuneError if the entry's owner shows life within WATCH_SECONDS."""
-    log(f"{storage.url}: {entry.by} did not say that it ended; watching for {WATCH_SECONDS:g} s whether it still writes")
+    left = f"{storage.url}: {entry.by} did not say that it ended"
+    log(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
     counter, until = read_lease(storage, entry).get("counter"), time.monotonic() + WATCH_SECONDS
     while True:
         pause(min(1.0, WATCH_SECONDS / 10))
