@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 OBJECT_STORES = ("s3", "gs", "az")  # by fsspec; the last two are untried
-EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER, one for each run"
+EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER"
 _PART = r"[A-Za-z0-9][\w.-]*"
 HUB_BRANCH = re.compile(rf"hf://({_PART}/{_PART})@({_PART}(?:/{_PART})*)")
 _HUB_BUCKET = re.compile(rf"hf://buckets/{_PART}/{_PART}(?:/{_PART})+")

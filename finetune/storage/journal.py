@@ -149,7 +149,7 @@ class Lease:
         new_folder: str,
     ) -> None:
         """Add one entry: first its files (path below `new_folder` -> content), then the entry, then delete what no
-        entry needs any more. `checkpoints` are all that the storage holds afterwards.
+        entry needs any more. `checkpoints` are all that the storage holds afterwards, `new_folder` is `next_folder`.
 
         Raises FinetuneError if another start has taken the run; then nothing of this refers to any file.
         """
@@ -162,7 +162,6 @@ class Lease:
             token=os.urandom(8).hex(),
         )
         assert new_folder == self.next_folder
-        self.refuse_lost()
         self.storage.begin()
         for path, source in files.items():
             self.storage.put(f"{new_folder}/{path}", source)
@@ -171,10 +170,10 @@ class Lease:
         # An entry that is there already is this one if its answer was lost on the way. Else it is a newer owner's.
         is_new = self.storage.create(entry.name, entry.as_bytes())
         if not is_new and _entry(self.storage, entry.number).token != entry.token:
-            self.refuse_lost()
+            self.refresh()
             raise AssertionError("an entry of this owner that it did not write")
         self.entry = entry
-        self.refuse_lost()
+        self.refresh()
         if not self.storage.in_one_commit:
             with suppress(Exception):  # the next entry deletes them
                 self.storage.remove(self._not_needed(entry))
@@ -184,8 +183,16 @@ class Lease:
         """The folder of the next entry."""
         return f"{self.entry.number + 1:08d}"
 
-    def refuse_lost(self) -> None:
-        """Raise FinetuneError if another start has taken the run."""
+    def refresh(self) -> None:
+        """Go on from the newest entry of this owner. Call it before each attempt to `publish`.
+
+        Raises FinetuneError if another start has taken the run.
+        """
+        newest = self._newest()
+        if newest is not None and newest.number > self.entry.number:
+            self.entry = newest  # written by an attempt whose answer was lost
+
+    def _newest(self) -> Entry | None:
         newest = newest_entry(self.storage)
         if newest is not None and newest.number > self.entry.number and newest.owner != self.entry.owner:
             by = f" ({newest.by})" if newest.by else ""
@@ -195,6 +202,7 @@ class Lease:
             )
         if self.lost is not None:
             raise FinetuneError(self.lost)
+        return newest
 
     def close(self) -> None:
         """Give the run back, so that the next start need not watch."""
@@ -226,7 +234,7 @@ class Lease:
             self._counter += 1
             # A network that fails now may work at the next turn. The entries' numbers decide, not this counter.
             with suppress(Exception):
-                self.refuse_lost()
+                self._newest()
                 self.storage.put(_lease_name(self.entry.owner), _lease(self._counter, closed=False))
             if self.lost is not None:
                 return

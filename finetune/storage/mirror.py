@@ -131,9 +131,12 @@ class Mirror:
             thread.join()
         records = self._records()
         sizes = {name: _size(content) for name, content in records.items()}
-        kept = self._lease.entry.checkpoints
-        folder = self._lease.next_folder
-        self._try("the last records were", lambda: self._lease.publish(records, kept, sizes, new_folder=folder))
+
+        def send() -> None:
+            self._lease.refresh()
+            self._lease.publish(records, self._lease.entry.checkpoints, sizes, new_folder=self._lease.next_folder)
+
+        self._try("the last records were", send)
         self._lease.close()
 
     def _work(self) -> None:
@@ -160,6 +163,7 @@ class Mirror:
                 self._log(f"{self._key}: {what} not sent: {error}; the training continues")
 
     def _send(self, staged: Path, step: int, best: int | None) -> None:
+        self._lease.refresh()
         folder, files, new = self._lease.next_folder, dict[str, Path | bytes](), dict[int, Saved]()
         for checkpoint in sorted(staged.iterdir()):
             # A reader counts on the entry alone. A manifest that comes last is for whoever copies by hand.
