@@ -187,7 +187,7 @@ class HubBranch:
 
     is_shared, in_one_commit = False, True
 
-    def __init__(self, url: str, *, private: bool) -> None:
+    def __init__(self, url: str, *, private: bool, endpoint: str | None = None) -> None:
         from huggingface_hub import HfApi, constants
 
         match = HUB_BRANCH.fullmatch(url)
@@ -196,7 +196,7 @@ class HubBranch:
             raise EnvironmentMismatch(f"{url}: HF_HUB_OFFLINE is set, so the Hub cannot be asked; unset it")
         self.url, self._repo, self._branch = url, match[1], match[2]
         self._private, self._is_ready = private, False
-        self._api = HfApi(endpoint=constants.ENDPOINT)
+        self._api = HfApi(endpoint=endpoint)
         self._puts: dict[str, Path | bytes] = {}
         self._removals: list[str] = []
 

@@ -6,9 +6,11 @@ take_over         rank 0, before it claims the run folder: the lease, then check
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -53,13 +55,14 @@ def recorded_folder(recipe: Recipe) -> Path:
     run_dir, url = Path(recipe.run_dir), storage_of(recipe)
     if url is None or recipe.training.resume == "never" or (run_dir / STATE).exists():
         return run_dir
-    return Path(_fetched_records(url, recipe.hub.private).name)
+    return _fetched_records(url, recipe.hub.private)
 
 
 @functools.cache
-def _fetched_records(url: str, private: bool) -> tempfile.TemporaryDirectory[str]:
-    folder, storage = tempfile.TemporaryDirectory(prefix="finetune-storage-"), open_storage(url, private=private)
-    attempt(storage, lambda: fetch_records(storage, newest_entry(storage), Path(folder.name)))
+def _fetched_records(url: str, private: bool) -> Path:
+    folder, storage = Path(tempfile.mkdtemp(prefix="finetune-storage-")), open_storage(url, private=private)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    attempt(storage, lambda: fetch_records(storage, newest_entry(storage), folder))
     return folder
 
 

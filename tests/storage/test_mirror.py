@@ -258,18 +258,17 @@ class TestHubBranch:
 
     @pytest.fixture(autouse=True)
     def client(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
     def on_branch(self, hub: Hub) -> set[str]:
         return {path for path in hub.repository("me/devils").files("steps") if path.endswith(".safetensors")}
 
-    def branch(self) -> HubBranch:
-        return HubBranch("hf://me/devils@steps", private=True)
+    def branch(self, hub: Hub) -> HubBranch:
+        return HubBranch("hf://me/devils@steps", private=True, endpoint=hub.url)
 
     def test_it_holds_the_newest_and_main_nothing(self, recipe: Recipe, hub: Hub) -> None:
         recipe = on_the_hub(recipe)
-        mirror = mirror_of(recipe, [], self.branch())
+        mirror = mirror_of(recipe, [], self.branch(hub))
         push_each(mirror, recipe, [2, 4], lambda step: None)
         mirror.close(wait=True)
         (path,) = self.on_branch(hub)
@@ -284,7 +283,7 @@ class TestHubBranch:
     def test_a_refusal_is_reported_and_the_next_is_sent(self, recipe: Recipe, hub: Hub, status: int) -> None:
         lines: list[str] = []
         recipe = on_the_hub(recipe)
-        mirror = mirror_of(recipe, lines, self.branch())
+        mirror = mirror_of(recipe, lines, self.branch(hub))
         hub.fail("commit", status=status, times=1 if status == 403 else 3)
         push_each(mirror, recipe, [2, 4], lambda step: None)
         mirror.close(wait=True)
@@ -296,7 +295,7 @@ class TestHubBranch:
     def test_a_commit_between_is_seen(self, recipe: Recipe, hub: Hub) -> None:
         """Another start commits after this owner has read the branch's head: the Hub refuses this one's commit."""
         recipe = on_the_hub(recipe)
-        mine, other = self.branch(), self.branch()
+        mine, other = self.branch(hub), self.branch(hub)
         mirror = mirror_of(recipe, [], mine)
         push_each(mirror, recipe, [2], lambda step: None)
         commit = mine._api.create_commit
@@ -311,16 +310,16 @@ class TestHubBranch:
         mirror.push(4, None)
         with pytest.raises(FinetuneError, match="hf://me/devils@steps: another start has taken over this run;"):
             mirror.close(wait=True)
-        entry = newest_entry(self.branch())
+        entry = newest_entry(self.branch(hub))
         assert entry is not None
         assert (entry.owner, [saved.step for saved in entry.checkpoints]) == (3, [2])
         assert entry.by == "", "a branch may be public, so it names no host"
 
     def test_what_was_sent_comes_back(self, recipe: Recipe, hub: Hub, tmp_path: Path) -> None:
         recipe = on_the_hub(recipe)
-        mirror = mirror_of(recipe, [], self.branch())
+        mirror = mirror_of(recipe, [], self.branch(hub))
         push_each(mirror, recipe, [2], lambda step: None)
-        storage = self.branch()
+        storage = self.branch(hub)
         entry = newest_entry(storage)
         assert entry is not None
         storage.get(entry.checkpoints[0].path("model-00000.safetensors"), tmp_path / "back")
@@ -336,9 +335,9 @@ SECTIONS = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.
     [
         ("hub: {checkpoints: steps}", "hub.checkpoints: hub.repo_id is not set; add hub.repo_id: owner/name"),
         ("hub: {repo_id: a/b, checkpoints: main}", "hub.checkpoints: is also hub.revision, the result's branch"),
-        ("run: {storage: s3://bucket}", "run.storage: 's3://bucket' names a bucket and no place in it for this run; "),
+        ("run: {storage: s3://bucket}", "run.storage: s3://bucket names a bucket and no place in it for this run; "),
         ("run: {storage: hf://me/devils}", "names a repository and no branch; write hf://me/devils@BRANCH"),
-        ("run: {storage: /mnt/bucket/run}", "run.storage: '/mnt/bucket/run' is no address of a storage; write s3://"),
+        ("run: {storage: /mnt/bucket/run}", "run.storage: /mnt/bucket/run is no address of a storage; write s3://"),
         ("run: {storage: https://bucket.s3.amazonaws.com/x}", "is no address of a storage; write s3://"),
         ("run: {storage: s3://bucket/../x}", "is no address of a storage"),
         ("run: {storage: file://relative/x}", "is no address of a storage"),
