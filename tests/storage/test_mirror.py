@@ -349,9 +349,7 @@ SECTIONS = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.
         ),
     ],
 )
-def test_bad_sections_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, text: str
-) -> None:
+def test_bad_sections_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, text: str) -> None:
     (tmp_path / "r.yaml").write_text(f"{SECTIONS}{section}\n")
     assert main(["check", str(tmp_path / "r.yaml")]) == 2
     assert text in capsys.readouterr().err
