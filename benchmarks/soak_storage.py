@@ -114,9 +114,11 @@ def one_run(recipe: Path, folder: Path, ways: list[How], life: float, draw: rand
     while True:
         machine = folder / "last"
         shutil.rmtree(machine, ignore_errors=True)
-        processes = fork_ranks(own, machine, *ways[counts["starts"] % len(ways)], slow_uploads(pace))
+        way = ways[counts["starts"] % len(ways)]
+        processes = fork_ranks(own, machine, *way, slow_uploads(pace))
         counts["starts"] += 1
-        seconds = draw.uniform(0.1, 0.8) * life
+        # Two ranks take longer to load.
+        seconds = draw.uniform(0.1, 0.8) * life * way.ranks**1.5
         if counts["kills"] + counts["signals"] >= ENDS_OF_A_RUN:
             seconds = 300.0
         codes = wait_all(processes, seconds)

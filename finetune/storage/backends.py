@@ -281,6 +281,8 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
     if number in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error).lower() for word in FULL):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
+    if "request time" in str(error).lower():
+        return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
     if isinstance(error, PermissionError) or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         remedy = "check the rights of the folder"
         if not isinstance(storage, FolderStorage):
