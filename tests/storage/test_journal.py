@@ -144,7 +144,7 @@ def test_a_publication_in_the_middle_of_a_take_over(url: str, leases: list[Lease
             publish(first, 4)
 
     storage.before = publish_first
-    with pytest.raises(FinetuneError, match="began at the same moment|writes there"):
+    with pytest.raises(FinetuneError, match=r"began at the same moment|writes there"):
         take_lease(storage, newest_entry(storage), lambda _: None)
     assert done
     assert [saved.step for saved in check_whole(url).checkpoints] == [2, 4]

@@ -97,7 +97,7 @@ def test_it_keeps_as_many_as_the_folder_and_the_best(recipe: Recipe) -> None:
     left = {path.name for path in Path(recipe.run_dir).iterdir()}
     assert left == {"checkpoints", "run_state.json", "metrics.jsonl"}, "nothing staged is left"
     store = Path(str(recipe.run.storage).removeprefix("file://"))
-    held = [path for path in store.rglob("*.safetensors")]
+    held = list(store.rglob("*.safetensors"))
     assert len(held) == 3, "no file of a checkpoint that is not listed"
 
 
@@ -257,7 +257,7 @@ class TestHubBranch:
     """hub.checkpoints: one commit adds the new checkpoint and deletes the old one."""
 
     @pytest.fixture(autouse=True)
-    def client(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def client(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
     def on_branch(self, hub: Hub) -> set[str]:
