@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
 from finetune.errors import FinetuneError, Stopped
+from finetune.files import read_lines
 from finetune.run_folder.checkpoint import Checkpoint, examine
 from finetune.storage import backends, journal
 from finetune.storage.journal import newest_entry
@@ -40,7 +41,6 @@ from tests.support.runs.soak_resume import (
     fingerprint,
     fork_ranks,
     import_before_forking,
-    kill,
     run_whole,
     same,
     wait_all,
@@ -88,54 +88,69 @@ def examine_storage(url: str, folder: Path) -> tuple[int, bool]:
     return max((saved.step for saved in entry.checkpoints), default=0), cut_off
 
 
-def end(processes: list[int], number: int, seconds: float) -> list[int] | None:
-    """End a start by a signal; after SIGTERM its exit codes, None after SIGKILL."""
-    if number == signal.SIGKILL:
-        kill(processes)
-        return None
-    for process in processes:
-        try:
-            os.kill(process, number)
-        except ProcessLookupError:
-            continue
-    codes = wait_all(processes, seconds)
-    assert codes is not None, "it did not end"
-    return codes
+def wait_until(
+    processes: list[int], codes: dict[int, int], seconds: float, condition: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait for all processes to end, or for a condition, or `seconds`. Adds exit codes; returns whether all ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not condition():
+        for process in set(processes) - codes.keys():
+            done, status = os.waitpid(process, os.WNOHANG)
+            if done:
+                codes[process] = os.waitstatus_to_exitcode(status)
+        if len(codes) == len(processes):
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def reached(run_dir: Path) -> int:
+    """The last step in metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    lines = read_lines(file) if file.is_file() else []
+    return max((line["step"] for line in lines), default=0)
 
 
 def one_run(recipe: Path, folder: Path, ways: list[How], life: float, draw: random.Random, pace: float) -> Counter[str]:
-    """Train on one machine after another until the run is finished, in `folder`/last. Counts what happened."""
+    """Train on one machine after another until the run is finished, in `folder`/last. Counts what happened.
+
+    One in five ends comes at a drawn time, the others up to half a second after a drawn step.
+    """
     url, counts = f"file://{folder}/store", Counter[str]()
     text = json.loads(recipe.read_text()) | {"run": {"storage": url}}
-    own = folder / "recipe.yaml"
+    own, machine, newest = folder / "recipe.yaml", folder / "last", 0
     folder.mkdir()
     own.write_text(json.dumps(text))
-    newest = 0
     while True:
-        machine = folder / "last"
         shutil.rmtree(machine, ignore_errors=True)
-        way = ways[counts["starts"] % len(ways)]
-        processes = fork_ranks(own, machine, *way, slow_uploads(pace))
+        processes = fork_ranks(own, machine, *ways[counts["starts"] % len(ways)], slow_uploads(pace))
         counts["starts"] += 1
-        # Two ranks take longer to load.
-        seconds = draw.uniform(0.1, 0.8) * life * way.ranks**1.5
-        if counts["kills"] + counts["signals"] >= ENDS_OF_A_RUN:
-            seconds = 300.0
-        codes = wait_all(processes, seconds)
-        if codes is None:
+        codes = dict[int, int]()
+        if counts["ends"] >= ENDS_OF_A_RUN:
+            over = wait_until(processes, codes, 300.0)
+        elif draw.random() < 0.2:
+            over = wait_until(processes, codes, draw.uniform(0.1, 0.8) * life)
+        else:
+            step = min(newest + draw.randint(1, 5), STEPS)
+            over = wait_until(processes, codes, 300.0, lambda: reached(machine) >= step)  # noqa: B023  # called at once
+            over = over or wait_until(processes, codes, draw.uniform(0.0, 0.5))
+        if not over:
             number = draw.choice((signal.SIGKILL, signal.SIGTERM))
-            codes = end(processes, number, 60)
-            counts["kills" if number == signal.SIGKILL else "signals"] += 1
+            for process in set(processes) - codes.keys():
+                os.kill(process, number)
+            assert wait_until(processes, codes, 60.0), "it did not end"
+            counts["ends"] += 1
+            counts[number.name] += 1
             step, cut_off = examine_storage(url, folder / "examined")
             assert step >= newest, (step, newest)
             newest = step
-            counts["ends while uploading"] += cut_off
-            counts["ends before the first checkpoint"] += step == 0
-            if codes is None or set(codes) <= {Stopped.exit_code, 1, -signal.SIGTERM}:
-                continue
-        if set(codes) != {0}:
-            raise AssertionError(f"{codes}\n" + "\n".join(log.read_text()[-1500:] for log in folder.glob("*.log")))
-        return counts
+            counts["while uploading"] += cut_off
+            counts["before the first checkpoint"] += step == 0
+        found = set(codes.values())
+        if found == {0}:
+            return counts
+        if over or not found <= {0, Stopped.exit_code, 1, -signal.SIGTERM, -signal.SIGKILL}:
+            raise AssertionError(f"{found}\n" + "\n".join(log.read_text()[-1500:] for log in folder.glob("*.log")))
 
 
 def two_writers(recipe: Path, folder: Path, pause: float, pace: float) -> Counter[str]:

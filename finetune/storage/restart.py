@@ -18,6 +18,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder
+from finetune.hub.branch import HubBranch
 from finetune.launch.launcher import Launch
 from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
@@ -26,7 +27,7 @@ from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import refuse_other_run
-from finetune.storage.backends import HubBranch, Storage, explain, open_storage
+from finetune.storage.backends import Storage, explain, open_storage
 from finetune.storage.journal import Entry, attempt, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import RECORDS, Mirror, with_own_paths
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from finetune.hub.branch import HubBranch
 from finetune.run_folder.checkpoint import step_folder
 from finetune.storage import restart
-from finetune.storage.backends import HubBranch
 from finetune.storage.journal import newest_entry, take_lease
 from finetune.train import main
 from finetune.training import loop, worst_step
