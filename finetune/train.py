@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous, RecipeError
 from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.storage_address import storage_of
 from finetune.redaction import known_secrets, secret_key
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def announce(recipe: Recipe) -> None:
 def refuse_secrets(recipe: Recipe) -> None:
     """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
     # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
-    known = known_secrets() if recipe.hub.push or storage_of(recipe) else ()
+    known = known_secrets() if recipe.hub.push or recipe.storage else ()
     secret = secret_key(recipe.model_dump(mode="json"), known)
     if secret is not None:
         key, kind = secret

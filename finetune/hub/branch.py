@@ -1,4 +1,4 @@
-"""A branch on the Hub as a run's storage (storage/backends.py): one commit adds a checkpoint and deletes the old one."""
+"""A branch on the Hub as a run's storage (storage/backends.py): a commit adds a checkpoint and deletes the old one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from finetune.errors import FinetuneError
 from finetune.launch.plan import LaunchPlan
-from finetune.recipe.storage_address import storage_of
 from finetune.wording import counted
 
 
@@ -79,7 +78,7 @@ def hub_job(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
     flavour = flavour_of(plan)
     # The token's name alone: `hf` takes its value from this machine's login, and no file or history has it.
     lines = [f"hf jobs run --detach --flavor {flavour.name} --timeout {timeout} --secrets HF_TOKEN"]
-    storage = storage_of(plan.loaded.recipe)
+    storage = plan.loaded.recipe.storage
     if storage is not None and storage.startswith("s3://"):
         lines += ["--secrets AWS_ACCESS_KEY_ID", "--secrets AWS_SECRET_ACCESS_KEY"]
     command, recipe = ["finetune", "train"], plan.shipped_recipe

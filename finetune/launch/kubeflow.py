@@ -18,7 +18,7 @@ from finetune.launch.plan import LaunchPlan
 from finetune.launch.signals import GRACE_VARIABLE
 from finetune.output_stream import printable
 from finetune.paths import read_regular
-from finetune.recipe.storage_address import OBJECT_STORES, storage_of
+from finetune.recipe.storage_address import OBJECT_STORES
 from finetune.recipe.yaml_text import MAX_BYTES
 
 _GRACE_SECONDS = 600  # from SIGTERM to SIGKILL: for one optimizer step and one checkpoint
@@ -83,7 +83,7 @@ def train_job(plan: LaunchPlan, head: Sequence[str]) -> str:
     ]
     if plan.nodes > 1:
         lines.append("# All machines write to that volume: its access mode is ReadWriteMany.")
-    storage = storage_of(plan.loaded.recipe)
+    storage = plan.loaded.recipe.storage
     if storage is not None and storage.startswith(OBJECT_STORES):
         lines.append("# Its secret `storage` holds the credentials of run.storage, as AWS_ACCESS_KEY_ID and others.")
     if paths := sorted({path for _, path in plan.local_paths}):
@@ -132,7 +132,7 @@ def _job_set(plan: LaunchPlan, name: str) -> Mapping[str, Any]:
         },
         "volumeMounts": mounts,
     }
-    storage = storage_of(plan.loaded.recipe)
+    storage = plan.loaded.recipe.storage
     if storage is not None and storage.startswith(OBJECT_STORES):
         container["envFrom"] = [{"secretRef": {"name": "storage", "optional": True}}]
     pod = {

@@ -20,7 +20,6 @@ from finetune.paths import RECIPES, SHIPPED
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.sections.preferences import names_second_model
-from finetune.recipe.storage_address import storage_of
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
 from finetune.redaction import secret_key
 from finetune.wording import counted
@@ -241,7 +240,7 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
             f"model.name_or_path: {recipe.model.name_or_path} is a package of this machine, not of the image; name the "
             "model's repository on the Hub"
         )
-    storage = storage_of(recipe)
+    storage = recipe.storage
     if storage is not None and storage.startswith("file://") and not (on == "kubeflow" and "/work/" in storage[:13]):
         yield f"run.storage: {printable(storage)} is a folder of this machine; name a bucket: s3://BUCKET/PREFIX"
     for key, path in plan.local_paths:

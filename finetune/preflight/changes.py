@@ -22,7 +22,6 @@ from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import DataSet, Recipe, Training
-from finetune.recipe.storage_address import storage_of
 from finetune.recipe.strategy import Strategy
 from finetune.wording import counted
 
@@ -95,7 +94,7 @@ def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
-    pushes = recipe.hub.push or storage_of(recipe) is not None
+    pushes = recipe.hub.push or recipe.storage is not None
     silent = {"hub.push": False, "hub.checkpoints": None, "run.storage": None}
     yield RecipeChange(silent, "hub, run.storage: nothing is sent" if pushes else "")
     yield RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")

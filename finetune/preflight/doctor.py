@@ -29,7 +29,6 @@ from finetune.preflight.disk import folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.storage_address import storage_of
 from finetune.recipe.yaml_text import yaml_value
 from finetune.redaction import redact, variables
 from finetune.wording import counted
@@ -270,7 +269,7 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
             yield Finding("token", "ok", f"none; gated models and `finetune push` need one: {login}")
         else:
             yield _token_for(model.name_or_path, online=online)
-        if recipe and (recipe.hub.push or (storage_of(recipe) or "").startswith("hf://")):
+        if recipe and (recipe.hub.push or (recipe.storage or "").startswith("hf://")):
             yield Finding("token", "bad", "none, and the recipe writes to the Hub", login)
         return
     named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)

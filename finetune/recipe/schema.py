@@ -24,7 +24,6 @@ from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantiza
 from finetune.recipe.sections.preferences import Dpo, Kto
 from finetune.recipe.sections.results import Evaluation, Generate, Hub, RunLimits, Samples
 from finetune.recipe.sections.training import Scheduler, Training
-from finetune.recipe.storage_address import HUB_BRANCH
 
 __all__ = [
     "Budget",
@@ -166,6 +165,18 @@ class Recipe(Section):
             assert self.eval.generate.every is not None
             return self.eval.generate.every
         return self.eval_steps
+
+    @property
+    def storage(self) -> str | None:
+        """The address of the place that keeps the run: run.storage, or hub.checkpoints' branch; None: there is none."""
+        if self.hub.checkpoints is not None:
+            return f"hf://{self.hub.repo_id}@{self.hub.checkpoints}"
+        return self.run.storage
+
+    @property
+    def self.storage_key -> str:
+        """The key that names the storage, for messages."""
+        return "run.storage" if self.hub.checkpoints is None else "hub.checkpoints"
 
     @property
     def run_dir(self) -> str:
@@ -326,8 +337,7 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
     if hub.checkpoints is not None and recipe.run.storage is not None:
         yield CrossCheck("run.storage", "hub.checkpoints names a place too", "remove one of the two")
-    branch = HUB_BRANCH.fullmatch(recipe.run.storage or "")
-    if branch is not None and (branch[1], branch[2]) == (hub.repo_id, hub.revision):
+    if recipe.run.storage == f"hf://{hub.repo_id}@{hub.revision}":
         yield CrossCheck("run.storage", "is also hub.revision, the result's branch", "name another branch")
     if hub.checkpoints == hub.revision:
         problem = "is also hub.revision, the result's branch"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
 
 OBJECT_STORES = ("s3", "gs", "az")  # by fsspec; the last two are untried
-EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER"
+ADDRESS_EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER"
 _PART = r"[A-Za-z0-9][\w.-]*"
 HUB_BRANCH = re.compile(rf"hf://({_PART}/{_PART})@({_PART}(?:/{_PART})*)")
 _HUB_BUCKET = re.compile(rf"hf://buckets/{_PART}/{_PART}(?:/{_PART})+")
@@ -25,16 +21,4 @@ def storage_problem(url: str) -> tuple[str, str] | None:
         return "names a bucket and no place in it for this run", f"write {url.rstrip('/')}/PREFIX, one for each run"
     if re.fullmatch(rf"hf://{_PART}/{_PART}/?", url):
         return "names a repository and no branch", f"write {url.rstrip('/')}@BRANCH, one for each run"
-    return "is no address of a storage", EXAMPLES
-
-
-def storage_of(recipe: Recipe) -> str | None:
-    """The address of the recipe's storage: run.storage, or the branch of hub.checkpoints; None: there is none."""
-    if recipe.hub.checkpoints is not None:
-        return f"hf://{recipe.hub.repo_id}@{recipe.hub.checkpoints}"
-    return recipe.run.storage
-
-
-def storage_key(recipe: Recipe) -> str:
-    """The key that names the storage, for messages."""
-    return "run.storage" if recipe.hub.checkpoints is None else "hub.checkpoints"
+    return "is no address of a storage", ADDRESS_EXAMPLES

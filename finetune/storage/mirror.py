@@ -28,7 +28,6 @@ from finetune.hub.upload_files import (
 )
 from finetune.launch.signals import grace_period
 from finetune.recipe.schema import Recipe
-from finetune.recipe.storage_address import storage_key
 from finetune.redaction import known_secrets
 from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import STATE, read_state
@@ -63,7 +62,7 @@ class Mirror:
         *,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._recipe, self._run_dir, self._key = recipe, Path(recipe.run_dir), storage_key(recipe)
+        self._recipe, self._run_dir, self._key = recipe, Path(recipe.run_dir), recipe.storage_key
         self._lease, self._log, self._pause = lease, log, pause
         self._replacements = path_replacements(recipe, self._run_dir)
         self._lock = threading.Lock()

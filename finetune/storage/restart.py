@@ -22,7 +22,6 @@ from finetune.hub.branch import HubBranch
 from finetune.launch.launcher import Launch
 from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
-from finetune.recipe.storage_address import storage_key, storage_of
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
@@ -34,7 +33,7 @@ from finetune.storage.mirror import RECORDS, Mirror, with_own_paths
 
 def storage_in(recipe: Recipe) -> Storage | None:
     """The recipe's storage; None: it names none. Raises FinetuneError."""
-    url = storage_of(recipe)
+    url = recipe.storage
     return None if url is None else open_storage(url, private=recipe.hub.private)
 
 
@@ -47,13 +46,13 @@ def check_storage(recipe: Recipe) -> None:
             attempt(storage, storage.check)
         attempt(storage, lambda: newest_entry(storage))
     except FinetuneError as error:
-        raise type(error)(f"{storage_key(recipe)}: {hide_secrets(str(error), known_secrets())}") from error.__cause__
+        raise type(error)(f"{recipe.storage_key}: {hide_secrets(str(error), known_secrets())}") from error.__cause__
 
 
 def recorded_folder(recipe: Recipe) -> Path:
     """A folder with the records of the run that this start continues: the run folder, or a temporary one with the
     storage's. Every rank may call it. Raises FinetuneError if the storage cannot be read."""
-    run_dir, url = Path(recipe.run_dir), storage_of(recipe)
+    run_dir, url = Path(recipe.run_dir), recipe.storage
     if url is None or recipe.training.resume == "never" or (run_dir / STATE).exists():
         return run_dir
     return _fetched_records(url, recipe.hub.private)
@@ -105,11 +104,11 @@ def take_over(
         if recipe.training.resume == "never":
             raise FinetuneError(
                 f"{storage.url}: holds a run, saved at step {entry.checkpoints[-1].step}, and training.resume is "
-                f"never; name another place in {storage_key(recipe)}, or delete that run yourself"
+                f"never; name another place in {recipe.storage_key}, or delete that run yourself"
             )
         previous = _state_there(storage, entry, identity)
         if previous is not None:
-            remedy = f"or name another place in {storage_key(recipe)}"
+            remedy = f"or name another place in {recipe.storage_key}"
             refuse_other_run(storage.url, previous, identity, at_default, also, remedy)
             local = read_state(run_dir)
             if local is not None and local["state"] != "finished":

@@ -22,7 +22,6 @@ from finetune.measure.phases import Phases
 from finetune.model.optimizer import Schedule
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.base import steps_between
-from finetune.recipe.storage_address import storage_of
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.background import Saves
 from finetune.run_folder.save_restore import save
@@ -82,7 +81,7 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint; it may be complete only later. Every rank calls it."""
         push = None
-        if storage_of(self.recipe) is not None:
+        if self.recipe.storage is not None:
             lost = self.output.mirror.lost if self.output.mirror is not None else None
             if lost := next(filter(None, all_ranks().gather(lost)), None):
                 raise FinetuneError(lost)

@@ -49,7 +49,6 @@ from finetune.recipe.mixed_precision import (
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
-from finetune.recipe.storage_address import storage_of
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default
@@ -144,7 +143,7 @@ def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
         from finetune.hub.around_training import check_before_training
 
         notes += check_before_training(recipe)
-    if storage_of(recipe) is not None:
+    if recipe.storage is not None:
         from finetune.storage.restart import check_storage
 
         check_storage(recipe)
@@ -290,7 +289,7 @@ def _rows_of_run(recipe: Recipe) -> int | None:
 
 def _recorded_in(recipe: Recipe) -> Path:
     """The folder with the records of the run that this start continues: the run folder, or the storage's copy."""
-    if storage_of(recipe) is None:
+    if recipe.storage is None:
         return Path(recipe.run_dir)
     from finetune.storage.restart import recorded_folder
 
@@ -310,7 +309,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
 
     def bring() -> None:
         nonlocal mirror
-        if storage_of(recipe) is not None:
+        if recipe.storage is not None:
             from finetune.storage.restart import take_over
 
             mirror = take_over(recipe, launch, identity, at_default, also, partial(_note, launch))

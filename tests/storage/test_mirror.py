@@ -15,10 +15,10 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
+from finetune.hub.branch import HubBranch
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.storage import mirror as mirror_module
-from finetune.hub.branch import HubBranch
 from finetune.storage.backends import Storage
 from finetune.storage.journal import Entry, newest_entry, take_lease
 from finetune.storage.mirror import Mirror, hidden, with_own_paths

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
-from finetune.recipe.storage_address import storage_problem
 from finetune.recipe.yaml_text import shown
 
 
@@ -31,7 +30,11 @@ class RunLimits(Section):
     @model_validator(mode="after")
     def storage_is_an_address(self) -> RunLimits:
         """Check the address's form. A start asks the storage itself."""
-        if self.storage is not None and (found := storage_problem(self.storage)) is not None:
+        if self.storage is None:
+            return self
+        from finetune.recipe.storage_address import storage_problem
+
+        if (found := storage_problem(self.storage)) is not None:
             refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
         return self
 
