@@ -174,7 +174,7 @@ class Recipe(Section):
         return self.run.storage
 
     @property
-    def self.storage_key -> str:
+    def storage_key(self) -> str:
         """The key that names the storage, for messages."""
         return "run.storage" if self.hub.checkpoints is None else "hub.checkpoints"
 
