@@ -82,6 +82,11 @@ class Mirror:
         """Own nothing any more: this start does not train."""
         self._lease.close()
 
+    def push_missing(self, step: int, best: int | None) -> None:
+        """Send the checkpoint that a start continues from, if the machine went away before it had arrived."""
+        if step not in {saved.step for saved in self._lease.entry.checkpoints}:
+            self.push(step, best)
+
     def push(self, step: int, best: int | None) -> None:
         """Send a complete checkpoint now, or after the one that is being sent.
 

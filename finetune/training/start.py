@@ -50,6 +50,7 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
+from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
@@ -330,8 +331,11 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
             mirror.give_back()
         raise
     _note(launch, *claim.notes)
-    if claim.status == "finished" and mirror is not None:
+    if mirror is not None and claim.status == "finished":
         mirror.give_back()
+    elif mirror is not None and claim.checkpoint is not None:
+        best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
+        mirror.push_missing(claim.checkpoint.step, best)
     if claim.status != "finished":
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))

@@ -95,6 +95,7 @@ def test_an_empty_machine_goes_on_to_the_bit(
     assert same_adapters(tmp_path / "third", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_best_step_before_the_loss_is_exported_after_it(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +122,7 @@ def damage(file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["bit", "short", "gone", "no manifest"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_damaged_newest_one_is_named_and_the_one_before_used(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_used(
     assert "resumed from step 2" in told
 
 
+@pytest.mark.slow
 def test_all_damaged_is_one_line_and_nothing_is_written(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,7 @@ def test_all_damaged_is_one_line_and_nothing_is_written(
         (["training.resume=never"], "/store: holds a run, saved at step 1, and training.resume is never; name another"),
     ],
 )
+@pytest.mark.sample(1)
 def test_another_run_is_refused_before_anything_is_written(
     recipe: Path,
     tmp_path: Path,
@@ -179,6 +182,7 @@ def test_another_run_is_refused_before_anything_is_written(
     assert not (tmp_path / "first").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_with_another_run_is_not_overwritten(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +199,7 @@ def test_a_folder_with_another_run_is_not_overwritten(
     assert (other / "run_state.json").read_bytes() == state
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_as_new_fetches_nothing(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +214,21 @@ def test_a_folder_that_is_as_new_fetches_nothing(
     told = capsys.readouterr().err
     assert "resumed from step 3" in told
     assert "damaged" not in told
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_had_not_arrived_is_sent_by_the_next_start(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as fault:
+        lose_machine_after(fault, 2, tmp_path / "first")
+        with pytest.raises(ConnectionAbortedError):
+            main([str(recipe), "run.storage=null"])
+        with pytest.raises(ConnectionAbortedError):
+            main([str(recipe)])  # it ends in its first step, before any save
+    entry = newest_entry(FaultyStorage(f"file://{tmp_path}/store"))
+    assert entry is not None
+    assert [saved.step for saved in entry.checkpoints] == [2]
 
 
 def test_a_superseded_training_ends_at_its_next_step_with_one_line(
@@ -247,6 +267,7 @@ def test_a_fault_before_training_is_one_line_and_exit_2(
     assert not (tmp_path / "first").exists()
 
 
+@pytest.mark.slow
 def test_a_training_sends_its_checkpoints_to_the_hub(
     recipe: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
