@@ -190,14 +190,14 @@ def test_a_lost_answer_is_a_success_and_the_next_attempt_goes_on_from_it(url: st
 
 
 def test_kills_at_random_places_leave_a_whole_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 owners, each killed at a random operation of its publications."""
+    """60 owners, each killed at a random operation of its publications."""
     monkeypatch.setattr("finetune.storage.backends.sync", lambda path: None)  # a kill is no loss of power
     rng, step, published = random.Random(58), 0, 0
 
     class Killed(BaseException):
         pass
 
-    for _ in range(200):
+    for _ in range(60):
         countdown = [rng.randrange(1, 12)]
 
         def kill(operation: str, path: str) -> None:
@@ -228,7 +228,7 @@ def test_kills_at_random_places_leave_a_whole_storage(url: str, monkeypatch: pyt
 
 
 def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:
-    """`take_lease` after the watch, which 200 owners would wait for."""
+    """`take_lease` after the watch, which 60 owners would wait for."""
     if before is not None:
         storage.put(f"lease-{before.owner:08d}.json", b'{"closed": true}')
     return take_lease(storage, before, lambda _: None)

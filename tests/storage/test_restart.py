@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from finetune.errors import FinetuneError
 from finetune.hub.branch import HubBranch
 from finetune.run_folder.checkpoint import step_folder
 from finetune.storage import restart
@@ -239,17 +241,20 @@ def test_a_superseded_training_ends_at_its_next_step_with_one_line(
 
     def superseded(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
-        if count[0] == 3:
+        while count[0] == 3:  # the owner may publish, or renew its lease, between two of these lines
             entry = newest_entry(storage)
             assert entry is not None
             storage.put(f"lease-{entry.owner:08d}.json", b'{"closed": true}')
-            take_lease(storage, entry, lambda _: None).close()
+            with suppress(FinetuneError):
+                take_lease(storage, entry, lambda _: None).close()
+                break
         return original(*args, **kwargs)
 
     monkeypatch.setattr(loop, "optimizer_step", superseded)
     assert main([str(recipe)]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "has taken over this run" in line]
-    assert len(errors) == 1
+    told = capsys.readouterr().err
+    errors = [line for line in told.splitlines() if "has taken over this run" in line]
+    assert len(errors) == 1, told
     assert json.loads((tmp_path / "first" / "run_state.json").read_text())["state"] == "failed"
     assert not (tmp_path / "first" / "adapter").exists()
     entry = newest_entry(storage)
