@@ -23,7 +23,7 @@ from finetune.recipe.storage_address import HUB_BRANCH
 from finetune.redaction import hide_secrets, known_secrets
 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
-FULL = ("quota", "storagefull", "storage full", "insufficientstorage", "507", "no space")
+FULL_BUCKET = ("quota", "storagefull", "storage full", "insufficientstorage", "507", "no space")
 
 
 class Storage(Protocol):
@@ -192,7 +192,7 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         text = hide_secrets(f"{url}: {found.reason}", known_secrets())
         remedy = "try again later" if found.transient else "check the token's rights (hf auth login) and the name"
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
-    if number in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error).lower() for word in FULL):
+    if number in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error).lower() for word in FULL_BUCKET):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
     if "request time" in str(error).lower():
         return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
