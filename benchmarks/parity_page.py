@@ -186,8 +186,9 @@ how to repeat it. Everything is float32 on a CPU, with one thread."""
 SAME_START = """## The same start, rows and order
 
 A tiny Llama, one LoRA adapter to start from, 80 chats of 20 to 110 tokens, four a step in two micro-batches, AdamW,
-5e-3 falling to 0, norms clipped at 1. Of loss and gradient norm, each figure is the largest relative difference from
-this kit over all steps. Of the final adapter, it is the distance from this kit's over the way that this kit's went.
+5e-3 falling to 0, norms clipped at 1. The figures for loss and gradient norm are the largest relative difference from
+this kit over all steps. The figure for the final adapter is its distance from this kit's final adapter, divided by the
+distance that this kit's adapter moved in training.
 
 The last column is about loss and gradient norm, at 1e-5. Rounding in another order reaches the adapter enlarged,
 because AdamW divides by the root of small means.

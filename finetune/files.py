@@ -323,10 +323,10 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path, *, wait_seconds: float) -> int:
-    """Locks `path` for the life of this process; returns the open descriptor.
+    """Lock `path` for the life of this process; returns the open descriptor.
 
-    A POSIX record lock: the kernel drops it with the process, also at SIGKILL, and a forked child that outlives it does
-    not inherit the lock (flock's would be inherited). It does not exclude the process that holds it.
+    A POSIX record lock: the kernel drops it when the process ends, also by SIGKILL. A forked child that outlives the
+    process does not inherit it (it would inherit flock's). The lock excludes other processes, but not this one.
 
     Raises:
         BlockingIOError: another living process still holds it after `wait_seconds` (a run that was asked to stop saves

@@ -145,8 +145,8 @@ def lasting(stream: TextIO | None) -> TextIO:
 def open_missing_streams() -> None:
     """Give a process that was started without standard input, output or error (a daemon, `>&-`) the null device.
 
-    Python has None for such a stream, and the next file that is opened would take its number: children would write
-    their lines into that file. Call it first.
+    For a missing stream Python has None, and the next opened file would take the stream's number. Children would then
+    write their lines into that file. So call this first.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

@@ -18,7 +18,7 @@ def as_word(path: object) -> str:
 
 
 def percent(share: float) -> str:
-    """95 %, 0.3 %, below 0.1 %: a share that is not nothing never reads 0 %."""
+    """95 %, 0.3 %, below 0.1 %: a share above 0 never reads 0 %."""
     if 0 < share < 0.001:
         return "below 0.1 %"
     return f"{100 * share:.{1 if share < 0.01 else 0}f} %"

@@ -67,11 +67,11 @@ def compare_computations(
 
     Args:
         found, expected: Called with `inputs`; each returns a tensor, or tensors in tuples, lists and dictionaries.
-        inputs: Those that require a gradient have theirs compared.
+        inputs: If an input requires a gradient, its gradient is compared too.
         parameters: Used by both, by name; the trained ones' gradients are compared.
 
     A trained parameter that is exactly zero would hide other gradients: with lora_B = 0, lora_A's is zero however it is
-    computed. Such a parameter gets random values meanwhile.
+    computed. So these parameters have random values during the comparison.
     """
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     with torch.enable_grad(), _without_zeros(trained.values()):

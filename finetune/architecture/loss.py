@@ -90,8 +90,8 @@ def summed_cross_entropy(
         supervised: int64, the flattened positions that are not -100. The head is applied to these alone: in a
             conversation, to the answers.
         own: Rows that replace rows of `weight`, without the bias, and without a copy of the whole.
-        answer_lengths: How many supervised positions each document has, in order, on the host. Then each document has a
-            sum of its own, made in the order of its tokens: what stands beside a document does not change it.
+        answer_lengths: How many supervised positions each document has, in order, on the host. Each document then has
+            its own sum, in the order of its tokens. So the documents beside it do not change the sum.
 
     Returns a float32 scalar, or [documents] with `answer_lengths`. If the head is trained, backward then computes the
     logits a second time, since how much each document counts is not known before. Matrix products run in autocast's
@@ -117,7 +117,7 @@ def summed_cross_entropy(
 
 
 def _sums(lost: Tensor, counts: Sequence[int]) -> Tensor:
-    """The sums over stretches of `lost` with these lengths, float32 [stretches]; no atomics, so always the same."""
+    """The sum of each stretch of `lost`, float32 [stretches]. There are no atomics, so equal inputs give equal sums."""
     if not counts:
         return lost.new_zeros(0)
     return torch.stack([stretch.sum() for stretch in lost.split(list(counts))])
@@ -316,7 +316,7 @@ def _pass(
     Args:
         by_token: Keep each token's loss.
         scale: float32 [supervised], d result / d loss of each token; None: 1.
-        dtype: Of the products; None: as autocast says.
+        dtype: The products' number format; None: autocast decides.
     """
     dtype, size = dtype or _compute_dtype(hidden), chunk_rows(weight.shape[0])
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]

@@ -59,7 +59,7 @@ class Watching(TorchDispatchMode):
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation's result. torch takes 0.2 ms to work out in Python how a sum of two meta tensors looks. Similar
-        layers ask for the same, so results are remembered by their inputs.
+        layers repeat the same operation, so results are remembered by their inputs.
         """
         schema = func._schema
         new = not schema.is_mutable and [each.alias_info for each in schema.returns] == [None]

@@ -68,7 +68,7 @@ def _recompute_forward_alone(kind: Any) -> None:
 
 
 def keeps_products(layer: nn.Module) -> bool:
-    """Whether a layer is recomputed but for its products."""
+    """Whether a layer keeps its products and recomputes everything else."""
     return bool(getattr(layer, "gradient_checkpointing", False) and getattr(layer, "finetune_keeps_products", False))
 
 

@@ -38,10 +38,11 @@ class RouterLoss:
         """Coefficient x sum over documents of learned(d) x auxiliary(d), a float32 scalar; nothing is read on the host.
 
         Args:
-            router_logits: Of each layer that has a router, [tokens, experts] or [rows, tokens, experts].
-            position_ids: [rows, tokens], from 0 in each document; a padded tail is one without supervised tokens.
+            router_logits: One tensor for each layer with a router: [tokens, experts] or [rows, tokens, experts].
+            position_ids: [rows, tokens], from 0 in each document. A padded tail counts as a document without supervised
+                tokens.
             shift_labels: [rows, tokens], -100 where nothing is learned.
-            document_lengths: Of a flat row; without them there may be as many documents as tokens.
+            document_lengths: For a flat row. Without them the row may have as many documents as tokens.
         """
         begins = (position_ids == 0).reshape(-1)
         document = begins.cumsum(0) - 1  # [tokens], int64

@@ -115,7 +115,7 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
     """Check that each window reaches its attention: one that is only in a mask would be left out.
 
     Args:
-        calls: Of the attention: the module, and the window that it was told.
+        calls: One for each call of the attention: its module, and the window passed to it.
     """
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

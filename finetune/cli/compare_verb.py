@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,9 @@ from finetune import preflight
 from finetune.cli.app import AsJson, run_verb, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output
+from finetune.launch.script import write_script
+from finetune.launch.slurm import array_script
+from finetune.wording import counted
 
 STEPS = 20
 STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"  # where nothing is named
@@ -48,6 +52,16 @@ def compare(
             "-o", "--output", parser=user_path, help="Output folder; next to the run folder.", show_default=False
         ),
     ] = None,
+    only: Annotated[int | None, typer.Option(min=1, metavar="N", help="Run row N alone.", show_default=False)] = None,
+    array: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="FILE",
+            help="Write Slurm's job array, a row each; runs nothing.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The same steps, varied in strategy or any key: memory per phase, time, traffic; a table and a picture."""
@@ -66,7 +80,24 @@ def compare(
         asked = preflight.rows_of_options(vary or [], STRATEGIES if usual else strategies, seeds)
         words, count = _steps_in(overrides, steps)
         comparison = preflight.plan_comparison(recipe, words, asked, steps=count, processes=processes, folder=folder)
-        return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json)}
+        if array is None:
+            return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json, only=only)}
+        if only is not None:
+            raise FinetuneError("--only: --array writes a job for each row; leave one of them out")
+        budget = comparison.rows[0].recipe.budget
+        gpus = 0 if budget.gpus == 0 else processes or budget.gpus
+        axes = ["--strategies", STRATEGIES if usual else strategies or ""]
+        if not axes[1]:
+            axes = []
+        for each in vary or []:
+            axes += ["--vary", each]
+        axes += ["--seeds", str(seeds), "--steps", str(count), "--processes", str(gpus or comparison.processes)]
+        command = ["finetune", "compare", str(recipe), *words, *axes, "-o", str(comparison.folder)]
+        names = [row.name for row in comparison.rows]
+        write_script(array, array_script(command, f"compare-{recipe.stem}", names, gpus))
+        if not as_json:
+            print(f"{array}: {counted(len(names), 'job')}; submit: sbatch {shlex.quote(str(array))}")
+        return {"ok": True, "file": str(array), "rows": names}
 
     run_verb(work, as_json=as_json)
 

@@ -79,7 +79,7 @@ def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Reci
 
 
 def _printers(launch: Any, as_json: bool) -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """What prints results, and what shows progress on standard error; rank 0 alone does."""
+    """A function that prints results, and one that shows progress on standard error. Both are silent on other ranks."""
     from finetune.measure.metrics import Terminal
 
     silent = as_json or not (launch is None or launch.is_main)

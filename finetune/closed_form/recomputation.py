@@ -1,14 +1,14 @@
-"""What a run decides by the closed form with its margin: `activation_checkpointing: auto`, `per_device_batch_size:
-auto`, and whether FSDP2 reduces gradients once a step.
+"""Three decisions of a run, made by the closed form with its margin: `activation_checkpointing: auto`,
+`per_device_batch_size: auto`, and whether FSDP2 reduces gradients once a step.
 
-Recomputation is the least that fits, and a micro-batch has the most rows that fit with it. Gradients are reduced once a
-step where all of them fit unsharded beside that.
+Recomputation is the least that fits, and a micro-batch has the most rows that fit with it. If all gradients then still
+fit unsharded, they are reduced once a step.
 
 On a GPU layers are compiled unless the recipe says otherwise, so selective recomputation is not a candidate there.
 
-On a CPU only host memory is known, and the closed form counts a GPU's bfloat16 activations. A CPU computes in float32
-at most, twice that, so estimates count twice there. For SmolLM2-135M and Qwen3-0.6B, full and adapters, traces on a CPU
-take 35 to 48 % of the estimate. Python and its libraries come on top.
+On a CPU only host memory is known, and the closed form counts a GPU's bfloat16 activations. A CPU computes in
+float32 at most, which takes twice the bytes, so estimates are doubled there. For SmolLM2-135M and Qwen3-0.6B, full and
+adapters, traces on a CPU take 35 to 48 % of the estimate. Python and its libraries come on top.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ def is_blank(text: str) -> bool:
 
 
 def turns_in(value: Any, place: str, *, always: bool = True) -> Any:
-    """The turns that a table holds as JSON or Python text, as a list or one object; any other value is unchanged.
+    """Parse turns that a table holds as JSON or Python text: a list or one object. Other values are returned unchanged.
 
     Args:
-        always: Raise BadRow for a text that only begins like turns: Excel cuts cells at 32,767 characters. False: in a
-            column of texts, only a text whose every turn has a known speaker is not what it seems.
+        always: Raise BadRow for a text that begins like turns but cannot be parsed: Excel cuts cells at 32,767
+            characters. False, for a column of texts: a text is parsed only if every turn in it has a known speaker.
     """
     if not isinstance(value, str) or not _TURNS_IN_TEXT.match(value):
         return value

@@ -146,7 +146,7 @@ def _without_zero3(by: Computing) -> AbstractContextManager[None]:
 
 
 def rank_0_first(by: Computing, act: Callable[[], _T]) -> _T:
-    """What `act` returns on rank 0, on every rank: it writes what the others then find, or decides for them.
+    """Run `act` on rank 0 alone; return its result on every rank. It writes files for the others, or decides for them.
 
     Raises rank 0's FinetuneError on every rank.
     """

@@ -77,14 +77,15 @@ def evaluate_finished(
     """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
 
     Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
-    `tasks` (lm-eval's figures), and with a missed threshold `exit_code` 5. With tasks and a recipe that holds no rows
-    out, the first two are left out. Raises FinetuneError.
+    `tasks` (lm-eval's figures), and `exit_code` 5 if a threshold is missed. If there are tasks and the recipe
+    holds no rows out, `held_out` and `scores` are missing. Raises FinetuneError.
 
     Args:
         say: Receives each result at once.
         show: Receives the progress.
-        step: Of a checkpoint that is exported first; None: the run's own export.
-        launch: Of one of several ranks, which all call it. Rank 0 alone writes, says and returns a missed threshold.
+        step: The checkpoint of this step is exported first and measured; None: the run's own export.
+        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes, says and
+            returns a missed threshold.
     """
     if not request.generate and (request.metrics or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")

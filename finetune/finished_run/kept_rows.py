@@ -32,7 +32,7 @@ _Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """Which answers become rows."""
+    """Decides which answers become rows."""
 
     keep: Keep
     at_least: float = 1.0  # score of a right answer
@@ -117,7 +117,7 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
 def near_copies(text: str, other: str, near: float) -> bool:
     """Whether two answers have the same words, or share `near` of their letter triples (Jaccard).
 
-    1 compares the words alone, without case and punctuation; above 1, none is a copy.
+    With `near` = 1 only the words are compared, without case and punctuation. Above 1, no answer is a copy.
     """
     if near > 1:
         return False

@@ -90,7 +90,7 @@ def sample_rows(
     Args:
         say: Receives notes.
         show: Receives the progress.
-        launch: Of one of several ranks, which all call it. Rank 0 alone writes and says.
+        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and says.
     """
     request.check()
     if launch is None or launch.world_size == 1:

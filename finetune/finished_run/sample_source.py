@@ -29,7 +29,7 @@ MOST_ANSWERS = 1024  # to one prompt
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Whose rows, template and held-out rows are read, and who answers unless another model is named."""
+    """The source of rows, template and held-out rows. Its model answers unless another model is named."""
 
     kind: Literal["run", "recipe", "model"]
     text: str  # as typed

@@ -128,6 +128,8 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
     elif is_simpo:
         foreign.get("loss_type")
+        reason = "CPOTrainer adds an end token to an answer that the template has ended; here the template's ends it"
+        foreign.leave("trainer", "differs", reason, "CPOTrainer")
         if foreign.get("alpha"):
             foreign.leave("alpha", "differs", "AlphaPO's rewards are not offered; SimPO's take their place")
         if foreign.get("label_smoothing"):
@@ -252,6 +254,8 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     elif foreign.get("completion_only_loss"):
         foreign.write("data.train_on", "completion", "completion_only_loss")
         _look_after_end_of_turn(foreign)
+        reason = "plain texts are tokenised together there: a space at a prompt's end belongs to the answer's start"
+        foreign.leave("completion_only_loss", "look", reason)
     elif foreign.peek("completion_only_loss") is False:
         foreign.write("data.train_on", "all", "completion_only_loss")
     else:

@@ -19,7 +19,7 @@ from finetune.output_stream import printable
 from finetune.wording import counted
 
 _PORT = 29500  # torch's own default
-_MARK = "# Made by: finetune launch "
+_MARK = "# Made by: finetune "
 
 
 def script(plan: LaunchPlan, timeout: str = "") -> str:
@@ -58,12 +58,12 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
 
 
 def write_script(path: Path, text: str) -> None:
-    """Write the file. An existing file is replaced only if this verb made it.
+    """Write the file. An existing file is replaced only if this program made it.
 
     Raises FinetuneError, EnvironmentMismatch.
     """
     if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()[:1000]):
-        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune launch`; name another file")
+        raise FinetuneError(f"-o: {path}: exists and was not made by finetune; name another file")
     write_text(path, text)
 
 
@@ -76,7 +76,7 @@ def _head(plan: LaunchPlan) -> list[str]:
     line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
     if plan.launcher in ("slurm", "torchrun", "ray"):
         line += " Paths are as seen from the folder where it is started."
-    return [_MARK + printable(plan.verb_arguments), line]
+    return [f"{_MARK}launch {printable(plan.verb_arguments)}", line]
 
 
 def line_of_machine(plan: LaunchPlan) -> str:

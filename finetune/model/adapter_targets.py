@@ -382,8 +382,8 @@ def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
 
 
 def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
-    """Layers that no list can name: peft 0.21 takes names as gate_proj for experts of transformers 4, for architectures
-    that have such, and adapts the experts in their place (utils/transformers_weight_conversion.py)."""
+    """Layers that no list can name. If an architecture has experts, peft 0.21 reads names such as gate_proj as experts
+    of transformers 4 and adapts the experts instead (utils/transformers_weight_conversion.py)."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -441,5 +441,5 @@ def _is_added(path: str) -> bool:
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the unsharded parameter: ZeRO-3 leaves an empty vector in its place."""
+    """The unsharded parameter's shape: ZeRO-3 leaves an empty vector in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,4 +1,4 @@
-"""Which base a run rests on: the Hub's commit and a hash of its content. Reads no whole weights, imports no torch."""
+"""Identifies a run's base by the Hub's commit and a hash of the content. Reads no whole weights, imports no torch."""
 
 from __future__ import annotations
 

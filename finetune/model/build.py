@@ -1,7 +1,7 @@
-"""Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
+"""Builds the model: base weights, quantisation, adapters and checkpointing. Its forward returns the summed loss.
 
-adapters.py makes adapters, finished_run/load.py loads them again, merge.py merges them. bitsandbytes is known here, in
-quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model, unseen by the loop.
+adapters.py makes adapters, finished_run/load.py loads them again, and finished_run/merging.py merges them. A method
+(full, LoRA, QLoRA) is a way to build a model. The loop does not see which one it is.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def build_model(
     """The model that the recipe trains, on `device`, ready for its first forward.
 
     Args:
-        dtype: Of the base's weights; None: as the recipe trains them.
-        load: In place of `load_base`, with its arguments.
+        dtype: The base weights' number format; None: as the recipe trains them.
+        load: Called in place of `load_base`, with the same arguments.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
     the library's own forward. On device "meta" no weights are read: the same structure, to be filled by a rank that

@@ -29,7 +29,7 @@ FOUR_BIT = tuple(f"bnb_4bit_{key}" for key in ("quant_type", "use_double_quant",
 def widening(config: PreTrainedConfig, recipe: Recipe) -> Any:
     """Arguments for `from_pretrained` that read weights stored in fewer bits as 16 bits; None for all others.
 
-    Raises FinetuneError, in one line, for weights in a format that cannot be trained, or that is not the recipe's.
+    Raises FinetuneError, in one line, if the weights' format cannot be trained or differs from the recipe's.
     """
     stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
     method = stored.get("quant_method", "bitsandbytes" if any(map(stored.get, BITSANDBYTES)) else None)

@@ -1,4 +1,4 @@
-"""What an export takes from its base's own files, unchanged: spelling of settings, code, and untrained tensors.
+"""Parts of an export that come unchanged from its base's files: spelling of settings, code, and untrained tensors.
 
 transformers 5 reads the settings of every earlier release, and writes its own spelling: `rope_parameters` in place of
 `rope_theta` and `rope_scaling`, `dtype`, the class `TokenizersBackend`. Earlier releases and servers read another

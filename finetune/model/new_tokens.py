@@ -97,8 +97,8 @@ def new_rows(section: ModelSection, rows: int) -> NewRows | None:
 
 @lru_cache(maxsize=8)
 def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
-    """Of the tokenizer that a section names; None where its folder is a model's structure alone, as plans and probes
-    write them."""
+    """The pieces of each new token, in the tokenizer that a section names. None if its folder holds a model's structure
+    alone, as plans and probes write it."""
     read = ModelSection.model_validate_json(section)
     folder = Path(resolve_model_path(read.name_or_path))
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
@@ -109,12 +109,12 @@ def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
 
 
 def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True) -> list[int]:
-    """Give the model a row for each new token; returns these rows, none where the recipe adds no token.
+    """Give the model a row for each new token. Returns these rows; an empty list if the recipe adds no token.
 
     Args:
-        fill: Begin them as their pieces' mean; else they have their values, or get them (on meta).
+        fill: Set each row to the mean of its pieces. False: the rows have their values, or get them later (on meta).
 
-    Raises FinetuneError where the architecture has other tables by token.
+    Raises FinetuneError if the architecture has other tables by token.
     """
     embeddings, head = _ends(model)
     new = new_rows(section, _rows(embeddings.weight))
@@ -151,7 +151,7 @@ def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
 
 
 def _rows(weight: Tensor) -> int:
-    """Of the unsharded weight: ZeRO-3 leaves an empty vector in its place."""
+    """The unsharded weight's number of rows: ZeRO-3 leaves an empty vector in its place."""
     return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 

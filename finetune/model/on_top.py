@@ -5,7 +5,7 @@ both products to its base's:
 
     y = W x + s1 B1 A1 x + s2 B2 A2 x  =  W x + [s1 B1, s2 B2] [A1; A2] x
 
-The right side is one adapter whose rank is the sum of both, with a scale of 1. It is what the run exports.
+The right side is one adapter with the sum of both ranks and a scale of 1. The run exports this adapter.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _with_faster_b(model: nn.Module, groups: list[dict[str, Any]], ratio: float)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the next update's rate. A group with a ratio gets that many times as much."""
+    """Set the next update's rate. In a group with a ratio, the rate is multiplied by it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
@@ -138,9 +138,11 @@ def _from_bitsandbytes(
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Have bitsandbytes make the state of these parameters, in its own pages and with its own code books, as its
-    first step would, and BlockwiseAdamW its own; loading fills it in place. torch's optimizers take any tensor as
-    state and are left alone."""
+    """Allocate these parameters' state as the optimizer's first step would; loading then fills it in place.
+
+    bitsandbytes allocates its own pages and code books, and BlockwiseAdamW its own state. torch's optimizers take any
+    tensor as state, so nothing is done for them.
+    """
     inner = unwrap_optimizer(optimizer)
     if not hasattr(inner, "init_state"):
         return
@@ -218,7 +220,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Of the unsharded parameter: ZeRO-3 leaves an empty vector in its place."""
+    """The unsharded parameter's number of dimensions: ZeRO-3 leaves an empty vector in its place."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

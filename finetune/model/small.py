@@ -497,7 +497,7 @@ def shrunken_model(
 
     Args:
         folder: A place for files of models that are tried.
-        layers: Of the small model. One that `small_models` makes has as many as it has.
+        layers: The small model's number of layers. A model that `small_models` makes keeps its own number.
         end_tokens: eos_token_id and pad_token_id.
 
     Raises CannotShrink.

@@ -68,7 +68,7 @@ def layers_of(strategy: Strategy, ranks: int) -> int:
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
-    """Everything that the rehearsal sets; `folder` takes what it writes besides the model."""
+    """Everything that the rehearsal sets. It writes its files, except the model, into `folder`."""
     candidates = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),

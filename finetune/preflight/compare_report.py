@@ -24,6 +24,7 @@ from finetune.preflight.comparison import (
     Measure,
     Row,
     compare,
+    compare_one,
     points_of,
     preference_verdict,
 )
@@ -50,13 +51,15 @@ SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
 
 
-def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
+def run_and_report(comparison: Comparison, *, quiet: bool, only: int | None = None) -> dict[str, Any]:
     """Run the comparison, show its progress on standard error, write table and picture.
+
+    `only`: run this row alone, from 1, as a task of a job array.
 
     Raises EnvironmentMismatch after everything is written, if no row ran, or if rows that should learn the same end at
     different losses.
     """
-    result = _run_with_progress(comparison)
+    result = _run_with_progress(comparison, only)
     if not quiet:
         print_tables(result, rich_console())
     draw(result, comparison.folder / "compare.png")
@@ -72,7 +75,7 @@ def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     return result
 
 
-def _run_with_progress(comparison: Comparison) -> dict[str, Any]:
+def _run_with_progress(comparison: Comparison, only: int | None) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
@@ -86,6 +89,8 @@ def _run_with_progress(comparison: Comparison) -> dict[str, Any]:
             else:
                 bars.update(task, completed=step)
 
+        if only is not None:
+            return compare_one(comparison, only, show)
         return compare(comparison, show)
 
 

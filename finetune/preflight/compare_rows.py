@@ -69,7 +69,7 @@ class ComparedRow:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Its settings as words of a command line; those of the schedule come last."""
+        """The row's settings as words of a command line. The schedule's settings come last."""
         return (*(f"{key}={value}" for key, value in self.settings), *self.shortened)
 
     @property
@@ -189,7 +189,7 @@ def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[Asked
 
 
 def _of_row(error: RecipeError, row: AskedRow) -> Iterator[str]:
-    """The row's mistakes. One in its own settings names its place; one in the recipe names its settings too."""
+    """The row's mistakes. A mistake in the row's settings names the row. One in the recipe names the settings too."""
     own, secrets = [key for key, _ in row.settings], known_secrets()
     for line, mistake in zip_longest(error.mistakes, error.found[:MAX_MISTAKES]):
         if mistake is not None and any(f"{mistake.key}.".startswith(f"{key}.") for key in own):

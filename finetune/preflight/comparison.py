@@ -1,6 +1,7 @@
 """`finetune compare`: the same steps of one recipe, varied row by row, each row as its own job.
 
 A row that fails, or that this machine refuses, keeps its reason. Trained weights are deleted; figures and logs stay.
+The tasks of a job array share the folder: each runs one row, and gathers what all of them have finished.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from finetune.errors import FinetuneError
-from finetune.files import read_lines, remove_folder, write_json
+from finetune.files import exclusive, read_lines, remove_folder, write_json
 from finetune.launch.local_ranks import check_rank_count
 from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
@@ -31,6 +32,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.sections.preferences import too_far
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.untrusted.json_files import read_object
+from finetune.wording import counted
 
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # Largest relative difference of final losses, by the format of the computation. Another order of summation over 20
@@ -44,6 +46,8 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 COMPARED_REWARDS = MEASURES[1:]
 EVALUATIONS = 6  # of each row, where rows learn differently
 LARGEST_RESULT = 64 * 2**20  # of compare.json
+_ROW_FILE = "row.json"  # in its job's folder, of a row that a job array ran
+_LOCK = ".compare.lock"
 
 Row = dict[str, Any]
 StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
@@ -114,7 +118,8 @@ def plan_comparison(
     rows = check_compared(recipe, overrides, asked, steps)
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
+    foreign = folder.exists() and any(path.name != _LOCK for path in folder.iterdir())
+    if foreign and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
     if processes is not None:
@@ -141,6 +146,33 @@ def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
     return _write(comparison, rows)
 
 
+def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> dict[str, Any]:
+    """Run the row `number`, from 1, and write compare.json with every row that has run so far; returns its content.
+
+    Other processes, on any machine that sees the folder, may run other rows meanwhile. Raises FinetuneError.
+    """
+    if number > len(comparison.rows):
+        raise FinetuneError(f"--only: {number}: there are {counted(len(comparison.rows), 'row')}")
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(comparison.folder / _LOCK):
+        if not (comparison.folder / "compare.json").is_file():
+            _write(comparison, [])  # marks the folder as ours
+    row = comparison.rows[number - 1]
+    key = _key(comparison, row)
+    ran = _finished_rows(comparison).get(key)
+    if ran is None:
+        ran = _run(comparison, row, progress) | {"key": key}
+    write_json(comparison.job_folder(row) / _ROW_FILE, ran)
+    with exclusive(comparison.folder / _LOCK):
+        stored = _stored_rows(comparison)
+        keys = [_key(comparison, each) for each in comparison.rows]
+        rows = [stored[each] for each in keys if each in stored]
+        others = {each["name"] for each in stored.values()} - {each["name"] for each in rows}
+        words = f"recipe, data, device or command differ from row {number}'s"
+        left_out = [f"Left out, because {words}: {', '.join(sorted(others))}."]
+        return _write(comparison, rows, left_out if others else [])
+
+
 def _key(comparison: Comparison, row: ComparedRow) -> str:
     """A hash of everything that decides a row's figures: recipe, command, device and data files."""
     files = []
@@ -153,19 +185,28 @@ def _key(comparison: Comparison, row: ComparedRow) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def _stored_rows(comparison: Comparison) -> dict[str, Row]:
+    """Rows that ran in this folder, by `_key`; of two with one key, the job's own."""
+    found: dict[str, Row] = {}
+    files = [comparison.folder / "compare.json", *(comparison.job_folder(row) / _ROW_FILE for row in comparison.rows)]
+    for file in files:
+        with suppress(FinetuneError, KeyError, TypeError):
+            content = read_object(file, LARGEST_RESULT)
+            rows = content.get("rows", []) if file.name != _ROW_FILE else [content]
+            found |= {row["key"]: row for row in rows if isinstance(row["ok"], bool)}
+    return found
+
+
 def _finished_rows(comparison: Comparison) -> dict[str, Row]:
     """Rows that an earlier call in this folder finished, by `_key`. Their job's folder is there, for `finetune report`,
     and their base is the same.
     """
     jobs = {row.name: row for row in comparison.rows}
-    try:
-        stored = read_object(comparison.folder / "compare.json", LARGEST_RESULT)
-        finished = {row["key"]: row for row in stored.get("rows", []) if row["ok"] and row["name"] in jobs}
-    except (FinetuneError, KeyError, TypeError):
-        return {}
     kept = {}
-    for key, row in finished.items():
-        job = jobs[row["name"]]
+    for key, row in _stored_rows(comparison).items():
+        job = jobs.get(row["name"])
+        if job is None or not row["ok"]:
+            continue
         folder = comparison.job_folder(job)
         same_base = is_same_base(recorded_base(folder), base_identity(job.recipe.model))
         if (folder / "metrics.jsonl").is_file() and same_base is not False:
@@ -181,7 +222,7 @@ def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
         where = "single" if processes == 1 else "cpu_2proc"
         command += ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
     elif processes > 1:
-        command += ["--multi_gpu"]
+        command += ["--multi_gpu", "--main_process_port", "0"]  # any free one: another row may run on this machine
     command += ["--num_processes", str(processes), str(TRAIN_SCRIPT), str(comparison.recipe)]
     return [
         *command,
@@ -311,7 +352,7 @@ def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**memory, "seconds": max(line["seconds"] for line in last), **moved}
 
 
-def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
+def _write(comparison: Comparison, rows: list[Row], more_notes: Sequence[str] = ()) -> dict[str, Any]:
     ranked = ranking(rows, comparison.ranked_by) if comparison.learns_differently else []
     result = {
         "recipe": str(comparison.recipe),
@@ -325,7 +366,7 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
         "losses": loss_agreement(rows),
         "ranking": ranked,
         "ranked_by": comparison.ranked_by,
-        "notes": [*preference_verdict(ranked), *notes(comparison)],
+        "notes": [*preference_verdict(ranked), *notes(comparison), *more_notes],
     }
     write_json(comparison.folder / "compare.json", result)
     return result

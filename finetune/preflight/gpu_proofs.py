@@ -270,7 +270,7 @@ class ProofBench:
         return _outcome(proof, "ok", seen, round(time.monotonic() - began, 1), figures)
 
     def job(self, proof: Proof) -> TrainingJob:
-        """The proof's training; one that resumes has the settings of the training that it continues."""
+        """The proof's training. A training that resumes has the settings of the run that it continues."""
         settings = self.proofs[proof.of].settings if proof.kind == "resume" else proof.settings
         folder = self.recipe.parent / proof.folder_name
         folder.mkdir(exist_ok=True)

@@ -77,8 +77,8 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
         exact: Take the gradient that differs most. False compares all gradients as one vector, because in 16 bits the
             worst of many tensors mostly shows rounding.
 
-    With all gradients together of norm 10, a gradient [3, 4] beside [3, 3] is 1 / (4.24 + 0.1 x 10) = 0.19 off. The
-    second term keeps a gradient that is 0 but for rounding from counting as wholly wrong.
+    With all gradients together of norm 10, a gradient [3, 4] beside [3, 3] is 1 / (4.24 + 0.1 x 10) = 0.19 off. Without
+    the second term, a gradient that consists of rounding alone would count as wholly wrong.
     """
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
     worst, at, squares = 0.0, "", 0.0

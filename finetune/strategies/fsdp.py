@@ -109,7 +109,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Within, backward reduces no gradients: it adds them up unsharded, in the format that they are reduced in."""
+    """Within, backward does not reduce gradients. It sums them unsharded, in the number format of the reduction."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False)
@@ -172,7 +172,7 @@ def _empty(module: nn.Module) -> None:
 
 @contextmanager
 def ties_kept(module: nn.Module) -> Iterator[None]:
-    """Within, parameters may be replaced one by one; those that two modules shared are shared again afterwards."""
+    """Within, parameters may be replaced one by one. At the end, modules that shared a parameter share it again."""
     first: dict[int, str] = {}
     ties = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -188,7 +188,7 @@ def _filled_layer(layer: Any, device: torch.device) -> Any:
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor there, and in that format; without values where it has none."""
+    """The tensor on `device`, in `dtype`. A meta tensor has no values, so the result has none either."""
     if tensor.device.type == "meta":
         return torch.empty_like(tensor, dtype=dtype, device=device)
     return tensor.to(device).to(dtype)

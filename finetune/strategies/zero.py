@@ -36,7 +36,7 @@ MOST_BUCKETS = 24
 
 
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
-    """The engine's config, complete but for the buckets that the strategy leaves to `prepare_zero`."""
+    """The engine's config, without the buckets that the strategy leaves to `prepare_zero`."""
     training = recipe.training
     zero = _zero_section(recipe, strategy, on_cpu)
     config: dict[str, Any] = {

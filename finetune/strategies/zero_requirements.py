@@ -127,7 +127,7 @@ def _let_fp16_run_on_cpu() -> None:
 
 
 def own_builds() -> Path:
-    """A folder for this environment's compiled code: two that share one compile everything anew for each other."""
+    """A folder for this environment's compiled code. In a shared folder, two environments would recompile in turns."""
     from torch.utils.cpp_extension import get_default_build_root
 
     environment = f"{sys.prefix} {torch.__version__} {version('deepspeed')}"

@@ -7,8 +7,8 @@ all hidden states between layers. Here the layers have 16-bit copies of the weig
             ^                                                                    |
             +--- added in float32, at once; DDP reduces it there ---------------+
 
-The copies take 2 bytes per weight from a step's first forward to its last backward. FSDP2 and DeepSpeed's engine have
-such copies of their own.
+The copies take 2 bytes per weight from a step's first forward to its last backward. FSDP2 and DeepSpeed's engine make
+their own copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CastWeights:
         """
         Args:
             model: Unwrapped; its parameters are what the optimizer has.
-            dtype: The copies' number format; None: there are none, the model computes with its weights as they are.
+            dtype: The copies' number format; None: no copies, the model computes with its weights.
             note_copy: Called with each copy as it is made; the planner's.
         """
         self._model, self._dtype, self._note_copy = model, dtype, note_copy

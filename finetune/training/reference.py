@@ -1,8 +1,8 @@
 """The reference's log-probabilities of every answer, known before the first step.
 
-`start` is the very model that the run starts from, computed by the run itself: in its number format, under its
-strategy, with its micro-batches. No second model is held, and a resumed run reads the values back from its folder. Such
-values are kept in the cache folder too, under a key of everything that they depend on.
+`start` is the model that the run starts from. The run itself computes its log-probabilities, in the run's number
+format, under its strategy and with its micro-batches. There is no second model in memory. A resumed run reads the
+values from its folder. The cache folder keeps them too, under a key made of everything that they depend on.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tup
 
 
 def has_prompt(labels: np.ndarray) -> bool:
-    """Whether a document has tokens before its supervised answer: a plain text has none, nor does train_on: all."""
+    """Whether a document has tokens before its supervised answer: with plain text or `train_on: all` it has none."""
     return bool((labels[:2] == IGNORE).all())
 
 

@@ -196,7 +196,7 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
-    """If `auto` chose: every rank recomputes as much as the rank with the least memory."""
+    """If `auto` chose, make every rank recompute as much as the rank with the least memory."""
     if not start.recomputation:
         return start
     own = RECOMPUTATIONS.index(start.recipe.training.activation_checkpointing)

@@ -51,7 +51,7 @@ class PendingStep:
         Args:
             facts: float64 on the device: loss sum, count, stop flags, gradient norm, refusal flag, metrics.
             planned_count: The units that the step should have counted.
-            objective: Names its metrics and their means; None: there are none.
+            objective: Names the metrics and their means; None: the step has no metrics.
         """
         self._facts, self._planned_count, self._objective = facts, planned_count, objective
         self._copied: Any = None  # a stream's event
@@ -129,7 +129,8 @@ def keep_refusal_flag(optimizer: torch.optim.Optimizer, device: torch.device) ->
 
 
 def _update_on_device(parts: StepParts, tally: Tensor) -> Tensor:
-    """Update without a read. The device refuses if loss or gradient is not finite on any rank, and after such a step.
+    """Update without a read. The device refuses a step if loss or gradient is not finite on any rank, and
+    every step after it.
 
     Returns float64 [5 + metrics]: loss sum, count, stop flags, gradient norm, 1 if an earlier step was refused,
     metrics.

@@ -420,11 +420,18 @@ def test_float32_logits_are_written_twice_and_read_twice() -> None:
     assert seen == [("copy_", 2, 4), ("max", 2, 0), ("softmax", 4, 4), ("copy_", 4, 2)]
 
 
-@pytest.mark.parametrize("columns", [6400, 12_800, 6401])
+@pytest.mark.parametrize(("columns", "width"), [(6400, 64), (12_800, 128), (6401, 6401)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_highest_logit_is_found_by_blocks(columns: int, dtype: torch.dtype) -> None:
+def test_the_highest_logit_is_found_by_blocks(columns: int, width: int, dtype: torch.dtype) -> None:
     """Rows with the highest in the first, a middle and the last place, with two that are equal, with infinities and
-    with no number."""
+    with no number. Places are looked for in `width` values of a row."""
+    searched = list[int]()
+
+    def note(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
+        if func._schema.name == "aten::max":
+            searched.append(args[0].shape[1])
+        return run()
+
     rows = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     for row, place in enumerate((0, columns // 2, columns - 1)):
         rows[row, place] = 100.0
@@ -432,7 +439,9 @@ def test_the_highest_logit_is_found_by_blocks(columns: int, dtype: torch.dtype) 
     rows[4] = -torch.inf
     rows[5, 300] = torch.inf
     rows[6, 4321] = torch.nan
-    highest, where = loss_module._highest(rows)
+    with OnOperations(note):
+        highest, where = loss_module._highest(rows)
+    assert searched == [width]
     assert torch.equal(highest.nan_to_num(7.0), rows.amax(1, keepdim=True).nan_to_num(7.0))
     assert torch.equal(rows.gather(1, where).nan_to_num(7.0), highest.nan_to_num(7.0))
 

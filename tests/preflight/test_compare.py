@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -243,7 +246,7 @@ def test_what_is_launched(recipe: Path) -> None:
     assert "accelerate_config=zero3" in four
     assert "measure_phases=true" in four
     on_gpus = " ".join(job_command(replace(planned, device="NVIDIA H200"), planned.rows[1]))
-    assert "--multi_gpu --num_processes 4" in on_gpus
+    assert "--multi_gpu --main_process_port 0 --num_processes 4" in on_gpus
     assert "config_file" not in on_gpus
 
 
@@ -518,3 +521,94 @@ def test_a_comparison_that_was_stopped_repeats_nothing_that_is_finished(
     monkeypatch.setattr(comparison_module, "base_identity", lambda model: base_identity(model) | other)
     comparison_module.compare(comparison(recipe, **vary, steps=4), lambda name, step: None)
     assert len(started) == 10
+
+
+def test_the_tasks_of_a_job_array_make_one_comparison(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row alone, in any order, at the same time or again: compare.json has every row in the comparison's order."""
+    started, fails = list[str](), {"learning_rate=2e-3"}
+
+    def run(compared: Comparison, row: Any, progress: Any) -> dict[str, Any]:
+        started.append(row.name)
+        folder = compared.job_folder(row)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text("")
+        (folder / "receipt.json").write_text(json.dumps({"base": base_identity(row.recipe.model)}))
+        facts = finished(row.name) | {"settings": dict(row.settings), "held_out": [[3, 1.0]]}
+        if row.name in fails:
+            return {"name": row.name, "settings": dict(row.settings), "ok": False, "reason": "out of memory"}
+        return facts
+
+    monkeypatch.setattr(comparison_module, "_run", run)
+    rates = ["1e-3", "2e-3", "4e-3"]
+    vary = {"vary": [f"training.learning_rate={','.join(rates)}"], "strategies": None, "folder": tmp_path / "c"}
+    tasks = [
+        threading.Thread(target=comparison_module.compare_one, args=(comparison(recipe, **vary), number, no_progress))
+        for number in (3, 1, 2)
+    ]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join()
+    stored = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert [(row["name"], row["ok"], row.get("reason")) for row in stored["rows"]] == [
+        ("learning_rate=1e-3", True, None),
+        ("learning_rate=2e-3", False, "out of memory"),
+        ("learning_rate=4e-3", True, None),
+    ]
+    assert sorted(started) == [f"learning_rate={rate}" for rate in rates]
+    fails.clear()
+    for number in (1, 2):
+        result = comparison_module.compare_one(comparison(recipe, **vary), number, no_progress)
+    assert started[3:] == ["learning_rate=2e-3"]  # what has finished is not repeated
+    assert [row["ok"] for row in result["rows"]] == [True, True, True]
+    assert comparison_module.compare(comparison(recipe, **vary), no_progress)["rows"] == result["rows"]
+    assert len(started) == 4
+    # The recipe changes while tasks wait: their rows are not of one comparison.
+    changed = comparison(recipe, **vary, overrides=["training.weight_decay=0.1"])
+    result = comparison_module.compare_one(changed, 1, no_progress)
+    assert [row["name"] for row in result["rows"]] == ["learning_rate=1e-3"]
+    assert result["notes"][-1].endswith("row 1's: learning_rate=2e-3, learning_rate=4e-3.")
+    with pytest.raises(FinetuneError, match=r"--only: 4: there are 3 rows"):
+        comparison_module.compare_one(comparison(recipe, **vary), 4, no_progress)
+
+
+def no_progress(name: str, step: int | None) -> None:
+    """Nobody looks."""
+
+
+def test_a_job_array_runs_each_row_of_the_command(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "a b.sh", tmp_path / "c d"
+    words = [str(recipe), "training.learning_rate=1e-3", "--vary", "lora={r: 8},null", "--seeds", "2", "--steps", "4"]
+    assert main(["compare", *words, "-o", str(folder), "--array", str(file)]) == 0
+    assert "4 jobs" in capsys.readouterr().out
+    assert not folder.exists()
+    script = file.read_text()
+    assert "#SBATCH --array=1-4\n" in script
+    assert "gpus" not in script  # the recipe's budget is a CPU
+    asked = list[tuple[Comparison, int]]()
+
+    def note(compared: Comparison, *, quiet: bool, only: int) -> dict[str, Any]:
+        asked.append((compared, only))
+        return {}
+
+    monkeypatch.setattr("finetune.preflight.compare_report.run_and_report", note)
+    stub = tmp_path / "finetune"
+    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "3"}
+    task = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True, env=environment)
+    assert main(task.stdout.splitlines()) == 0
+    assert [(each.folder, each.steps, only) for each, only in asked] == [(folder, 4, 3)]
+    assert [dict(row.settings)["lora"] for row in asked[0][0].rows] == ["{r: 8}", "{r: 8}", "null", "null"]
+    assert {row.recipe.training.learning_rate for row in asked[0][0].rows} == {1e-3}
+    assert main(["compare", *words, "--array", str(recipe)]) == 2
+    assert "was not made by finetune" in capsys.readouterr().err
+    assert main(["compare", *words, "--array", str(file), "--only", "1"]) == 2
+    monkeypatch.undo()
+    assert main(["compare", *words, "budget.gpus=4", "--array", str(file)]) == 0
+    assert "#SBATCH --gpus-per-node=4\n" in file.read_text()
+    assert "--processes 4 " in file.read_text()

@@ -7,7 +7,7 @@ a scale for each token, so a token's result does not depend on the tokens beside
     forward     y[t, o]   = a[t] * s[o] * sum_i x8[t, i] W8[o, i]
     backward    dx[t, i]  = b[t] * sum_o h8[t, o] W8[o, i]            with h = dy * s, so that W8 needs no other scales
 
-Gradients pass the rounding of x as if it were none. A GPU computes the product of two float8 matrices by
+Backward treats the rounding of x as the identity. A GPU computes the product of two float8 matrices by
 `torch.nn.functional.scaled_mm`, whose kernels take both with the summed side last in memory. So backward copies W8
 transposed: 2 bytes a weight of traffic, while a second copy kept would cost as much memory as bfloat16 does. A CPU has
 no such product. It multiplies the quantised numbers in float32.
@@ -32,7 +32,7 @@ MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
 def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix [rows, columns] in float8, and the scale of each row, float32 [rows, 1]. What is not finite becomes NaN.
+    """A matrix [rows, columns] in float8, and the scale of each row, float32 [rows, 1]. Infinities become NaN.
 
     A row (-1, 2) has the scale 2 / 448. Its numbers become -224 and 448.
     """
@@ -45,11 +45,11 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def use_float8(model: nn.Module, device: torch.device, without: nn.Module | None = None) -> None:
     """Quantise the frozen linear layers of a model, in place, on `device`; on meta the structure alone.
 
-    Layers that stay as they are: those with another forward than torch's, with a side that is no multiple of 16, and
-    those of state-space mixers, which read their weights past the forward.
+    A layer stays as it is if its forward is not torch's or a side is no multiple of 16. A state-space mixer's layers
+    stay too, because the mixer reads their weights without calling their forward.
 
     Args:
-        without: Stays too: the head, whose loss has products of its own.
+        without: The head. It stays too, because its loss computes products of its own.
     """
     for owner in list(model.modules()):
         for layer in owner.children():

@@ -112,7 +112,7 @@ def leave_to_peft(model: nn.Module, reason: str) -> None:
 
 
 def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
-    """Of each layer with an adapter: OWN, or why peft computes it.
+    """For each layer with an adapter: OWN, or why peft computes it.
 
     Args:
         cast: Whether all weights are cast to one number format, by autocast or where they are gathered.
@@ -202,7 +202,7 @@ def _shared_products(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def sharing_module(module: Any) -> Any:
-    """What stands for `module` in one call of its forward: its layers with one input share products."""
+    """A stand-in for `module` in one call of its forward: layers with the same input share products."""
     if hasattr(module, "finetune_sharing"):
         return _Sharing(module)
     return module

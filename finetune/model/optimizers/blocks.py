@@ -33,8 +33,8 @@ class Book(NamedTuple):
 def block_length(shape: Sequence[int]) -> int:
     """Elements per block in a weight's moments; 0 if they stay in float32.
 
-    The largest divisor of a row, up to 256: 256 for 4,096; 192 for 576; a whole row for an adapter's 16. Vectors,
-    tensors under 4,096 elements and rows without such a divisor have none.
+    The largest divisor of a row, up to 256: 256 for 4,096; 192 for 576; a whole row for an adapter's 16. Moments of
+    vectors, of tensors under 4,096 elements and of rows without such a divisor stay in float32.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST:
         return 0

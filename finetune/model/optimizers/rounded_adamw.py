@@ -50,15 +50,15 @@ def places_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """torch's AdamW, computed in float32, its weights and moments rounded at random to their bfloat16.
+    """torch's AdamW, computed in float32. Weights and moments in bfloat16 are rounded stochastically.
 
     State by parameter: `step` (in host memory), `exp_avg` and `exp_avg_sq` like the parameter. Weights in float32 are
-    updated as by torch's own, unrounded.
+    not rounded: torch's own AdamW updates them the same way.
 
     Args:
         seed: With a parameter's step count and its place among all parameters it decides how elements are rounded.
-        local_part: Of a parameter or its state, this rank's elements and the index of their first one in the full
-            tensor, flattened.
+        local_part: Takes a parameter or its state. Returns this rank's elements, and the index of the first of them in
+            the flattened full tensor.
     """
 
     def __init__(self, params: Any, *, seed: int, local_part: LocalPart = all_of, **settings: Any) -> None:

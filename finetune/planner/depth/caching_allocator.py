@@ -309,7 +309,7 @@ def replay(
 
 
 def least_room(changes: Sequence[StorageChange], allocated: int, reserved: int, *, expandable: bool) -> int:
-    """Bytes in which a replay of the changes succeeds, found by bisection to 20 MiB, a page of the allocator.
+    """The fewest bytes in which a replay of the changes succeeds. Bisection finds them to 20 MiB, the allocator's page.
 
     Args:
         allocated: Bytes at the peak. No fewer can suffice.

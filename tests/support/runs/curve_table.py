@@ -26,15 +26,25 @@ from tests.support.runs.reference import Step
 PAGE = ROOT / "docs" / "one_curve.md"
 HEAD = """# One curve: strategy x method x split
 
-Written by `python benchmarks/one_curve.py`. Each figure comes from four trainings of six steps: each rank's rows at
-once, accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative
-difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
-compared with a loop of its own that takes one document at a time and shares no code with the program
-(tests/support/runs/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on
-a CPU, four for hsdp and for two pipelines beside each other (ddp2). Pipelines train a model of four layers instead of
-two, in micro-batches of two rows where others take all at once: 1F1B needs one for each stage.
+`python benchmarks/one_curve.py` writes this page. Each cell is about four trainings of six steps, which split the same
+rows in four ways:
 
-A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
+- whole: each rank computes its rows at once;
+- accumulated: each rank computes its rows one by one;
+- packed: the documents are packed into three rows;
+- checkpointed: the rows come one by one, and every layer is recomputed.
+
+A cell has two figures: loss / gradient norm. Each is the largest relative difference from the reference, over all steps
+of the four trainings. In float32, the reference of `full` and `lora` is an independent loop
+(tests/support/runs/reference.py). It takes one document at a time and shares no code with the program. The other
+columns have the same training as reference, over the whole batch in one process.
+
+All ranks are gloo ranks on a CPU: one for `single`, four for `hsdp` and for two pipelines side by side (ddp2), two for
+every other strategy. Pipelines train a model of four layers instead of two. Their `whole` split has micro-batches of
+two rows, because 1F1B needs a micro-batch for each stage.
+
+A cell counts only if the run's receipt proves that the recipe's engine ran. The proof is how weights and optimizer
+state are stored.
 """
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
