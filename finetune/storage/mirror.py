@@ -33,7 +33,7 @@ from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import STATE, read_state
 from finetune.storage.journal import Lease, Saved, attempt
 
-RECORDS = (
+MIRRORED_FILES = (
     "metrics.jsonl",
     "samples.jsonl",
     "reference.json",
@@ -190,7 +190,7 @@ class Mirror:
     def _records(self) -> dict[str, Path | bytes]:
         """The run's records as they may leave this machine: without local paths, and none that holds a secret."""
         records: dict[str, Path | bytes] = {}
-        for name in RECORDS:
+        for name in MIRRORED_FILES:
             path = self._run_dir / name
             if not path.is_file() or path.is_symlink():
                 continue

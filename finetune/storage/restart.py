@@ -28,7 +28,7 @@ from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import refuse_other_run
 from finetune.storage.backends import Storage, explain, open_storage
 from finetune.storage.journal import Entry, attempt, is_conditional, newest_entry, take_lease
-from finetune.storage.mirror import RECORDS, Mirror, with_own_paths
+from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
 
 
 def storage_in(recipe: Recipe) -> Storage | None:
@@ -70,7 +70,7 @@ def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
     """Copy an entry's records into a folder, run_state.json last. Raises FinetuneError for one that is torn."""
     if entry is None:
         return
-    for name in sorted({*RECORDS, STATE} & entry.records.keys(), key=lambda name: name == STATE):
+    for name in sorted({*MIRRORED_FILES, STATE} & entry.records.keys(), key=lambda name: name == STATE):
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
         storage.get(f"{entry.records_folder}/{name}", temporary)
         if temporary.stat().st_size != entry.records[name]:
