@@ -85,8 +85,10 @@ class Checkpoints:
             lost = self.output.mirror.lost if self.output.mirror is not None else None
             if lost := next(filter(None, all_ranks().gather(lost)), None):
                 raise FinetuneError(lost)
-            # Every rank takes part in the checksums. A checkpoint in which nothing has changed yet is not sent.
-            if trained_checksums(self.assembled) != state.start_checksums:
+            # A checkpoint in which nothing has changed yet is not sent. Every rank takes part in the checksums.
+            if not self.output.has_changed:
+                self.output.has_changed = trained_checksums(self.assembled) != state.start_checksums
+            if self.output.has_changed:
                 best = state.best_step if self.recipe.training.exports_best else None
                 push = partial(self.output.push_checkpoint, state.step, best)
         save(self.recipe, self.assembled, state, self.saves, push)

@@ -55,6 +55,7 @@ class RunOutput:
         self._recipe, self._writes = recipe, writes
         self._trackers: Trackers | None = None
         self.mirror = mirror
+        self.has_changed = False  # a saved checkpoint differed from the start: checksums read every trained tensor
         self._state_due = -math.inf
         self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
