@@ -81,7 +81,8 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
     choices = choose(checked)
     start = prepare(choices)
     code = 0
-    with RunOutput(start.recipe, start.plan.total_steps, silent=not launch.is_main, writes=start.writes) as output:
+    steps, silent = start.plan.total_steps, not launch.is_main
+    with RunOutput(start.recipe, steps, silent=silent, writes=start.writes, mirror=start.mirror) as output:
         with session(start, output) as opened:
             if opened is not None:  # else this run is finished already
                 code = train(build(opened)).exit_code
@@ -118,8 +119,8 @@ def announce(recipe: Recipe) -> None:
 
 def refuse_secrets(recipe: Recipe) -> None:
     """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
-    # Secret environment variables count only before a push: they may hold a plain word that the recipe needs.
-    known = known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
+    # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
+    known = known_secrets() if recipe.hub.push or recipe.storage else ()
     secret = secret_key(recipe.model_dump(mode="json"), known)
     if secret is not None:
         key, kind = secret

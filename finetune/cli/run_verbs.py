@@ -174,13 +174,21 @@ def report(
 
 
 def status(
-    run: Annotated[Path, typer.Argument(parser=user_path, metavar="RUN", help="A run's folder.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run's folder, or the address of its run.storage.", show_default=False),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Is it alive? Step, loss, speed, time left, the last complete checkpoint, and why it ended."""
 
     def work() -> dict[str, Any]:
-        found = read_status(run)
+        if "://" in run:
+            from finetune.storage.watch import stored_status
+
+            found = stored_status(run)
+        else:
+            found = read_status(user_path(run))
         if not as_json:
             say(str(found))
         return {"ok": True, **vars(found)}

@@ -27,7 +27,7 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
     from huggingface_hub import HfApi
 
     destination = destination_of(recipe)
-    if not (recipe.hub.push or recipe.hub.checkpoints) or destination is None:
+    if not recipe.hub.push or destination is None:
         return ()
     refuse_offline()
     repo_id, api = check_repository(destination.repo_id, "hub.repo_id"), HfApi()

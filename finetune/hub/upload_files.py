@@ -55,7 +55,7 @@ RUN = (
 # Every word of these is a token: one that looks like a path is not a path.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 # These quote answers of models, which may name anybody's folders.
-QUOTING = ("README.md", "report.html")
+QUOTING = ("README.md", "report.html", "samples.jsonl")
 SOMEBODYS_HOME = re.compile(r"(?<![\w.~])(?:/home/|/Users/|/root/|[A-Za-z]:\\{1,2}Users\\)[\w.-]*")
 SHARD_HEADER = 8  # bytes at the start of a safetensors file: the length of its JSON header
 
@@ -129,7 +129,7 @@ def collect(
     product, replacements = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
     refuse_links(run_dir, product)
     product_files = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
-    files = [Outgoing("README.md", _without_local_paths(card, replacements).encode())]
+    files = [Outgoing("README.md", without_local_paths(card, replacements).encode())]
     for folder, names in ((product, product_files), (run_dir, _matching(run_dir, RUN))):
         for name in names:
             path = folder / name
@@ -140,7 +140,7 @@ def collect(
             text = path.read_text(encoding="utf-8", errors="replace")
             if name == "adapter_config.json":
                 text = json.dumps(read_object(path) | {"base_model_name_or_path": base}, indent=2) + "\n"
-            files.append(Outgoing(name, _without_local_paths(text, replacements).encode()))
+            files.append(Outgoing(name, without_local_paths(text, replacements).encode()))
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
     return sorted(files, key=lambda file: file.path), sorted(present - set(product_files) - {"README.md"})
 
@@ -160,7 +160,7 @@ def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def _without_local_paths(text: str, replacements: Mapping[str, str]) -> str:
+def without_local_paths(text: str, replacements: Mapping[str, str]) -> str:
     for path, replacement in replacements.items():
         text = text.replace(path, replacement)
     return text

@@ -78,6 +78,9 @@ def hub_job(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
     flavour = flavour_of(plan)
     # The token's name alone: `hf` takes its value from this machine's login, and no file or history has it.
     lines = [f"hf jobs run --detach --flavor {flavour.name} --timeout {timeout} --secrets HF_TOKEN"]
+    storage = plan.loaded.recipe.storage
+    if storage is not None and storage.startswith("s3://"):
+        lines += ["--secrets AWS_ACCESS_KEY_ID", "--secrets AWS_SECRET_ACCESS_KEY"]
     command, recipe = ["finetune", "train"], plan.shipped_recipe
     if recipe is None:
         # An own recipe travels in a variable, in letters that every shell and parser leaves alone.
@@ -86,6 +89,8 @@ def hub_job(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
         command = ["bash", "-c", 'base64 -d <<< "$RECIPE" > "./$1" && exec finetune train "./$1" "${@:2}"', "train"]
     lines.append(shlex.join([plan.options.image or "", *command, recipe, *plan.arguments]))
     text = ["#!/usr/bin/env bash", *head, "# Submit, where `hf auth login` was done: bash THIS_FILE"]
-    if plan.loaded.recipe.hub.checkpoints is None:
-        text.append("# A job's disk ends with it. hub.checkpoints=BRANCH keeps the newest checkpoint on the Hub.")
+    if storage is None:
+        text.append(
+            "# A job's disk ends with it. With run.storage=hf://OWNER/NAME@BRANCH the next job goes on from there."
+        )
     return "\n".join([*text, "", " \\\n  ".join(lines)]) + "\n"

@@ -18,6 +18,7 @@ from finetune.launch.plan import LaunchPlan
 from finetune.launch.signals import GRACE_VARIABLE
 from finetune.output_stream import printable
 from finetune.paths import read_regular
+from finetune.recipe.storage_address import OBJECT_STORES
 from finetune.recipe.yaml_text import MAX_BYTES
 
 _GRACE_SECONDS = 600  # from SIGTERM to SIGKILL: for one optimizer step and one checkpoint
@@ -82,6 +83,9 @@ def train_job(plan: LaunchPlan, head: Sequence[str]) -> str:
     ]
     if plan.nodes > 1:
         lines.append("# All machines write to that volume: its access mode is ReadWriteMany.")
+    storage = plan.loaded.recipe.storage
+    if storage is not None and storage.startswith(OBJECT_STORES):
+        lines.append("# Its secret `storage` holds the credentials of run.storage, as AWS_ACCESS_KEY_ID and others.")
     if paths := sorted({path for _, path in plan.local_paths}):
         lines.append(f"# Copy to the volume: {', '.join(map(printable, paths))}")
     text = yaml.dump_all(documents, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=2**20)
@@ -128,6 +132,9 @@ def _job_set(plan: LaunchPlan, name: str) -> Mapping[str, Any]:
         },
         "volumeMounts": mounts,
     }
+    storage = plan.loaded.recipe.storage
+    if storage is not None and storage.startswith(OBJECT_STORES):
+        container["envFrom"] = [{"secretRef": {"name": "storage", "optional": True}}]
     pod = {
         "restartPolicy": "Never",  # podFailurePolicy needs this
         "terminationGracePeriodSeconds": _GRACE_SECONDS,

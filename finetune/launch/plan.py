@@ -240,6 +240,9 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
             f"model.name_or_path: {recipe.model.name_or_path} is a package of this machine, not of the image; name the "
             "model's repository on the Hub"
         )
+    storage = recipe.storage
+    if storage is not None and storage.startswith("file://") and not (on == "kubeflow" and "/work/" in storage[:13]):
+        yield f"run.storage: {printable(storage)} is a folder of this machine; name a bucket: s3://BUCKET/PREFIX"
     for key, path in plan.local_paths:
         shown = printable(path)
         if on == "hf-jobs":
@@ -250,8 +253,11 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
         return
     if plan.nodes > 1:
         yield f"budget.nodes: {plan.nodes} machines, and an HF job has one; set budget.nodes=1, or take kubeflow"
-    if not recipe.hub.push:
-        yield "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME"
+    if not recipe.hub.push and storage is None:
+        yield (
+            "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME, or "
+            "run.storage=hf://OWNER/NAME@BRANCH"
+        )
 
 
 def _local_paths(plan: LaunchPlan) -> Iterator[tuple[str, str]]:

@@ -269,8 +269,8 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
             yield Finding("token", "ok", f"none; gated models and `finetune push` need one: {login}")
         else:
             yield _token_for(model.name_or_path, online=online)
-        if recipe and (recipe.hub.push or recipe.hub.checkpoints):
-            yield Finding("token", "bad", "none, and the recipe pushes to the Hub", login)
+        if recipe and (recipe.hub.push or (recipe.storage or "").startswith("hf://")):
+            yield Finding("token", "bad", "none, and the recipe writes to the Hub", login)
         return
     named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
     text = f"found, from {named or 'the stored login'}"

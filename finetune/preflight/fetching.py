@@ -295,6 +295,9 @@ def _with_places(
     if recipe.hub.push or recipe.hub.checkpoints is not None:
         changed |= {"hub.push": False, "hub.checkpoints": None}  # type: ignore[dict-item]
         notes.append("hub.push, hub.checkpoints: off, because they need a network; finetune push RUN sends the result")
+    if recipe.run.storage is not None:
+        changed["run.storage"] = None
+        notes.append("run.storage: off, because it needs a network")
     if model.name_or_path.startswith(PREFIX):
         notes.append(f"{model.name_or_path}: comes with an installed package, which the other machine needs too")
 

@@ -167,6 +167,18 @@ class Recipe(Section):
         return self.eval_steps
 
     @property
+    def storage(self) -> str | None:
+        """The address of the place that keeps the run: run.storage, or hub.checkpoints' branch; None: there is none."""
+        if self.hub.checkpoints is not None:
+            return f"hf://{self.hub.repo_id}@{self.hub.checkpoints}"
+        return self.run.storage
+
+    @property
+    def storage_key(self) -> str:
+        """The key that names the storage, for messages."""
+        return "run.storage" if self.hub.checkpoints is None else "hub.checkpoints"
+
+    @property
     def run_dir(self) -> str:
         """The run folder; filled in by the loader when the recipe names none."""
         assert self.output_dir is not None, "load_recipe fills output_dir"
@@ -323,6 +335,10 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     for key, needs_repository in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
         if needs_repository and hub.repo_id is None:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
+    if hub.checkpoints is not None and recipe.run.storage is not None:
+        yield CrossCheck("run.storage", "hub.checkpoints names a place too", "remove one of the two")
+    if recipe.run.storage == f"hf://{hub.repo_id}@{hub.revision}":
+        yield CrossCheck("run.storage", "is also hub.revision, the result's branch", "name another branch")
     if hub.checkpoints == hub.revision:
         problem = "is also hub.revision, the result's branch"
         yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")

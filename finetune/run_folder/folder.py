@@ -13,7 +13,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -150,6 +151,7 @@ def claim_run_folder(
     at_default: Collection[str] = (),
     asked: Asked | None = None,
     also: Mapping[str, str] = MappingProxyType({}),
+    bring: Callable[[], None] | None = None,
     wait_seconds: float = 10.0,
 ) -> Claim:
     """Lock the folder for this process's life and decide where the run starts. Only rank 0 calls it.
@@ -164,6 +166,7 @@ def claim_run_folder(
         at_default: `keys_at_default(recipe)`. An older release lacks newer keys; these may be lacking.
         asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
         also: Other values of `identity` that mean the same, as the release before wrote them.
+        bring: Called once the folder is locked, before it is read: it may put a run from a storage there.
         wait_seconds: The longest wait for a process that is still saving.
 
     Raises:
@@ -172,8 +175,20 @@ def claim_run_folder(
     """
     _refuse_foreign(run_dir)
     refuse_other_kinds(run_dir, OWN_FILES)
+    is_new = not run_dir.exists()
     locked = _lock(run_dir, wait_seconds)
     notes: list[str] = []
+    try:
+        refuse_mount(run_dir)
+        if bring is not None:
+            bring()
+    except BaseException:
+        os.close(locked)
+        if is_new:
+            with suppress(OSError):  # something was put there already
+                (run_dir / LOCK).unlink()
+                run_dir.rmdir()
+        raise
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
         place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
@@ -239,6 +254,49 @@ def _start(
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
+    differing, earlier, notes = _differing(run_dir, previous, identity, at_default, also)
+    damaged = (*damaged, *notes)
+    if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
+        longer = go_on(run_dir, previous, asked, checkpoint)
+        if longer is not None:
+            set_aside(run_dir, longer[0].step, int(previous["step"]))
+            return "resumed", longer[0], (*damaged, longer[1])
+    if differing:
+        if finished and asked is not None and asked.steps > asked.as_before(earlier).steps:
+            differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
+        raise _other_run(
+            run_dir, differing, earlier, identity, f"choose another output_dir, or start over: {_START_OVER}"
+        )
+    return ("finished" if finished else "resumed"), checkpoint, damaged
+
+
+def refuse_other_run(
+    place: object,
+    previous: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    at_default: Collection[str],
+    also: Mapping[str, str],
+    remedy: str,
+) -> None:
+    """Raise FinetuneError if the state `previous`, found in `place`, is another run's than `identity`.
+
+    Args:
+        remedy: What to do, other than to set the keys back.
+    """
+    identity = json.loads(json.dumps(identity))
+    differing, earlier, _ = _differing(place, previous, identity, at_default, also)
+    if differing:
+        raise _other_run(place, differing, earlier, identity, remedy)
+
+
+def _differing(
+    place: object,
+    previous: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    at_default: Collection[str],
+    also: Mapping[str, str],
+) -> tuple[list[str], dict[str, Any], list[str]]:
+    """The keys that make `previous` another run, its identity, and a note for each key that changed harmlessly."""
     # An older release may have saved keys that are free to change now. It lacks newer keys: its run had their defaults.
     earlier = {key: identity[key] for key in at_default} | previous["identity"]
     for key, value in also.items():
@@ -250,7 +308,7 @@ def _start(
     same_base = is_same_base(earlier.get(BASE), identity.get(BASE))
     if same_base is not False:
         differing = [key for key in differing if key != BASE]
-    notes = list(damaged)
+    notes: list[str] = []
     for is_equal, places in (
         (same_base, re.compile(r"model\.(name_or_path|revision)")),
         (_equal("data fingerprint", earlier, identity), DATA_PLACES),
@@ -259,32 +317,28 @@ def _start(
         moved = [key for key in differing if is_equal and places.fullmatch(key)]
         differing = [key for key in differing if key not in moved]
         notes += [
-            f"{run_dir}: {key}: {one_line(earlier.get(key, _UNSET))} there, {one_line(identity.get(key, _UNSET))} now; "
+            f"{place}: {key}: {one_line(earlier.get(key, _UNSET))} there, {one_line(identity.get(key, _UNSET))} now; "
             "its content is the same, so the run goes on"
             for key in moved
         ]
-    damaged = tuple(notes)
-    if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
-        longer = go_on(run_dir, previous, asked, checkpoint)
-        if longer is not None:
-            set_aside(run_dir, longer[0].step, int(previous["step"]))
-            return "resumed", longer[0], (*damaged, longer[1])
-    if differing:
-        lines = []
-        if finished and asked is not None and asked.steps > asked.as_before(earlier).steps:
-            differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
-        for key in differing:
-            there, now = (
-                base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
-                for facts in (earlier, identity)
-            )
-            if key == BASE and earlier[BASE].get("commit"):
-                now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
-            lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
-        other = "base" if differing == [BASE] else "recipe"
-        remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
-        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another {other}:", *first_lines(lines, 40), remedy]))
-    return ("finished" if finished else "resumed"), checkpoint, damaged
+    return differing, earlier, notes
+
+
+def _other_run(
+    place: object, differing: list[str], earlier: Mapping[str, Any], identity: Mapping[str, Any], remedy: str
+) -> FinetuneError:
+    lines = []
+    for key in differing:
+        there, now = (
+            base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
+            for facts in (earlier, identity)
+        )
+        if key == BASE and earlier[BASE].get("commit"):
+            now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
+        lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+    other = "base" if differing == [BASE] else "recipe"
+    text = [f"{place}: holds a run of another {other}:", *first_lines(lines, 40), f"  set them back, {remedy}"]
+    return FinetuneError("\n".join(text))
 
 
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
@@ -322,10 +376,50 @@ def _lock(run_dir: Path, wait_seconds: float) -> int:
         raise FinetuneError(f"{run_dir}: another run is writing here ({error.strerror}); {remedy}") from None
     except OSError as error:
         problem, remedy = f"output_dir cannot be used: {error.strerror}", "choose another"
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            problem = f"this file system has no locks ({error.strerror}), as a mounted bucket has none"
+            remedy = "set output_dir to a local disk, and run.storage to the bucket's address"
         if (other := _of_another_user(run_dir)) is not None:
             problem = f"{other.relative_to(run_dir)} cannot be written, it belongs to user {other.stat().st_uid}"
             remedy = f"give it to this user: chown -R {os.getuid()} {shlex.quote(str(run_dir))}"
         raise FinetuneError(f"{run_dir}: {problem}; {remedy}") from None
+
+
+def refuse_mount(run_dir: Path) -> None:
+    """Raise FinetuneError if the file system cannot do what a run needs, as a bucket that is mounted cannot: append,
+    write in place, rename a file and a folder, lock."""
+    trial, step = run_dir / f"{TEMPORARY_PREFIX}trial", "make a folder"
+    try:
+        trial.mkdir(exist_ok=True)
+        file = trial / "file"
+        step = "append to a file"
+        for _ in range(2):
+            with open(file, "ab") as appended:
+                appended.write(b"1")
+        step = "write in place"
+        with open(file, "r+b") as written:
+            written.write(b"2")
+        step = "rename a file"
+        os.replace(file, trial / "renamed")
+        step = "keep what was written"
+        if (trial / "renamed").read_bytes() != b"21":
+            raise OSError(errno.EIO, "a file has other content")
+        step = "rename a folder"
+        remove_folder(moved := trial.with_name(f"{trial.name}-moved"))
+        os.rename(trial, moved)
+        trial = moved
+        step = "lock a file"
+        os.close(lock(trial / "renamed", wait_seconds=0))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
+        raise FinetuneError(
+            f"{run_dir}: this file system cannot {step} ({error.strerror}), as a mounted bucket cannot; set output_dir "
+            "to a local disk, and run.storage to the bucket's address"
+        ) from None
+    finally:
+        with suppress(OSError):
+            remove_folder(trial)
 
 
 def _of_another_user(run_dir: Path) -> Path | None:

@@ -31,6 +31,7 @@ SPEED_LINES = 20  # training lines whose mean speed tells the time that is left
 SILENT_SHARE = 4  # a rank writes a heartbeat every 5 s at least; a quarter of timeout_seconds without one is a stall
 SLOW_LINES = 10  # lines of metrics that could have been written meanwhile
 ENDED = ("stopped", "finished", "failed")
+SILENT_STORAGE = 600.0  # seconds; an owner writes every ten, and machines' clocks differ
 REMEDY = "take the file of the run itself"
 
 
@@ -75,8 +76,12 @@ class RunStatus:
         return "\n".join(lines)
 
 
-def read_status(run_dir: Path) -> RunStatus:
-    """A run's status now. Raises FinetuneError if no run is or was in the folder."""
+def read_status(run_dir: Path, mirrored: Mirrored | None = None) -> RunStatus:
+    """A run's status now. Raises FinetuneError if no run is or was in the folder.
+
+    Args:
+        mirrored: The folder is a copy of the run's records from its storage, and this is what else the storage says.
+    """
     state, locked = _state_and_lock(run_dir)
     if state is None and not locked:
         raise FinetuneError(f"{run_dir}: no run is or was here ({STATE} is missing); name a run's output_dir")
@@ -96,7 +101,10 @@ def read_status(run_dir: Path) -> RunStatus:
 
     recent = [float(line["step_seconds"]) for line in trained[-SPEED_LINES:]]
     seconds = statistics.fmean(recent) if recent else None  # of a step
-    word, reason, silent = _life(run_dir, state, locked, beats, recipe, seconds)
+    if mirrored is None:
+        word, reason, silent = _life(run_dir, state, locked, beats, recipe, seconds)
+    else:
+        word, reason, silent = mirrored.life(state)
     left = None
     if seconds is not None and total is not None and word != "finished" and step < total:
         left = seconds * (total - step)
@@ -105,7 +113,7 @@ def read_status(run_dir: Path) -> RunStatus:
     phase = str(state["phase"]) if "phase" in state else next((beat.phase for beat in beats if beat.rank == 0), None)
     last = trained[-1] if trained else {}
     return RunStatus(
-        run=str(run_dir),
+        run=str(run_dir) if mirrored is None else mirrored.url,
         state=word,  # type: ignore[arg-type]  # one of a run's states, or of `_life`
         reason=reason,
         phase=phase and one_line(phase, 40),
@@ -115,10 +123,39 @@ def read_status(run_dir: Path) -> RunStatus:
         tokens_per_second=last.get("tokens_per_second"),
         seconds_left=left,
         silent_seconds=silent,
-        checkpoint=_last_checkpoint(run_dir),
-        command=one_line(state["command"], 2000) if "command" in state else None,
+        checkpoint=_last_checkpoint(run_dir) if mirrored is None else mirrored.checkpoint,
+        command=one_line(state["command"], 2000) if state.get("command") else None,
         updated=one_line(state["updated"], 40) if "updated" in state else None,
     )
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """What a storage says about its run beside the records."""
+
+    url: str
+    checkpoint: Mapping[str, Any] | None  # the newest complete one: step, where
+    silent_seconds: float | None  # since the owner moved its counter; None: it said that it ended, or never counts
+
+    def life(self, state: Mapping[str, Any]) -> tuple[str, str | None, float | None]:
+        """The state's word, its reason, and the seconds since the last sign of life."""
+        if state["state"] in ENDED:
+            return _ended(state)
+        if self.silent_seconds is not None and self.silent_seconds > SILENT_STORAGE:
+            told = f"the storage has had no sign of life for {duration(self.silent_seconds)}"
+            return (
+                "dead",
+                f"{told}, by this machine's clock: its machine went away, or has no network",
+                (self.silent_seconds),
+            )
+        return str(state["state"]), None, self.silent_seconds
+
+
+def _ended(state: Mapping[str, Any]) -> tuple[str, str | None, float | None]:
+    reason = state.get("error", state.get("reason"))
+    if reason is not None and "rank" in state:
+        reason = f"rank {state['rank']}: {reason}"
+    return state["state"], None if reason is None else one_line(reason, 500), None
 
 
 def _state_and_lock(run_dir: Path) -> tuple[dict[str, Any] | None, bool]:
@@ -168,10 +205,7 @@ def _life(
 ) -> tuple[str, str | None, float | None]:
     """The state's word, its reason, and the seconds since the last sign of life of a run without an end."""
     if state["state"] in ENDED:
-        reason = state.get("error", state.get("reason"))
-        if reason is not None and "rank" in state:
-            reason = f"rank {state['rank']}: {reason}"
-        return state["state"], None if reason is None else one_line(reason, 500), None
+        return _ended(state)
 
     names = (STATE, "receipt.json", "metrics.jsonl", "samples.jsonl", "checkpoints", LOCK)
     written = []

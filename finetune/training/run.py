@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from finetune.errors import FinetuneError
 from finetune.launch.signals import StopRequest
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
@@ -29,6 +30,7 @@ from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import accumulating
 from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import all_ranks
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
@@ -69,7 +71,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Keeps a run's steps: in its folder, and on the Hub where the recipe names a branch."""
+    """Keeps a run's steps: in its folder, and on the recipe's storage."""
 
     recipe: Recipe
     assembled: Assembled
@@ -78,10 +80,17 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint; it may be complete only later. Every rank calls it."""
-        # Every rank takes part in the checksums. A checkpoint in which nothing has changed yet is not pushed.
         push = None
-        if self.recipe.hub.checkpoints is not None and trained_checksums(self.assembled) != state.start_checksums:
-            push = partial(self.output.push_checkpoint, state.step)
+        if self.recipe.storage is not None:
+            lost = self.output.mirror.lost if self.output.mirror is not None else None
+            if lost := next(filter(None, all_ranks().gather(lost)), None):
+                raise FinetuneError(lost)
+            # A checkpoint in which nothing has changed yet is not sent. Every rank takes part in the checksums.
+            if not self.output.has_changed:
+                self.output.has_changed = trained_checksums(self.assembled) != state.start_checksums
+            if self.output.has_changed:
+                best = state.best_step if self.recipe.training.exports_best else None
+                push = partial(self.output.push_checkpoint, state.step, best)
         save(self.recipe, self.assembled, state, self.saves, push)
 
 
@@ -103,9 +112,11 @@ class Run:
     scorer: Scorer | None = None  # None: no answers are scored
 
     def stop_requested(self, step: int) -> bool:
-        """Whether this rank was told to stop, or its last checkpoint failed. The loop asks once a step."""
+        """Whether this rank was told to stop, or its last checkpoint failed, or another start took over this run. The
+        loop asks once a step."""
         self.progress.reached(step)
-        return bool(self.stop) or (self.checkpoints is not None and self.checkpoints.saves.failed)
+        lost = self.output.mirror is not None and self.output.mirror.lost is not None
+        return bool(self.stop) or lost or (self.checkpoints is not None and self.checkpoints.saves.failed)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Rank 0's output during a run: receipt, metrics, samples, the open page, trackers, checkpoints to the Hub.
+"""Rank 0's output during a run: receipt, metrics, samples, the open page, trackers, the copy on a storage.
 
 Every rank has these objects, so that no caller asks for its rank. On other ranks they do nothing.
 """
@@ -22,7 +22,7 @@ from finetune.strategies.receipt import add_optimizer_state
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from finetune.hub.checkpoints import CheckpointPusher
+    from finetune.storage.mirror import Mirror
     from finetune.training.trackers import Trackers
 
 SECONDS_BETWEEN_STATES = 1.0  # and a hundred times what the last one took: 12 ms here, for each is synced
@@ -32,20 +32,30 @@ SECONDS_BETWEEN_PAGES = 60.0  # drawing takes half a second of CPU for 1,000 ste
 class RunOutput:
     """The lines of a run, to its folder, the terminal and its trackers.
 
-    Leaving the block gives trackers the report and closes them. After a success it also waits for checkpoints that are
-    still on their way to the Hub.
+    Leaving the block gives trackers the report and closes them. After a success it also waits for the checkpoint that
+    is still on its way to the storage.
     """
 
-    def __init__(self, recipe: Recipe, total_steps: int, *, silent: bool = False, writes: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        total_steps: int,
+        *,
+        silent: bool = False,
+        writes: bool = True,
+        mirror: Mirror | None = None,
+    ) -> None:
         """
         Args:
             silent: This rank prints nothing.
             writes: This rank writes the run's folder.
+            mirror: The run's copy on its storage; rank 0's alone.
         """
         self.terminal = Terminal(total_steps, silent=silent)
         self._recipe, self._writes = recipe, writes
         self._trackers: Trackers | None = None
-        self._pusher: CheckpointPusher | None = None
+        self.mirror = mirror
+        self.has_changed = False  # a saved checkpoint differed from the start: checksums read every trained tensor
         self._state_due = -math.inf
         self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
@@ -59,8 +69,9 @@ class RunOutput:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._trackers is not None:
             self._trackers.finish()
-        if self._pusher is not None:
-            self._pusher.close(wait=kind is None)
+        # A second Ctrl-C waits for nothing. Then the next start watches the lease for a while.
+        if self.mirror is not None and self._writes and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+            self.mirror.close(wait=kind is None)
 
     def open_trackers(self, first_step: int) -> None:
         """Call it after the Accelerator is made. A `first_step` above 0 continues an earlier start's report."""
@@ -97,14 +108,10 @@ class RunOutput:
         if self._trackers is not None:
             self._trackers.log_samples(written)
 
-    def push_checkpoint(self, step: int) -> None:
-        """Send the checkpoint of this step to the Hub, in the background."""
-        if self._writes:
-            if self._pusher is None:
-                from finetune.hub.checkpoints import CheckpointPusher
-
-                self._pusher = CheckpointPusher(self._recipe)
-            self._pusher.push(step)
+    def push_checkpoint(self, step: int, best: int | None) -> None:
+        """Send the checkpoint of this step to the storage, in the background; the best one too if it lacks it."""
+        if self.mirror is not None and self._writes:
+            self.mirror.push(step, best)
 
 
 class Receipt:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
+from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
@@ -61,6 +63,7 @@ from finetune.untrusted.json_files import read_object
 
 if TYPE_CHECKING:
     from finetune.recipe.gpus import Gpus
+    from finetune.storage.mirror import Mirror
     from finetune.training.scored_answers import ScoredSet
     from finetune.training.start_adapter import StartAdapter
 
@@ -111,6 +114,7 @@ class Start:
     formats: ChosenFormats  # what `auto` chose
     reduction: Mapping[str, Any] = field(default_factory=dict)  # how often FSDP2 reduces gradients, and why
     scored: ScoredSet | None = None  # rows whose answers are scored in training
+    mirror: Mirror | None = None  # rank 0's copy of the run on its storage
 
     @property
     def run_dir(self) -> Path:
@@ -136,10 +140,14 @@ def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
         *strategy.notes,
         *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision),
     ]
-    if recipe.hub.push or recipe.hub.checkpoints:
+    if recipe.hub.push:
         from finetune.hub.around_training import check_before_training
 
         notes += check_before_training(recipe)
+    if recipe.storage is not None:
+        from finetune.storage.restart import check_storage
+
+        check_storage(recipe)
     if launch.is_main and (slow := slow_formats_note(recipe, device)):
         notes.append(slow)
     _note(launch, *notes)
@@ -152,7 +160,7 @@ def choose(checked: Checked) -> Choices:
     recipe, launch = checked.loaded.recipe, checked.launch
     # A resumed run goes on with its own base, also if the Hub's branch has moved. A new one keeps to one commit.
     asked = recipe.model.revision
-    recorded = recorded_base(Path(recipe.run_dir)) if recipe.training.resume != "never" else None
+    recorded = recorded_base(_recorded_in(recipe)) if recipe.training.resume != "never" else None
     recipe = at_recorded_commit(recipe, recorded)
     tokenizer = load_tokenizer(recipe)
     base = base_identity(recipe.model)
@@ -206,13 +214,13 @@ def prepare(choices: Choices) -> Start:
     schedule = Schedule(recipe.training, plan.total_steps)
     if unsaved := recipe.unsaved_evaluations(plan.total_steps):  # a best evaluation without a checkpoint to export
         raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
-    claim, due = None, None
+    claim, mirror, due = None, None, None
     if launch.is_main:
         if recipe.run.stop_after is not None:
             from finetune.recipe.stop_time import stop_time
 
             due = stop_time(recipe.run.stop_after, STARTED_AT)
-        claim = _claim(choices, prepared)
+        claim, mirror = _claim(choices, prepared)
         if claim.status != "finished":
             print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
     return Start(
@@ -231,6 +239,7 @@ def prepare(choices: Choices) -> Start:
         rows=choices.rows,
         formats=checked.formats,
         scored=scored,
+        mirror=mirror,
     )
 
 
@@ -269,32 +278,64 @@ def own_gpus(launch: Launch) -> Gpus | None:
 
 def _rows_of_run(recipe: Recipe) -> int | None:
     """The rows of a micro-batch of the run that is resumed; None for a new one."""
-    receipt = Path(recipe.run_dir) / "receipt.json"
-    if recipe.training.resume == "never" or not receipt.is_file():
+    if recipe.training.resume == "never":
+        return None
+    receipt = _recorded_in(recipe) / "receipt.json"
+    if not receipt.is_file():
         return None
     batch = read_object(receipt, MOST_RECORD_BYTES).get("batch")
     rows = batch.get("per_device_batch_size") if isinstance(batch, dict) else None
     return rows if type(rows) is int and rows > 0 else None
 
 
-def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
-    """Rank 0 locks the run's folder and writes the facts known at the start."""
+def _recorded_in(recipe: Recipe) -> Path:
+    """The folder with the records of the run that this start continues: the run folder, or the storage's copy."""
+    if recipe.storage is None:
+        return Path(recipe.run_dir)
+    from finetune.storage.restart import recorded_folder
+
+    return recorded_folder(recipe)
+
+
+def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror | None]:
+    """Rank 0 locks the run's folder, takes over the run on its storage, and writes the facts known at the start."""
     # The recipe as the user wrote it: `auto` stays, and so does a branch's name.
     loaded, adapter = choices.checked.loaded, choices.adapter
     recipe = loaded.recipe
     identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         identity |= {"adapter fingerprint": adapter.sha256}
-    claim = claim_run_folder(
-        Path(recipe.run_dir),
-        resume=recipe.training.resume,
-        identity=identity,
-        command=choices.checked.command,
-        at_default=keys_at_default(recipe),
-        asked=Asked(recipe.training, len(prepared.train)),
-        also=_written_before(Path(recipe.run_dir), prepared),
-    )
-    _note(choices.checked.launch, *claim.notes)
+    launch, at_default, mirror = choices.checked.launch, keys_at_default(recipe), None
+    also = _written_before(_recorded_in(recipe), prepared)
+
+    def bring() -> None:
+        nonlocal mirror
+        if recipe.storage is not None:
+            from finetune.storage.restart import take_over
+
+            mirror = take_over(recipe, launch, identity, at_default, also, partial(_note, launch))
+
+    try:
+        claim = claim_run_folder(
+            Path(recipe.run_dir),
+            resume=recipe.training.resume,
+            identity=identity,
+            command=choices.checked.command,
+            at_default=at_default,
+            asked=Asked(recipe.training, len(prepared.train)),
+            also=also,
+            bring=bring,
+        )
+    except BaseException:
+        if mirror is not None:
+            mirror.give_back()
+        raise
+    _note(launch, *claim.notes)
+    if mirror is not None and claim.status == "finished":
+        mirror.give_back()
+    elif mirror is not None and claim.checkpoint is not None:
+        best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
+        mirror.push_missing(claim.checkpoint.step, best)
     if claim.status != "finished":
         folder = Path(recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
@@ -304,7 +345,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> Claim:
         from finetune.untrusted.model_code import trust_code
 
         trust_code(recipe.model.name_or_path, recipe.model.revision)
-    return claim
+    return claim, mirror
 
 
 def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, str]:
@@ -336,7 +377,7 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     if not loaded.auto_formats:
         return loaded.formats_for(FastestFormat("bf16", ""))  # nothing is auto, so this is not used
     run_dir = Path(loaded.recipe.run_dir)
-    began_with = _formats_of_run(run_dir) if loaded.recipe.training.resume == "auto" else None
+    began_with = _formats_of_run(_recorded_in(loaded.recipe)) if loaded.recipe.training.resume == "auto" else None
     if began_with is not None:
         return loaded.with_formats(began_with, f"the run in {run_dir} began with it", kept=True)
     return loaded.formats_for(_fastest_on(device_of(launch)))

@@ -26,6 +26,7 @@ FLOORS = [
     ["probe"],
     ["run_folder"],
     ["hub", "report"],
+    ["storage"],
     ["training"],
     ["planner", "preflight", "finished_run", "new_recipe"],
     ["train"],

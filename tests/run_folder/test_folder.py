@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -621,3 +623,46 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == 4
     monkeypatch.setenv("FINETUNE_CACHE", "/somewhere")
     assert cache_folder() == Path("/somewhere")
+
+
+class TestMounts:
+    """A mounted bucket as run folder: each call that it refuses is named, and run.storage with it."""
+
+    @pytest.mark.parametrize(
+        ("target", "number", "words"),
+        [
+            ("os.replace", errno.EPERM, "cannot rename a file (Operation not permitted)"),
+            ("os.rename", errno.ENOSYS, "cannot rename a folder (Function not implemented)"),
+            ("fcntl.lockf", errno.ENOSYS, "this file system has no locks (Function not implemented)"),
+            ("append", errno.EPERM, "cannot append to a file (Operation not permitted)"),
+            ("in place", errno.EOPNOTSUPP, "cannot write in place (Operation not supported)"),
+        ],
+    )
+    def test_what_it_cannot_do_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, number: int, words: str
+    ) -> None:
+        real_open = open
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        def mounted_open(path: Any, mode: str = "r", **kwargs: Any) -> Any:
+            if (target == "append" and "a" in mode) or (target == "in place" and "+" in mode):
+                refuse()
+            return real_open(path, mode, **kwargs)
+
+        if "." in target:
+            monkeypatch.setattr(target, refuse)
+        else:
+            monkeypatch.setattr("builtins.open", mounted_open)
+        with pytest.raises(FinetuneError, match=re.escape(words)) as caught:
+            claim_run_folder(tmp_path / "run", resume="auto", identity={}, command="", wait_seconds=0)
+        monkeypatch.undo()
+        assert "run.storage" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        left = {path.name for path in tmp_path.rglob("*")}
+        assert left <= {"run", ".lock"}, "an empty folder if it cannot be locked, else nothing"
+
+    def test_a_disk_leaves_no_trace(self, tmp_path: Path) -> None:
+        claim_run_folder(tmp_path / "run", resume="auto", identity={}, command="").release()
+        assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock", ".state.lock", "run_state.json"}

@@ -231,24 +231,12 @@ class TestNothingTrained:
     @pytest.mark.thorough
     @pytest.mark.sample(1)
     @pytest.mark.parametrize(("rate", "pushed"), [(1e-60, []), (1e-2, [2, 4])])
-    def test_checkpoints_go_to_the_hub_once_something_has_changed(
+    def test_checkpoints_go_to_the_storage_once_something_has_changed(
         self, rate: float, pushed: list[int], recipe: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         steps: list[int] = []
-
-        class Pusher:
-            def __init__(self, recipe: Any) -> None:
-                pass
-
-            def push(self, step: int) -> None:
-                steps.append(step)
-
-            def close(self, *, wait: bool) -> None:
-                pass
-
-        monkeypatch.setattr("finetune.hub.checkpoints.CheckpointPusher", Pusher)
-        monkeypatch.setattr("finetune.hub.around_training.check_before_training", lambda recipe: ())
-        words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
+        monkeypatch.setattr("finetune.storage.mirror.Mirror.push", lambda self, step, best: steps.append(step))
+        words = [f"run.storage=file://{recipe.parent}/store", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed
 

@@ -10,7 +10,7 @@ from finetune.recipe.yaml_text import shown
 
 
 class RunLimits(Section):
-    """The run's limits."""
+    """The run's limits, and where its state outlives the machine."""
 
     stop_after: str | None = Field(
         None,
@@ -18,6 +18,25 @@ class RunLimits(Section):
         description="Save, and end with exit code 130, at the first step after this time from the start, 3h50m, or "
         "after a date with its zone, 2026-11-28T18:00+01:00. Each start counts anew. null: no limit.",
     )
+
+    storage: str | None = Field(
+        None,
+        min_length=1,
+        description="Where the newest checkpoint and the run's records are copied in the background, and from where a "
+        "start on an empty machine continues: s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, "
+        "hf://buckets/OWNER/NAME/PREFIX, file:///FOLDER. One place for each run. null: nowhere.",
+    )
+
+    @model_validator(mode="after")
+    def storage_is_an_address(self) -> RunLimits:
+        """Check the address's form. A start asks the storage itself."""
+        if self.storage is None:
+            return self
+        from finetune.recipe.storage_address import storage_problem
+
+        if (found := storage_problem(self.storage)) is not None:
+            refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
+        return self
 
     @model_validator(mode="after")
     def time_is_one(self) -> RunLimits:
@@ -116,4 +135,4 @@ class Hub(Section):
     push: bool = Field(False, description="Push the result when training is finished; needs repo_id.")
     private: bool = Field(True, description="Only you see it; false is needed to push to a public repository too.")
     revision: str = Field("main", min_length=1, description="Branch to push to; made if missing.")
-    checkpoints: str | None = Field(None, min_length=1, description="Branch for the newest checkpoint; null: none.")
+    checkpoints: str | None = Field(None, min_length=1, description="Branch of repo_id as run.storage; null: none.")

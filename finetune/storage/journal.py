@@ -1,0 +1,301 @@
+"""The journal of a run on a storage: who may write there, and which checkpoints are complete.
+
+    00000007.json     an entry: the owner, its checkpoints and records, each file with its size. The newest one counts
+    00000007/         what this entry added, laid out as a run folder: checkpoints/step-00000020/, metrics.jsonl, ...
+    lease-00000005.json   a counter that the owner of entry 5 and later ones moves while it lives
+
+Entries are only created, each with the number after the one before, so two writers contend for every number:
+
+    owner A   creates 7 (a checkpoint)         fails to create 8: it is superseded, and ends
+    start B                       creates 8 (it owns the run, and begins from what 7 lists)
+
+If A creates 8 first, B fails, and refuses to start. So a checkpoint that A publishes is either in the entry from which
+B begins, or in none. A's late files lie in 00000008/, to which no entry refers, because an entry that takes over adds
+none. No clock is compared: B watches the counter with its own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.output_stream import one_line
+from finetune.storage.backends import Storage, explain
+
+RENEW_SECONDS = 10.0
+WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
+KEPT_ENTRIES = 50  # an owner that slept for more looks at the newest entry too
+CLOSE_SECONDS = 10.0
+ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0
+_ENTRY = re.compile(r"(\d{8})\.json")
+_OTHER_PREFIX = "name another place in run.storage"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint on the storage."""
+
+    step: int
+    folder: str  # the numbered folder that holds it
+    files: Mapping[str, int]  # name -> bytes
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/checkpoints/step-{self.step:08d}/{name}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry. `owner` is the number of the entry with which the owner took the run."""
+
+    number: int
+    owner: int
+    by: str  # process and host of the owner; empty on the Hub, which may be public
+    checkpoints: tuple[Saved, ...] = ()  # in the order of their steps
+    records: Mapping[str, int] = field(default_factory=dict)  # name -> bytes, in `records_folder`
+    records_folder: str = ""
+    token: str = ""  # random: tells this entry from another writer's
+
+    @property
+    def name(self) -> str:
+        return entry_name(self.number)
+
+    def as_bytes(self) -> bytes:
+        return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
+
+
+def entry_name(number: int) -> str:
+    return f"{number:08d}.json"
+
+
+def newest_entry(storage: Storage) -> Entry | None:
+    """The newest entry; None: no run is there. Raises FinetuneError for one that no run wrote."""
+    for _ in range(3):  # the owner may delete an old entry that was the newest when it was listed
+        numbers = [int(match[1]) for name in storage.names() if (match := _ENTRY.fullmatch(name))]
+        if not numbers:
+            return None
+        with suppress(FileNotFoundError):
+            return _entry(storage, max(numbers))
+    raise EnvironmentMismatch(f"{storage.url}: its newest entry cannot be read; try again later")
+
+
+def _entry(storage: Storage, number: int) -> Entry:
+    content = storage.read(entry_name(number))
+    try:
+        value = json.loads(content)
+        checkpoints = tuple(
+            Saved(int(each["step"]), str(each["folder"]), dict(each["files"])) for each in value["checkpoints"]
+        )
+        found = Entry(
+            number,
+            int(value["owner"]),
+            str(value["by"]),
+            checkpoints,
+            dict(value["records"]),
+            str(value["records_folder"]),
+            str(value["token"]),
+        )
+        names = [*found.records, *(name for saved in checkpoints for name in saved.files)]
+        folders = [found.records_folder or "00000000", *(saved.folder for saved in checkpoints)]
+        if not all(re.fullmatch(r"[\w-][\w.-]*", name) for name in names):
+            raise ValueError("a file's name")
+        if not all(re.fullmatch(r"\d{8}", folder) for folder in folders):
+            raise ValueError("a folder's name")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FinetuneError(
+            f"{storage.url}/{entry_name(number)}: is not what a run writes ({one_line(error, 80)}); {_OTHER_PREFIX}"
+        ) from None
+    return found
+
+
+def attempt(storage: Storage, work: Callable[[], Any], pause: Callable[[float], None] = time.sleep) -> Any:
+    """Call `work` until it succeeds, three times at most. Raises FinetuneError, one line."""
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return work()
+        except Exception as error:
+            line, may_pass = explain(storage, error)
+            if not may_pass or number == ATTEMPTS:
+                raise line from error
+            pause(FIRST_WAIT_SECONDS * number)
+    raise AssertionError
+
+
+class Lease:
+    """The right to write a run on a storage, and the journal's newest entry as this owner knows it."""
+
+    def __init__(self, storage: Storage, entry: Entry) -> None:
+        self.storage, self.entry = storage, entry
+        self.lost: str | None = None  # the line that says who took the run
+        self._counter, self._closed = 0, threading.Event()
+        if storage.is_shared:
+            threading.Thread(target=self._renew, name="lease on the storage", daemon=True).start()
+
+    def publish(
+        self,
+        files: Mapping[str, Path | bytes],
+        checkpoints: Sequence[Saved],
+        records: Mapping[str, int],
+        *,
+        new_folder: str,
+    ) -> None:
+        """Add one entry: first its files (path below `new_folder` -> content), then the entry, then delete what no
+        entry needs any more. `checkpoints` are all that the storage holds afterwards, `new_folder` is `next_folder`.
+
+        Raises FinetuneError if another start has taken the run; then nothing of this refers to any file.
+        """
+        entry = replace(
+            self.entry,
+            number=self.entry.number + 1,
+            checkpoints=tuple(sorted(checkpoints, key=lambda saved: saved.step)),
+            records=dict(records),
+            records_folder=new_folder,
+            token=os.urandom(8).hex(),
+        )
+        assert new_folder == self.next_folder
+        self.storage.begin()
+        for path, source in files.items():
+            self.storage.put(f"{new_folder}/{path}", source)
+        if self.storage.in_one_commit:
+            self.storage.remove(self._not_needed(entry))
+        # An entry that is there already is this one if its answer was lost on the way. Else it is a newer owner's.
+        is_new = self.storage.create(entry.name, entry.as_bytes())
+        if not is_new and _entry(self.storage, entry.number).token != entry.token:
+            self.refresh()
+            raise AssertionError("an entry of this owner that it did not write")
+        self.entry = entry
+        self.refresh()
+        if not self.storage.in_one_commit:
+            with suppress(Exception):  # the next entry deletes them
+                self.storage.remove(self._not_needed(entry))
+
+    @property
+    def next_folder(self) -> str:
+        """The folder of the next entry."""
+        return f"{self.entry.number + 1:08d}"
+
+    def refresh(self) -> None:
+        """Go on from the newest entry of this owner. Call it before each attempt to `publish`.
+
+        Raises FinetuneError if another start has taken the run.
+        """
+        newest = self._newest()
+        if newest is not None and newest.number > self.entry.number:
+            self.entry = newest  # written by an attempt whose answer was lost
+
+    def _newest(self) -> Entry | None:
+        newest = newest_entry(self.storage)
+        if newest is not None and newest.number > self.entry.number and newest.owner != self.entry.owner:
+            by = f" ({newest.by})" if newest.by else ""
+            self.lost = (
+                f"{self.storage.url}: another start has taken over this run{by}; this one ends, and its later "
+                f"checkpoints are in its own folder alone; stop one of the two, or {_OTHER_PREFIX}"
+            )
+        if self.lost is not None:
+            raise FinetuneError(self.lost)
+        return newest
+
+    def close(self) -> None:
+        """Give the run back, so that the next start need not watch."""
+        if not self._closed.is_set() and self.lost is None and self.storage.is_shared:
+            self._closed.set()
+            with suppress(Exception):
+                self.storage.put(_lease_name(self.entry.owner), _lease(self._counter, closed=True))
+        self._closed.set()
+
+    def _not_needed(self, entry: Entry) -> list[str]:
+        needed = {entry.records_folder, *(saved.folder for saved in entry.checkpoints)}
+        gone = []
+        for name in self.storage.names():
+            number = re.fullmatch(r"(?:lease-)?(\d{8})(?:\.json)?", name)
+            if number is None or name in needed:
+                continue
+            if name.startswith("lease-"):
+                old = int(number[1]) < entry.owner
+            elif name.endswith(".json"):
+                old = int(number[1]) < entry.number - KEPT_ENTRIES
+            else:
+                old = int(number[1]) <= entry.number
+            if old:
+                gone.append(name)
+        return gone
+
+    def _renew(self) -> None:
+        while not self._closed.wait(RENEW_SECONDS):
+            self._counter += 1
+            # A network that fails now may work at the next turn. The entries' numbers decide, not this counter.
+            with suppress(Exception):
+                self._newest()
+                self.storage.put(_lease_name(self.entry.owner), _lease(self._counter, closed=False))
+            if self.lost is not None:
+                return
+
+
+def _lease_name(owner: int) -> str:
+    return f"lease-{owner:08d}.json"
+
+
+def _lease(counter: int, *, closed: bool) -> bytes:
+    return json.dumps({"counter": counter, "closed": closed, "seconds": time.time()}).encode()
+
+
+def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
+    """The owner's counter; empty if it wrote none."""
+    try:
+        value = json.loads(storage.read(_lease_name(entry.owner)))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def take_lease(
+    storage: Storage, before: Entry | None, log: Callable[[str], None], pause: Callable[[float], None] = time.sleep
+) -> Lease:
+    """Own the run from the entry `before` on. Raises FinetuneError if its owner lives, or another start was first."""
+    if before is not None and storage.is_shared and not read_lease(storage, before).get("closed"):
+        _watch(storage, before, log, pause)
+    number = 1 if before is None else before.number + 1
+    by = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
+    entry = replace(before or Entry(number, number, by), number=number, owner=number, by=by, token=os.urandom(8).hex())
+    storage.begin()
+    if storage.is_shared:
+        storage.put(_lease_name(number), _lease(0, closed=False))
+    if not storage.create(entry.name, entry.as_bytes()) and _entry(storage, number).token != entry.token:
+        raise _in_use(storage, newest_entry(storage), "began at the same moment")
+    return Lease(storage, entry)
+
+
+def is_conditional(lease: Lease) -> bool:
+    """Whether the store keeps an object that exists, as asked: some ignore the condition and overwrite it."""
+    return not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
+
+
+def _watch(storage: Storage, entry: Entry, log: Callable[[str], None], pause: Callable[[float], None]) -> None:
+    """Raise FinetuneError if the entry's owner shows life within WATCH_SECONDS."""
+    left = f"{storage.url}: {entry.by} did not say that it ended"
+    log(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
+    counter, until = read_lease(storage, entry).get("counter"), time.monotonic() + WATCH_SECONDS
+    while True:
+        pause(min(1.0, WATCH_SECONDS / 10))
+        lease = read_lease(storage, entry)
+        if lease.get("closed"):
+            return
+        newest = newest_entry(storage)
+        if lease.get("counter") != counter or newest is None or newest.number != entry.number:
+            raise _in_use(storage, newest, "writes there")
+        if time.monotonic() >= until:
+            return
+
+
+def _in_use(storage: Storage, entry: Entry | None, doing: str) -> FinetuneError:
+    by = entry.by if entry is not None and entry.by else "another start"
+    return FinetuneError(f"{storage.url}: {by} {doing}; wait for it, stop it, or {_OTHER_PREFIX}")

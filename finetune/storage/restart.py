@@ -1,0 +1,203 @@
+"""A start on an empty machine: the run's newest complete checkpoint and its records, from the storage.
+
+recorded_folder   every rank, before anything is chosen: the records alone, into a temporary folder
+take_over         rank 0, before it claims the run folder: the lease, then checkpoint and records into that folder
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder
+from finetune.hub.branch import HubBranch
+from finetune.launch.launcher import Launch
+from finetune.output_stream import one_line
+from finetune.recipe.schema import Recipe
+from finetune.redaction import hide_secrets, known_secrets
+from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
+from finetune.run_folder.facts import STATE, read_state
+from finetune.run_folder.folder import refuse_other_run
+from finetune.storage.backends import Storage, explain, open_storage
+from finetune.storage.journal import Entry, attempt, is_conditional, newest_entry, take_lease
+from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
+
+
+def storage_in(recipe: Recipe) -> Storage | None:
+    """The recipe's storage; None: it names none. Raises FinetuneError."""
+    url = recipe.storage
+    return None if url is None else open_storage(url, private=recipe.hub.private)
+
+
+def check_storage(recipe: Recipe) -> None:
+    """Raise FinetuneError, one line, if the recipe's storage cannot be read now, or is no run's. Every rank may ask."""
+    storage = storage_in(recipe)
+    assert storage is not None
+    try:
+        if isinstance(storage, HubBranch):
+            attempt(storage, storage.check)
+        attempt(storage, lambda: newest_entry(storage))
+    except FinetuneError as error:
+        raise type(error)(f"{recipe.storage_key}: {hide_secrets(str(error), known_secrets())}") from error.__cause__
+
+
+def recorded_folder(recipe: Recipe) -> Path:
+    """A folder with the records of the run that this start continues: the run folder, or a temporary one with the
+    storage's. Every rank may call it. Raises FinetuneError if the storage cannot be read."""
+    run_dir, url = Path(recipe.run_dir), recipe.storage
+    if url is None or recipe.training.resume == "never" or (run_dir / STATE).exists():
+        return run_dir
+    return _fetched_records(url, recipe.hub.private)
+
+
+@functools.cache
+def _fetched_records(url: str, private: bool) -> Path:
+    folder, storage = Path(tempfile.mkdtemp(prefix="finetune-storage-")), open_storage(url, private=private)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    attempt(storage, lambda: fetch_records(storage, newest_entry(storage), folder))
+    return folder
+
+
+def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
+    """Copy an entry's records into a folder, run_state.json last. Raises FinetuneError for one that is torn."""
+    if entry is None:
+        return
+    for name in sorted({*MIRRORED_FILES, STATE} & entry.records.keys(), key=lambda name: name == STATE):
+        temporary = folder / f"{TEMPORARY_PREFIX}{name}"
+        storage.get(f"{entry.records_folder}/{name}", temporary)
+        if temporary.stat().st_size != entry.records[name]:
+            raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
+        os.replace(temporary, folder / name)
+
+
+def take_over(
+    recipe: Recipe,
+    launch: Launch,
+    identity: Mapping[str, Any],
+    at_default: Collection[str],
+    also: Mapping[str, str],
+    log: Callable[[str], None],
+) -> Mirror | None:
+    """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
+
+    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, before `claim_run_folder`.
+
+    Args:
+        identity: As for `claim_run_folder`; also `at_default` and `also`.
+
+    Raises FinetuneError: another run, or another process's, is there; a damaged one; the storage cannot be used.
+    """
+    storage = storage_in(recipe)
+    if storage is None:
+        return None
+    entry = attempt(storage, lambda: newest_entry(storage))
+    run_dir, previous = Path(recipe.run_dir), None
+    if entry is not None and entry.checkpoints:
+        if recipe.training.resume == "never":
+            raise FinetuneError(
+                f"{storage.url}: holds a run, saved at step {entry.checkpoints[-1].step}, and training.resume is "
+                f"never; name another place in {recipe.storage_key}, or delete that run yourself"
+            )
+        previous = _state_there(storage, entry, identity)
+        if previous is not None:
+            remedy = f"or name another place in {recipe.storage_key}"
+            refuse_other_run(storage.url, previous, identity, at_default, also, remedy)
+            local = read_state(run_dir)
+            if local is not None and local["state"] != "finished":
+                refuse_other_run(run_dir, local, identity, at_default, also, "or choose another output_dir")
+    try:
+        lease = take_lease(storage, entry, log)
+    except Exception as error:
+        raise explain(storage, error)[0] from error
+    try:
+        if storage.is_shared and not attempt(storage, lambda: is_conditional(lease)):
+            line = f"{storage.url}: overwrites objects although it was asked not to, so it keeps no two writers apart"
+            if launch.nodes > 1:
+                raise FinetuneError(f"{line}; several machines need another storage, or a run folder that all see")
+            log(f"{line}; start this run once at a time")
+        if previous is not None:
+            _bring(storage, lease.entry, run_dir, previous, recipe.training.exports_best, log)
+    except BaseException as error:
+        lease.close()
+        if isinstance(error, Exception):
+            raise explain(storage, error)[0] from error
+        raise
+    return Mirror(recipe, lease)
+
+
+def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The run_state.json on the storage, with this start's own paths where they are the same."""
+    if STATE not in entry.records:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / STATE
+        attempt(storage, lambda: storage.get(f"{entry.records_folder}/{STATE}", target))
+        state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
+    assert state is not None
+    return state | {"identity": with_own_paths(state["identity"], json.loads(json.dumps(identity)))}
+
+
+def _bring(
+    storage: Storage,
+    entry: Entry,
+    run_dir: Path,
+    state: Mapping[str, Any],
+    exports_best: bool,
+    log: Callable[[str], None],
+) -> None:
+    """Fetch the newest complete checkpoint, the best one and the records, unless the folder's own are as new."""
+    there = {saved.step: saved for saved in entry.checkpoints}
+    here = max(checkpoint_steps(run_dir), default=0)
+    if here >= max(there) or ((run_dir / STATE).exists() and read_state(run_dir)["state"] == "finished"):  # type: ignore[index]
+        return
+    staging = run_dir / f"{TEMPORARY_PREFIX}storage"
+    damaged: list[str] = []
+
+    def fetch(step: int) -> Checkpoint | None:
+        saved, folder = there[step], staging / f"step-{step:08d}"
+        remove_folder(folder)
+        folder.mkdir(parents=True)
+        problem: Checkpoint | str
+        try:
+            for name in saved.files:
+                attempt(storage, lambda: storage.get(saved.path(name), folder / name))  # noqa: B023  # called at once
+            problem = examine(folder)
+        except FinetuneError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            problem = "a file is missing"
+        if isinstance(problem, Checkpoint):
+            return problem
+        damaged.append(f"{storage.url}/{saved.folder}: step {step}: damaged, not used: {one_line(problem, 300)}")
+        log(damaged[-1])
+        return None
+
+    try:
+        found = next(filter(None, (fetch(step) for step in sorted(there, reverse=True) if step > here)), None)
+        if found is None and here == 0:
+            raise FinetuneError("\n".join([*damaged, f"{storage.url}: none of its checkpoints is complete; delete it"]))
+        if found is None:
+            return
+        best = read_state_of(found).get("best_step") if exports_best else None
+        steps = [found.step]
+        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch(best):
+            steps.append(best)
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        for step in steps:
+            name = f"step-{step:08d}"
+            publish_folder(staging / name, run_dir / "checkpoints" / name)
+        fetch_records(storage, entry, staging)
+        (staging / STATE).write_text(json.dumps(state), "utf-8")
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == STATE):
+            os.replace(path, run_dir / path.name)
+        log(f"{storage.url}: the checkpoint of step {found.step} is in {run_dir} now")
+    finally:
+        remove_folder(staging)

@@ -1,0 +1,15 @@
+"""The loopback Hub for these tests too, and short waits of a lease."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.storage import journal
+from tests.hub.conftest import hub  # noqa: F401  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "WATCH_SECONDS", 0.4)
+    monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)

@@ -1,0 +1,271 @@
+"""Two writers, lost answers, torn uploads: the journal's newest entry is always whole, and has one owner."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.storage import journal
+from finetune.storage.journal import Entry, Lease, Saved, newest_entry, take_lease
+from tests.support.runs.faulty_storage import FaultyStorage
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def leases() -> Iterator[list[Lease]]:
+    opened: list[Lease] = []
+    yield opened
+    for lease in opened:
+        lease.close()
+
+
+def taken(url: str, leases: list[Lease], before: Entry | None = None) -> Lease:
+    lease = take_lease(FaultyStorage(url), before, lambda _: None)
+    leases.append(lease)
+    return lease
+
+
+def publish(lease: Lease, step: int) -> None:
+    """A checkpoint whose one file says which owner wrote it."""
+    lease.refresh()
+    content = f"{lease.entry.owner} {step}".encode()
+    saved = Saved(step, lease.next_folder, {"state.json": len(content)})
+    files = {f"checkpoints/step-{step:08d}/state.json": content}
+    lease.publish(files, [*lease.entry.checkpoints[-1:], saved], {}, new_folder=lease.next_folder)  # type: ignore[arg-type]
+
+
+def stop_renewing(lease: Lease) -> None:
+    """As SIGKILL does: no counter moves any more, and nothing says so."""
+    lease._closed.set()
+
+
+def check_whole(url: str) -> Entry:
+    """Every file of the newest entry is there with its size. Returns the entry."""
+    storage = FaultyStorage(url)
+    entry = newest_entry(storage)
+    assert entry is not None
+    for saved in entry.checkpoints:
+        for name, size in saved.files.items():
+            assert len(storage.read(saved.path(name))) == size
+    return entry
+
+
+def test_a_living_owner_is_not_superseded(url: str, leases: list[Lease]) -> None:
+    first = taken(url, leases)
+    publish(first, 2)
+    with pytest.raises(FinetuneError, match=r"store: process \d+ on .* writes there; wait for it, stop it, or name"):
+        taken(url, leases, newest_entry(first.storage))
+    publish(first, 4)
+    assert check_whole(url).owner == 1
+
+
+def test_an_owner_that_ended_is_followed_at_once(
+    url: str, leases: list[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = taken(url, leases)
+    publish(first, 2)
+    first.close()
+    monkeypatch.setattr(journal, "WATCH_SECONDS", 1e9)
+    second = taken(url, leases, newest_entry(first.storage))
+    assert [saved.step for saved in second.entry.checkpoints] == [2]
+
+
+def test_the_clocks_of_two_machines_do_not_matter(
+    url: str, leases: list[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner whose clock is a year ahead is alive, one whose clock is a year behind too, and a dead one dead."""
+    for skew in (3e7, -3e7):
+        with monkeypatch.context() as clock:
+            clock.setattr(journal.time, "time", lambda skew=skew: 1.8e9 + skew)
+            lease = taken(url, leases, newest_entry(FaultyStorage(url)))
+            with pytest.raises(FinetuneError, match="writes there"):
+                taken(url, leases, newest_entry(lease.storage))
+            stop_renewing(lease)
+    assert taken(url, leases, newest_entry(FaultyStorage(url))).entry.number == 3
+
+
+def test_a_superseded_owner_publishes_nothing_and_names_the_other(url: str, leases: list[Lease]) -> None:
+    first = taken(url, leases)
+    publish(first, 2)
+    stop_renewing(first)
+    second = taken(url, leases, newest_entry(first.storage))
+    with pytest.raises(FinetuneError, match=r"another start has taken over this run \(process \d+ on .*\); this one"):
+        publish(first, 4)
+    assert first.lost is not None
+    assert [saved.step for saved in check_whole(url).checkpoints] == [2]
+    publish(second, 3)
+    assert [saved.step for saved in check_whole(url).checkpoints] == [2, 3]
+
+
+@pytest.mark.parametrize("at", ["put", "create"])
+def test_a_take_over_in_the_middle_of_a_publication(url: str, leases: list[Lease], at: str) -> None:
+    """The old owner has looked, and uploads. The new one chooses its start then: no later checkpoint may appear."""
+    first = taken(url, leases)
+    publish(first, 2)
+    stop_renewing(first)
+    chosen: list[Entry] = []
+
+    def take_over(operation: str, path: str) -> None:
+        if operation == at and not chosen and "lease" not in path:
+            second = taken(url, leases, newest_entry(FaultyStorage(url)))
+            chosen.append(second.entry)
+            publish(second, 3)
+
+    first.storage.before = take_over  # type: ignore[attr-defined]
+    with pytest.raises(FinetuneError, match="has taken over"):
+        publish(first, 4)
+    assert [saved.step for saved in chosen[0].checkpoints] == [2]
+    entry = check_whole(url)
+    assert [saved.step for saved in entry.checkpoints] == [2, 3]
+    storage = FaultyStorage(url)
+    assert storage.read(entry.checkpoints[-1].path("state.json")) == b"3 3", "not the old owner's file"
+
+
+def test_a_publication_in_the_middle_of_a_take_over(url: str, leases: list[Lease]) -> None:
+    """The new start has read entry 2, and the old owner, long asleep, publishes entry 3 first: the start is refused."""
+    first = taken(url, leases)
+    publish(first, 2)
+    stop_renewing(first)
+    storage, done = FaultyStorage(url), []
+
+    def publish_first(operation: str, path: str) -> None:
+        if operation == "create" and not done:
+            done.append(path)
+            publish(first, 4)
+
+    storage.before = publish_first
+    with pytest.raises(FinetuneError, match=r"began at the same moment|writes there"):
+        take_lease(storage, newest_entry(storage), lambda _: None)
+    assert done
+    assert [saved.step for saved in check_whole(url).checkpoints] == [2, 4]
+    publish(first, 6)
+
+
+def test_of_starts_at_one_moment_one_wins(url: str, leases: list[Lease]) -> None:
+    barrier, refused = threading.Barrier(6), []
+
+    def start() -> None:
+        barrier.wait()
+        try:
+            taken(url, leases)
+        except FinetuneError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(leases) == 1
+    assert len(refused) == 5
+    assert all("\n" not in line for line in refused)
+
+
+def test_a_lost_answer_is_a_success_and_the_next_attempt_goes_on_from_it(url: str, leases: list[Lease]) -> None:
+    lease, failed = taken(url, leases), []
+
+    def lose(operation: str, path: str) -> None:
+        if operation == "create" and not failed:
+            failed.append(path)
+            raise TimeoutError("no answer")
+
+    lease.storage.after = lose  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        publish(lease, 2)
+    assert [saved.step for saved in check_whole(url).checkpoints] == [2]
+    publish(lease, 4)
+    entry = check_whole(url)
+    assert [saved.step for saved in entry.checkpoints] == [2, 4]
+    assert (entry.number, entry.owner) == (3, 1)
+
+
+def test_kills_at_random_places_leave_a_whole_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 owners, each killed at a random operation of its publications."""
+    monkeypatch.setattr("finetune.storage.backends.sync", lambda path: None)  # a kill is no loss of power
+    rng, step, published = random.Random(58), 0, 0
+
+    class Killed(BaseException):
+        pass
+
+    for _ in range(60):
+        countdown = [rng.randrange(1, 12)]
+
+        def kill(operation: str, path: str) -> None:
+            if operation in ("put", "create", "remove") and not path.startswith("lease"):
+                countdown[0] -= 1  # noqa: B023  # used in this turn
+                if countdown[0] <= 0:  # noqa: B023
+                    raise Killed
+
+        storage = FaultyStorage(url)
+        before = newest_entry(storage)
+        owner = take_lease_quickly(storage, before)
+        storage.before = kill
+        try:
+            while True:
+                publish(owner, step := step + 1)
+                published = step
+        except Killed:
+            pass
+        finally:
+            stop_renewing(owner)
+        entry = check_whole(url)
+        newest = max((saved.step for saved in entry.checkpoints), default=0)
+        assert newest in (published, step), "the last complete one, or the one during whose publication the kill came"
+        published = newest
+    names = FaultyStorage(url).names()
+    assert len([name for name in names if "lease" in name]) <= 12
+    assert len([name for name in names if name.endswith(".json")]) <= journal.KEPT_ENTRIES + 14
+
+
+def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:
+    """`take_lease` after the watch, which 60 owners would wait for."""
+    if before is not None:
+        storage.put(f"lease-{before.owner:08d}.json", b'{"closed": true}')
+    return take_lease(storage, before, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "denied"), "refuses this user"),
+        (OSError(errno.ENOSPC, "No space left on device"), "is full"),
+        (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there"),
+        (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive threshold"), "is full"),
+        (TimeoutError("read timed out"), "cannot be reached"),
+        (ConnectionResetError("reset"), "cannot be reached"),
+    ],
+)
+def test_a_fault_is_one_line_with_place_and_remedy(url: str, error: Exception, line: str) -> None:
+    storage = FaultyStorage(url)
+    found, may_pass = journal.explain(storage, error)
+    assert str(found).startswith(f"{url}: {line}")
+    assert "; " in str(found)
+    assert "\n" not in str(found)
+    assert may_pass == (line == "cannot be reached")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"owner": 1, "by": "", "checkpoints": [{"step": 1}]}', "\x00"])
+def test_an_entry_that_no_run_wrote_is_one_line(tmp_path: Path, url: str, text: str) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "00000001.json").write_text(text)
+    with pytest.raises(FinetuneError, match=r"00000001\.json: is not what a run writes"):
+        newest_entry(FaultyStorage(url))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", ".."])
+def test_an_entry_names_no_file_elsewhere(tmp_path: Path, url: str, leases: list[Lease], name: str) -> None:
+    lease = taken(url, leases)
+    entry = lease.entry.as_bytes().replace(b'"records": {}', f'"records": {{"{name}": 1}}'.encode())
+    (tmp_path / "store" / "00000001.json").write_bytes(entry)
+    with pytest.raises(FinetuneError, match="is not what a run writes"):
+        newest_entry(lease.storage)

@@ -1,0 +1,109 @@
+"""`finetune status URL`, and what job files say about a storage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.launch.hf_jobs import hub_job
+from finetune.launch.kubeflow import train_job
+from finetune.launch.plan import JobOptions, plan_launch
+from finetune.storage.journal import Saved, take_lease
+from tests.support.runs.faulty_storage import FaultyStorage
+
+
+def stored(tmp_path: Path, state: dict[str, object], *, seconds: float = 0.0, closed: bool = False) -> str:
+    """A storage with a run at step 20, whose owner moved its counter `seconds` ago. Returns its address."""
+    storage = FaultyStorage(f"file://{tmp_path}/store")
+    lease = take_lease(storage, None, lambda _: None)
+    lease._closed.set()
+    facts = {"step": 20, "command": "", "identity": {}, "updated": "2026-11-28T10:00:00+00:00", **state}
+    line = {"kind": "train", "step": 20, "loss": 1.5, "tokens": 100, "tokens_per_second": 50.0, "step_seconds": 2.0}
+    files = {
+        "run_state.json": json.dumps(facts).encode(),
+        "metrics.jsonl": (json.dumps(line | {"peak_memory_gib": 1.0}) + "\n").encode(),
+        "receipt.json": b'{"batch": {"total_steps": 50}}',
+    }
+    saved = Saved(20, lease.next_folder, {"state.json": 2})
+    sizes = {name: len(content) for name, content in files.items()}
+    checkpoint = {"checkpoints/step-00000020/state.json": b"{}"}
+    lease.publish({**files, **checkpoint}, [saved], sizes, new_folder=lease.next_folder)
+    import time
+
+    content = {"counter": 1, "closed": closed, "seconds": time.time() - seconds}
+    storage.put("lease-00000001.json", json.dumps(content).encode())
+    return storage.url
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "closed", "word"),
+    [
+        ({"state": "running"}, 5.0, False, "running"),
+        ({"state": "running"}, 3600.0, False, "dead"),
+        ({"state": "stopped", "reason": "SIGTERM"}, 3600.0, True, "stopped"),
+        ({"state": "finished"}, 3600.0, True, "finished"),
+    ],
+)
+def test_it_reads_the_storage(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: dict[str, object],
+    seconds: float,
+    closed: bool,
+    word: str,
+) -> None:
+    url = stored(tmp_path, state, seconds=seconds, closed=closed)
+    assert main(["status", url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["run"], found["state"], found["step"], found["total_steps"]) == (True, url, word, 20, 50)
+    assert found["checkpoint"] == {"step": 20, "where": f"{url}/00000002/checkpoints/step-00000020"}
+    assert (found["loss"], found["tokens_per_second"], found["command"]) == (1.5, 50.0, None)
+    assert found["reason"] == state.get("reason") or word in ("dead", "finished")
+    assert main(["status", url]) == 0
+    assert f"last complete checkpoint: step 20, {url}/00000002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("file:///nowhere/at/all", "file:///nowhere/at/all: no run is or was here; name a recipe's run.storage"),
+        ("s3://bucket", "s3://bucket names a bucket and no place in it for this run; write s3://bucket/PREFIX"),
+        ("ftp://x/y", "ftp://x/y is no address of a storage; write s3://"),
+    ],
+)
+def test_no_run_is_one_line(capsys: pytest.CaptureFixture[str], url: str, line: str) -> None:
+    assert main(["status", url]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(line)
+    assert len(told.strip().splitlines()) == 1
+
+
+SHIPPED = Path("smollm2_1.7b_lora_1x8gb")
+IMAGE = JobOptions(image="registry.example/finetune:1.0")
+
+
+def job_of(on: str, *words: str) -> str:
+    plan = plan_launch(SHIPPED, list(words), launcher=on, nodes=None, gpus_per_node=None, options=IMAGE)
+    return train_job(plan, []) if on == "kubeflow" else hub_job(plan, [], "8h")
+
+
+def test_job_files_carry_the_credentials_names() -> None:
+    """No value of a secret, and the names only where the storage needs them."""
+    with_bucket = job_of("hf-jobs", "run.storage=s3://bucket/x")
+    assert "--secrets AWS_ACCESS_KEY_ID" in with_bucket
+    assert "--secrets AWS_SECRET_ACCESS_KEY" in with_bucket
+    on_hub = job_of("hf-jobs", "run.storage=hf://me/devils@steps")
+    assert "AWS" not in on_hub
+    assert "A job's disk ends with it" not in on_hub
+    assert "With run.storage=" in job_of("hf-jobs", "hub.push=true", "hub.repo_id=me/devils")
+    assert "name: storage" in job_of("kubeflow", "run.storage=s3://bucket/x")
+    assert "envFrom" not in job_of("kubeflow")
+
+
+@pytest.mark.parametrize("on", ["kubeflow", "hf-jobs"])
+def test_a_folder_of_this_machine_is_refused(on: str) -> None:
+    with pytest.raises(Exception, match=r"run\.storage: file:///data/x is a folder of this machine; name a bucket"):
+        job_of(on, "run.storage=file:///data/x", "hub.push=true", "hub.repo_id=me/devils")
