@@ -33,6 +33,7 @@ from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.run_folder.train_state import state_problem
+from finetune.run_folder.transfers import collect_pieces
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 from finetune.untrusted.json_files import kind_of_value, read_object
 from finetune.untrusted.library_words import words_of
@@ -152,8 +153,8 @@ def write_checkpoint(
     It returns when the checkpoint exists.
 
     Args:
-        run_dir: The run's folder, which every rank sees. Its metrics are synced first, so that they reach as far as
-            the checkpoint.
+        run_dir: The run's folder, or on `ranks.apart` their machine's own. The run's metrics are synced first, so that
+            they reach as far as the checkpoint.
         step: Finished optimizer steps.
         tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
             Shared tensors are stored once.
@@ -207,14 +208,16 @@ def write_pieces(
         temporary.mkdir()
         return False
 
-    # Three phases. Each ends when every rank has finished it, and no rank begins the next if one has failed:
+    # Phases. Each ends when every rank has finished it, and no rank begins the next if one has failed:
     #   rank 0: make the temporary folder
-    #   all:    write own pieces there
+    #   all:    write own pieces there. Machines that do not see it write into their own folder, and send them
     #   rank 0: write state and manifest, then rename the folder to its final name
     with disk_errors(folder, "earlier checkpoints are intact; "):
         try:
             if not act_on_every_rank(ranks, temporary, prepare)[0]:
-                written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
+                written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks))
+                if ranks.apart:
+                    act_on_every_rank(ranks, temporary, lambda: collect_pieces(temporary, written, ranks))
                 publish = partial(_publish, temporary, folder, {"step": step, **state}, written)
                 act_on_every_rank(ranks, temporary, publish if is_rank_0 else _do_nothing)
         except Exception:
@@ -252,8 +255,11 @@ def _do_nothing() -> None:
     """The other ranks' part while rank 0 does its own."""
 
 
-def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> dict[str, dict[str, Any]]:
+def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], ranks: Ranks) -> dict[str, dict[str, Any]]:
     """Write this rank's pieces, a file per group. Returns their manifest entries by group."""
+    rank = ranks.rank
+    if rank in ranks.apart:
+        temporary.mkdir(parents=True, exist_ok=True)
     entries: dict[str, dict[str, Any]] = {}
     for group, own in pieces.items():
         entries[group] = {"pieces": own.entries, "aliases": own.aliases}
@@ -261,7 +267,7 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> d
         if own.tensors or rank == 0:
             path = temporary / f"{group}-{rank:05d}.safetensors"
             save_file(unshared(own.tensors), path)
-            entries[group] |= {"file": path.name, "sha256": sha256_of(path)}
+            entries[group] |= {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return entries
 
 

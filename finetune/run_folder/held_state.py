@@ -24,10 +24,10 @@ from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
-from finetune.run_folder.save_restore import checkpoint_tensors, fill_from
+from finetune.run_folder.save_restore import checkpoint_tensors, fill_from, on_every_machine
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import Ranks, Stored, all_ranks, local_part, reshard
+from finetune.strategies.pieces import Ranks, Stored, local_part, reshard
 
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.
@@ -49,7 +49,8 @@ class Held:
     def restore(self) -> None:
         """Fill weights and optimizer from it. Every rank calls it."""
         if self.folder is not None:
-            fill_from(self.parts, self.folder, hashes=self.ranks.rank == 0)
+            with on_every_machine(self.folder, self.ranks):
+                fill_from(self.parts, self.folder, hashes=self.ranks.rank == 0 or self.ranks.rank in self.ranks.apart)
             self.ranks.gather(None)  # the files may be deleted only after every rank has read them
         elif self.parts.engine is not None:
             from finetune.strategies.zero_state import load_pieces
@@ -75,17 +76,18 @@ class Held:
                     optimizer[parameter][key] = value
 
 
-def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
+def hold_state(recipe: Recipe, parts: Assembled, ranks: Ranks, *, on_host: bool) -> Held:
     """Keep the present weights and optimizer state. Every rank calls it.
 
     Args:
+        ranks: As the run's saves have them.
         on_host: The step itself takes host memory.
 
     Raises:
         NotFinite: a tensor on any rank holds a NaN or an infinity.
         EnvironmentMismatch: the disk has no room for a checkpoint, or cannot be written.
     """
-    ranks, tensors = all_ranks(), checkpoint_tensors(parts)
+    tensors = checkpoint_tensors(parts)
     refuse_not_finite(0, tensors, ranks)  # on the tensors' device
     pieces = [tensor for own in own_pieces(tensors, ranks.rank).values() for tensor in own.tensors.values()]
     live = _live_tensors(parts)
@@ -158,9 +160,19 @@ def temporary_folder(recipe: Recipe) -> Path:
 def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
     """Whether every rank can reserve its bytes on the disk, all at once. Raises EnvironmentMismatch if it is full.
 
-    glibc writes one byte into each block if the file system has no such call.
+    Rank 0's disk gets the bytes of `ranks.apart` too. glibc writes one byte into each block if the file system has no such call.
     """
-    own = folder / f"room-{ranks.rank:05d}"
+    own, kept = folder / f"room-{ranks.rank:05d}", "earlier checkpoints are intact; "
+    if ranks.apart:
+        each = ranks.gather(nbytes)
+        if ranks.rank == 0:
+            received = sum(each[rank] for rank in ranks.apart)
+            nbytes += received
+            kept = (
+                f"a checkpoint takes {nbytes / GIB:,.2f} GiB here, {received / GIB:,.2f} of it from machines that do not "
+                "see this folder; put output_dir on storage that every machine mounts, keep fewer checkpoints here "
+                "(run.storage has a copy), or "
+            )
 
     def reserve() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +187,7 @@ def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
                 raise
         return True
 
-    with disk_errors(folder, "earlier checkpoints are intact; "):
+    with disk_errors(folder, kept):
         try:
             return all(act_on_every_rank(ranks, folder, reserve))
         finally:

@@ -132,13 +132,17 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         # Loading and the worst step are always measured. On CUDA this is free, because the allocator counts its peak.
         # On other devices each operation is watched.
         phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
-        with (
-            watchdog(start.recipe, accelerator, start.launch, progress),
-            out_of_memory_explained(start, progress, phases),
-            saves_in_background(start.recipe, output.terminal.log) as saves,
-        ):
-            yield Session(start, accelerator, output, progress, phases, saves)
-            accelerator.wait_for_everyone()
+        with watchdog(start.recipe, start.launch, progress) as meeting:
+            if meeting.apart:
+                refuse_other_inputs(start)
+                start = replace(start, recipe=start.recipe.model_copy(update={"output_dir": str(meeting.run_dir)}))
+                output.terminal.log(apart_in_words(meeting.apart))
+            with (
+                out_of_memory_explained(start, progress, phases),
+                saves_in_background(start.recipe, output.terminal.log, meeting.apart) as saves,
+            ):
+                yield Session(start, accelerator, output, progress, phases, saves)
+                accelerator.wait_for_everyone()
 
 
 @contextmanager
@@ -336,7 +340,7 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
         from finetune.training.start_adapter import start_from
 
         start_from(assembled, start.adapter)
-    state = restore(recipe, assembled, first_step)
+    state = restore(recipe, assembled, first_step, opened.saves.ranks)
     load_scaler_state(accelerator, state.loss_scaler)
     log(forget_lost_best(recipe, state))
     if first_step == 0:
@@ -428,7 +432,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
             on_host = device.type != "cuda" or start.strategy.offloaded
-            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, on_host=on_host))
+            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, ranks, on_host=on_host))
     finally:
         if start.writes:
             remove_temporary(start.recipe)
