@@ -40,10 +40,11 @@ def saves_in_background(
     log: Callable[[str], None],
     apart: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[Saves]:
-    """A run's saves, with ranks `apart` as in `Ranks`. At the end of the block the last one is complete, or its failure is raised.
+    """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 
-    Every rank enters it at the same time. If the block fails, the present checkpoint is still finished, because it may
-    be the newest good one. With measure_phases every save is in the foreground: then no save runs during another phase.
+    Every rank enters it at the same time. `apart` is as in `Ranks`. If the block fails, the present checkpoint is still
+    finished, because it may be the newest good one. With measure_phases every save is in the foreground: then no save
+    runs during another phase.
     """
     group = None
     if dist.is_initialized():  # the thread's collectives must not mix with the training's

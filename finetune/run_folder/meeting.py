@@ -1,8 +1,8 @@
 """How a run's ranks meet in its folder: which of them see rank 0's, and how they hear from each other.
 
-    every rank sees it       heartbeats are files there (heartbeat.py)
-    some machines do not     heartbeats go over the network (network_heartbeat.py). Such a machine has a folder of its
-                             own beside output_dir while the run lasts. Rank 0's folder alone is the run's.
+every rank sees it       heartbeats are files there (heartbeat.py)
+some machines do not     heartbeats go over the network (network_heartbeat.py). Such a machine has a folder of its
+                         own beside output_dir while the run lasts. Rank 0's folder alone is the run's.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
         else:
             time.sleep(0.1)
     found = ranks.gather((file is not None, f"{this_machine()} {socket.gethostname()}"))
-    apart = {
-        rank: found.index((False, machine_there)) for rank, (sees, machine_there) in enumerate(found) if not sees
-    }
+    apart = {rank: found.index((False, machine_there)) for rank, (sees, machine_there) in enumerate(found) if not sees}
     if file is not None and not apart:
         return Meeting(run_dir, file)
 

@@ -42,7 +42,7 @@ class NetworkHeartbeat:
         self._rank, self._token, self._connections, self._in_folder = rank, token, dict(connections), in_folder
         self._own = record_now(rank, token, "running", "load", 0, 0)
         self._heard: dict[int, HeartbeatRecord] = {}
-        self._unread = {other: b"" for other in connections}
+        self._unread = dict.fromkeys(connections, b"")
         self._one_at_a_time = threading.RLock()
         self.failure: dict[str, Any] | None = None  # the first that this rank heard of
         for connection in connections.values():

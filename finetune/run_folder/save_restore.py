@@ -36,8 +36,8 @@ from finetune.run_folder.checkpoint import (
 from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
-from finetune.run_folder.transfers import receive_file, send_file
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.run_folder.transfers import receive_file, send_file
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation

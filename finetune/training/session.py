@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
-from finetune.model.base_identity import COVERS, base_identity
+from finetune.model.base_identity import COVERS, base_identity, base_in_words, is_same_base
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
@@ -58,6 +59,7 @@ from finetune.run_folder.trained_tensors import describe_change, refuse_unchange
 from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import build_accelerator, holds_on_all, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
+from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.cast_weights import cast_weights
 from finetune.training.loop import take_steps
@@ -134,9 +136,12 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
         with watchdog(start.recipe, start.launch, progress) as meeting:
             if meeting.apart:
-                refuse_other_inputs(start)
+                refuse_apart(start, meeting.apart)
                 start = replace(start, recipe=start.recipe.model_copy(update={"output_dir": str(meeting.run_dir)}))
-                output.terminal.log(apart_in_words(meeting.apart))
+                output.terminal.log(
+                    f"{len(meeting.apart)} of {start.launch.world_size} ranks do not see {meeting.run_dir.absolute()}: "
+                    "their checkpoint pieces come here over the network"
+                )
             with (
                 out_of_memory_explained(start, progress, phases),
                 saves_in_background(start.recipe, output.terminal.log, meeting.apart) as saves,
@@ -197,6 +202,33 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
                 f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "
                 f"{rank}, whose devices differ; set {PRECISION}={precision} {BASE_FORMAT}={base} for all ranks"
             )
+
+
+def refuse_apart(start: Start, apart: Mapping[int, int]) -> None:
+    """Raise EnvironmentMismatch, on every rank, if the ranks `apart` would not train rank 0's run.
+
+    They did not read the base and the formats that it began with in its folder, and may have other files.
+    """
+    for what, device in start.strategy.offload_devices.items():
+        key = f"offload_{what}_nvme_path"
+        if device == "nvme" and not start.strategy.section("deepspeed_config").get(key):
+            raise EnvironmentMismatch(
+                f"output_dir: rank {min(apart)} does not see rank 0's folder, where {what} offload keeps its files; "
+                f"set {key} in accelerate_config's deepspeed_config to a folder of each machine's own disk"
+            )
+    own = (base_identity(start.recipe.model), start.prepared.fingerprint, start.adapter and start.adapter.sha256)
+    everyone = all_ranks().gather((socket.gethostname(), *own))
+    _, base, rows, adapter = everyone[0]
+    for rank, (host, other_base, other_rows, other_adapter) in enumerate(everyone):
+        problem = None
+        if is_same_base(base, other_base) is False:
+            problem = f"model: {base_in_words(base)} on rank 0, {base_in_words(other_base)}"
+        elif rows != other_rows:
+            problem = f"data: rows {rows[:12]} on rank 0, {other_rows[:12]}"
+        elif adapter != other_adapter:
+            problem = f"model.adapter: {str(adapter)[:12]} on rank 0, {str(other_adapter)[:12]}"
+        if problem is not None:
+            raise EnvironmentMismatch(f"{problem} on rank {rank}, {host}; put rank 0's files there")
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
@@ -418,7 +450,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     It leaves weights and optimizer as they were. Layers are compiled during that step. Returns its phases' costs.
     """
     start, run, receipt, compiled = built.start, built.run, built.receipt, built.compiled
-    accelerator, log = run.parts.accelerator, run.output.terminal.log
+    accelerator, log, ranks = run.parts.accelerator, run.output.terminal.log, run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, start.recipe.training.deterministic
 
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
@@ -472,8 +504,10 @@ def _with_reference(built: Built) -> Run:
 def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     """Write the answers after training, export, and print the last lines."""
     start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
-    log = run.output.terminal.log
-    exported = weights_to_export(start.recipe, assembled, state)
+    log, saves = run.output.terminal.log, run.checkpoints.saves
+    if saves.ranks.apart:
+        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
+    exported = weights_to_export(start.recipe, assembled, state, saves.ranks)
     unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
     receipt.add("change", {"unchanged_tensors": unchanged})
     log(describe_change(unchanged, state.start_checksums))

@@ -137,7 +137,7 @@ heartbeat.write("running", "training", 7)
 while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
     time.sleep(0.01)
 launch = Launch((), None, None, True, 2, rank, True)
-Watchdog(run_dir, launch, Progress("training", 7), heartbeat, 11, 600, "again").start()
+Watchdog(run_dir, launch, Progress("training", 7), heartbeat, 600, "again").start()
 print("waiting", flush=True)
 time.sleep(600)
 """

@@ -20,7 +20,7 @@ import pytest
 from finetune.errors import RankLost
 from finetune.launch import launcher
 from finetune.launch.launcher import print_after_launcher
-from finetune.run_folder import watchdog
+from finetune.run_folder import heartbeat, watchdog
 from finetune.run_folder.facts import read_state
 from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import (
@@ -76,9 +76,7 @@ def other_rank(run_dir: Path, state: RankState = "running") -> Iterator[subproce
 @contextmanager
 def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watchdog]:
     """Rank 0 of two; its thread, which would end the process, is not started."""
-    own = Watchdog(
-        run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, seconds, "again"
-    )
+    own = Watchdog(run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), seconds, "again")
     yield own
     own.close("ended")
 
@@ -156,7 +154,7 @@ def test_the_final_heartbeat_counts(run_dir: Path, state: RankState, what: str |
 
 
 def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "holds_lock", lambda run_dir, rank: False)
+    monkeypatch.setattr(heartbeat, "holds_lock", lambda run_dir, rank: False)
     with other_rank(run_dir), watch(run_dir) as own:
         assert own.examine(1, 0.0) is None
 
@@ -230,9 +228,7 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with other_rank(run_dir) as process:
-        own = Watchdog(
-            run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, 8, "again"
-        )
+        own = Watchdog(run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), 8, "again")
         ended = threading.Event()
 
         def end(code: int) -> None:
