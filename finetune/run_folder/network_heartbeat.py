@@ -23,6 +23,7 @@ from typing import Any
 
 from finetune.run_folder.heartbeat import Heartbeat, HeartbeatRecord, RankState, record_now
 
+SECONDS_BETWEEN_STEPS = 1.0  # that are sent: rank 0 sends its own to every rank
 HELLO_SECONDS = 5.0  # for a new connection to say which rank it is
 MOST_BYTES = 2**16  # of one message
 MOST_REASON = 4000  # characters of a failure's text
@@ -41,6 +42,7 @@ class NetworkHeartbeat:
     ) -> None:
         self._rank, self._token, self._connections, self._in_folder = rank, token, dict(connections), in_folder
         self._own = record_now(rank, token, "running", "load", 0, 0)
+        self._sent = time.monotonic()
         self._heard: dict[int, HeartbeatRecord] = {}
         self._unread = dict.fromkeys(connections, b"")
         self._one_at_a_time = threading.RLock()
@@ -53,12 +55,12 @@ class NetworkHeartbeat:
         return sorted(self._connections)
 
     def write(self, state: RankState, phase: str, step: int, *, sync: bool = False) -> None:
-        """Note a heartbeat. `sync` sends it: a training step sends nothing."""
+        """Note a heartbeat, and send it if `sync` asks for that or SECONDS_BETWEEN_STEPS are over."""
         with self._one_at_a_time:
             if self.failure is not None and state == "running":
                 state = "left"  # it is about to end
             self._own = record_now(self._rank, self._token, state, phase, step, self._own.count + 1)
-            if sync:
+            if sync or time.monotonic() - self._sent >= SECONDS_BETWEEN_STEPS:
                 self._send()
         if self._in_folder is not None:
             self._in_folder.write(state, phase, step, sync=sync)
@@ -82,6 +84,7 @@ class NetworkHeartbeat:
                 self._send()
 
     def _send(self) -> None:
+        self._sent = time.monotonic()
         line = json.dumps({"heartbeat": asdict(self._own), "failure": self.failure}).encode() + b"\n"
         for connection in self._connections.values():
             with suppress(OSError):  # closed, or its process has read nothing for hours

@@ -98,7 +98,7 @@ def watchdog(recipe: Recipe, launch: Launch, progress: Progress) -> Iterator[Mee
         meeting = meet(meeting.run_dir, launch, progress.phase, progress.step)
         if meeting.heartbeat is not None:
             command = continue_command(launch, resume=recipe.training.resume)
-            watch = Watchdog(meeting.run_dir, launch, progress, meeting.heartbeat, recipe.timeout_seconds, command)
+            watch = Watchdog(meeting, launch, progress, recipe.timeout_seconds, command)
             watch.start()
 
         def end_trial(line: str) -> None:
@@ -138,25 +138,21 @@ class Watchdog:
     """Writes this rank's heartbeats and examines the others'. A thread does both from `start` to `close`."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        launch: Launch,
-        progress: Progress,
-        heartbeat: Heartbeat | NetworkHeartbeat,
-        timeout_seconds: int,
-        command: str,
+        self, meeting: Meeting, launch: Launch, progress: Progress, timeout_seconds: int, command: str
     ) -> None:
-        self._run_dir, self._launch, self._progress, self._command = run_dir, launch, progress, command
-        self._heartbeat, self._timeout_seconds = heartbeat, timeout_seconds
+        assert meeting.heartbeat is not None
+        self._meeting, self._heartbeat, self._run_dir = meeting, meeting.heartbeat, meeting.run_dir
+        self._launch, self._progress, self._command = launch, progress, command
+        self._timeout_seconds = timeout_seconds
         self._interval = min(5.0, timeout_seconds / 8)  # between two heartbeats
         # A frozen rank may stop just after a heartbeat, and we may look just before the next. With two intervals less
         # the run has ended when the timeout is over: 600 s and heartbeats every 5 s make 590 s.
         self._silence = timeout_seconds - 2 * self._interval
         self._others = [(launch.rank + step) % launch.world_size for step in range(1, launch.world_size)]
-        self._neighbours = heartbeat.watched(launch.world_size)
+        self._neighbours = self._heartbeat.watched(launch.world_size)
         # Some file systems' locks do not reach other machines. Then every rank there would seem dead, so locks count
         # only for ranks that show one now.
-        self._locked = {rank for rank in self._others if heartbeat.holds_lock(rank)}
+        self._locked = {rank for rank in self._others if self._heartbeat.holds_lock(rank)}
         self._latest: dict[int, tuple[HeartbeatRecord, float]] = {}  # rank -> its latest heartbeat, and since when
         self._last_examined = time.monotonic()
         self._closing, self._ends_once = threading.Event(), threading.Lock()
@@ -247,6 +243,7 @@ class Watchdog:
                     os.kill(lost.heartbeat.process, signal.SIGKILL)  # its launcher would wait for it for 30 s
             with suppress(OSError):
                 self._heartbeat.write("left", self._progress.phase, self._progress.step, sync=True)
+            self._meeting.leave()
             os._exit(RankLost.exit_code)
 
     def record(self, lost: LostRank) -> str:

@@ -33,6 +33,7 @@ from finetune.run_folder.heartbeat import (
     last_heartbeat,
     process_is_gone,
 )
+from finetune.run_folder.meeting import Meeting
 from finetune.run_folder.watchdog import Progress, Watchdog
 from tests.support.runs.launching import ALONE
 
@@ -73,10 +74,14 @@ def other_rank(run_dir: Path, state: RankState = "running") -> Iterator[subproce
         process.communicate()
 
 
+def watchdog_of(meeting: Meeting, seconds: int) -> Watchdog:
+    return Watchdog(meeting, replace(ALONE, world_size=2), Progress(), seconds, "again")
+
+
 @contextmanager
 def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watchdog]:
     """Rank 0 of two; its thread, which would end the process, is not started."""
-    own = Watchdog(run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), seconds, "again")
+    own = watchdog_of(Meeting(run_dir, Heartbeat(run_dir, 0, TOKEN)), seconds)
     yield own
     own.close("ended")
 
@@ -228,7 +233,7 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with other_rank(run_dir) as process:
-        own = Watchdog(run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), 8, "again")
+        own = watchdog_of(Meeting(run_dir, Heartbeat(run_dir, 0, TOKEN)), 8)
         ended = threading.Event()
 
         def end(code: int) -> None:
