@@ -49,6 +49,8 @@ class NetworkHeartbeat:
         self.failure: dict[str, Any] | None = None  # the first that this rank heard of
         for connection in connections.values():
             connection.setblocking(False)
+            # Else a message waits for the one before to be acknowledged, and is lost if this process ends meanwhile.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def watched(self, world_size: int) -> list[int]:
         """The ranks that this one watches."""
