@@ -160,20 +160,9 @@ def temporary_folder(recipe: Recipe) -> Path:
 def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
     """Whether every rank can reserve its bytes on the disk, all at once. Raises EnvironmentMismatch if it is full.
 
-    Rank 0's disk gets the bytes of `ranks.apart` too. glibc writes one byte into each block if the file system has no
-    such call.
+    glibc writes one byte into each block if the file system has no such call.
     """
-    own, kept = folder / f"room-{ranks.rank:05d}", "earlier checkpoints are intact; "
-    if ranks.apart:
-        each = ranks.gather(nbytes)
-        if ranks.rank == 0:
-            received = sum(each[rank] for rank in ranks.apart)
-            nbytes += received
-            kept = (
-                f"a checkpoint takes {nbytes / GIB:,.2f} GiB here, {received / GIB:,.2f} of it from machines that do "
-                "not see this folder; put output_dir on storage that every machine mounts, keep fewer checkpoints here "
-                "(run.storage has a copy), or "
-            )
+    own = folder / f"room-{ranks.rank:05d}"
 
     def reserve() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +177,7 @@ def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
                 raise
         return True
 
-    with disk_errors(folder, kept):
+    with disk_errors(folder, "earlier checkpoints are intact; "):
         try:
             return all(act_on_every_rank(ranks, folder, reserve))
         finally:

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,7 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
+from finetune.measure.units import GIB
 from finetune.model.base_identity import COVERS, base_identity, base_in_words, is_same_base
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
@@ -40,9 +43,11 @@ from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.base import steps_between
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.background import Saves, saves_in_background
+from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
@@ -229,6 +234,29 @@ def refuse_apart(start: Start, apart: Mapping[int, int]) -> None:
             problem = f"model.adapter: {str(adapter)[:12]} on rank 0, {str(other_adapter)[:12]}"
         if problem is not None:
             raise EnvironmentMismatch(f"{problem} on rank {rank}, {host}; put rank 0's files there")
+
+
+def refuse_without_room(start: Start, trained: int) -> None:
+    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `trained` parameters.
+
+    All pieces go there. While one is written, as many are there as the run keeps.
+    """
+    problem = None
+    if start.writes:
+        recipe, size = start.recipe, checkpoint_bytes(start.recipe.training, trained)
+        there, total = len(checkpoint_steps(start.run_dir)), start.plan.total_steps
+        saves = math.ceil(total / steps_between(recipe.save_steps, total))
+        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, there + saves)
+        needed, free = max(1, most - there) * size, shutil.disk_usage(start.run_dir).free
+        if needed > free:
+            problem = (
+                f"output_dir: checkpoints take {needed / GIB:,.3f} GiB more on rank 0's disk, where {free / GIB:,.3f} "
+                "are free, because other machines do not see that folder and send their pieces; put output_dir on storage "
+                "that every machine mounts, or keep fewer there: save_total_limit=1, with run.storage for the others"
+            )
+    problem = all_ranks().gather(problem)[0]
+    if problem is not None:
+        raise EnvironmentMismatch(problem)
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
@@ -456,6 +484,8 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
         guard = compare_fast_paths(Forwards.of(run), built.assembled.unwrapped_model, compiled, built.kernel)
     receipt.add("guard", guard.facts())
+    if ranks.apart:
+        refuse_without_room(start, receipt.content["parameters"]["trained"])
     if guard.left_off:
         receipt.add("flash_kernel", built.kernel.facts())
         for name, facts in computed_layers(accelerator, built.assembled).items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.errors import EnvironmentMismatch
 from finetune.files import TEMPORARY_PREFIX, read_lines
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.run_folder.facts import read_state
@@ -30,7 +33,7 @@ from tests.support.runs.soak_resume import (
 from tests.support.runs.two_hosts import put_on_own_disk, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
-STEPS, TIMEOUT = 60, 15
+STEPS, TIMEOUT = 40, 15
 
 
 class Machines:
@@ -45,13 +48,21 @@ class Machines:
         path.mkdir(exist_ok=True)
         return path
 
-    def start(self, recipe: Path, name: str, strategy: str, ranks: str = "ab") -> list[int]:
-        """The processes of a run, with a rank on the machine of each letter."""
+    def start(
+        self,
+        recipe: Path,
+        name: str,
+        strategy: str,
+        ranks: str = "ab",
+        then: Callable[[int], None] = lambda rank: None,
+    ) -> list[int]:
+        """The processes of a run, with a rank on the machine of each letter. Each calls `then` there."""
         disks = [self.disk(machine) for machine in ranks]
 
         def move(rank: int) -> None:
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # not pytest's
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # not pytest's
             put_on_own_disk(self.place, disks[rank], ranks[rank])
+            then(rank)
 
         return fork_ranks(recipe, self.place / name, len(ranks), strategy, move)
 
@@ -196,3 +207,53 @@ def test_a_lost_machine_is_named_and_the_run_goes_on(
         assert content_of(run_dir) == stale, "what lies in output_dir on another machine is not touched"
     left = [path for machine in "ab" for path in machines.disk(machine).glob(f"{TEMPORARY_PREFIX}*")]
     assert left == []
+
+
+def test_the_best_checkpoint_reaches_every_machine(folder: Path, machines: Machines) -> None:
+    """Two of three ranks share a machine, and one of them receives. The loss grows from the first step on."""
+    training = {"learning_rate": 5.0, "load_best_model_at_end": True}
+    recipe = changed(folder, "best", 8, save_steps=2, eval_steps=2, training=training)
+    run_whole(recipe, folder / "best-whole", How(3, "fsdp2"))
+    assert wait_all(machines.start(recipe, "run", "fsdp2", "abb"), 300) == [0, 0, 0], machines.said("run", 0)
+    run_dir = machines.disk("a") / "run"
+    export = json.loads((run_dir / "receipt.json").read_text())["export"]
+    assert (export["best"], export["step"] < 8) == (True, True)
+    assert fingerprint(run_dir) == fingerprint(folder / "best-whole")
+    assert os.listdir(machines.disk("b")) == []
+
+
+def ended_with(machines: Machines, processes: list[int], code: int) -> str:
+    """What rank 0 says last, after every rank has ended with this code and no step was trained."""
+    assert wait_all(processes, 200) == [code] * len(processes), machines.said("run", 0) + machines.said("run", 1)
+    assert " step 1" not in machines.said("run", 0)
+    assert "Traceback" not in machines.said("run", 0)
+    return machines.said("run", 0).strip().splitlines()[-1]
+
+
+def test_another_machine_s_other_rows_are_refused(folder: Path, short: Path, machines: Machines) -> None:
+    rows = short.parent / "chats.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    other = folder / "other.jsonl"
+    other.write_text("".join([*lines[1:], lines[0]]))
+
+    def then(rank: int) -> None:
+        if rank == 1:
+            subprocess.run(["mount", "--bind", str(other), str(rows)], check=True)
+
+    line = ended_with(machines, machines.start(short, "run", "ddp", then=then), EnvironmentMismatch.exit_code)
+    assert line.startswith("data: rows ")
+    assert line.endswith(f"on rank 1, {os.uname().nodename}; put rank 0's files there")
+
+
+def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: Path, machines: Machines) -> None:
+    """150,000 weights with two moments are 1.8 MB. The disk has room for one checkpoint, and three are there at once."""
+    recipe = changed(folder, "full", 8, lora=None)
+
+    def then(rank: int) -> None:
+        if rank == 0:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(machines.place)], check=True)
+
+    line = ended_with(machines, machines.start(recipe, "run", "fsdp2", then=then), EnvironmentMismatch.exit_code)
+    assert line.startswith("output_dir: checkpoints take 0.005 GiB more on rank 0's disk, where 0.004 are free"), line
+    for words in ("storage that every machine mounts", "run.storage"):
+        assert words in line

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.files import lock
-from finetune.run_folder import heartbeat, held_state, meeting, transfers
+from finetune.run_folder import heartbeat, meeting, transfers
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_checkpoint, step_folder, write_checkpoint
 from finetune.run_folder.facts import LOCK
 from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats
@@ -152,36 +152,6 @@ def test_a_disk_that_fills_up_ends_a_transfer_on_every_rank(
     assert whose.startswith(f"{step_folder(run_dir, 1)}: could not be written: the disk is full"), whose
     for rank in {0, 1, 2} - {victim}:
         assert f"rank {victim} could not write: [Errno 28]" in found[rank][0]
-
-
-def test_rank_0_reserves_the_bytes_of_the_machines_apart(tmp_path: Path) -> None:
-    reserved: list[int] = []
-
-    def act(rank: int) -> Any:
-        ranks = all_ranks(apart={2: 2})
-        reserve = os.posix_fallocate
-
-        def note(file: int, start: int, count: int) -> None:
-            reserved.append(count)
-            if count > 1000:
-                raise OSError(28, "No space left on device")
-            reserve(file, start, count)
-
-        os.posix_fallocate = note
-        try:
-            held_state._disk_reserves(tmp_path / MACHINES[rank] / "room", 400 + rank, ranks)
-            first = None
-            held_state._disk_reserves(tmp_path / MACHINES[rank] / "room", 1000, ranks)
-        except EnvironmentMismatch as error:
-            first = str(error)
-        return reserved, first
-
-    (found, line), *others = by_ranks(tmp_path, act)
-    assert found == [802, 2000]
-    assert [counts for counts, _ in others] == [[401, 1000], [402, 1000]]
-    assert "the disk is full" in line
-    for remedy in ("storage that every machine mounts", "run.storage"):
-        assert remedy in line
 
 
 @pytest.mark.parametrize("problem", ["read-only", "in use", "no way"])

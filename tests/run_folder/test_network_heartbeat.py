@@ -206,7 +206,7 @@ def test_a_dead_a_frozen_and_a_failed_rank(run_dir: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_apart_names_the_rank_that_rank_0_has_lost(run_dir: Path, tmp_path: Path) -> None:
-    with three_ranks() as (first, second, third):
+    with three_ranks() as (first, second, _):
         until(lambda: first.last(2) is not None)
         last = first.last(2)
         assert last is not None
