@@ -251,8 +251,8 @@ def refuse_without_room(start: Start, trained: int) -> None:
         if needed > free:
             problem = (
                 f"output_dir: checkpoints take {needed / GIB:,.3f} GiB more on rank 0's disk, where {free / GIB:,.3f} "
-                "are free, because other machines do not see that folder and send their pieces; put output_dir on storage "
-                "that every machine mounts, or keep fewer there: save_total_limit=1, with run.storage for the others"
+                "are free, because other machines do not see that folder and send their pieces; put output_dir on "
+                "storage that every machine mounts, or keep fewer: save_total_limit=1, and run.storage for a copy"
             )
     problem = all_ranks().gather(problem)[0]
     if problem is not None:

@@ -99,12 +99,16 @@ def test_the_same_run(
     assert command.startswith("srun python" if "srun" in name else "PET_" if "PET_" in name else "python -m")
 
 
+# It has its own processes too: what the first host sees of the second is the network and the shared folder.
+MACHINE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
 def apart(run_dir: Path) -> list[Started]:
     """torchrun on two hosts; the second mounts an empty folder where the first has the run."""
     run_dir.parent.mkdir()
     first, second = LAUNCHES["torchrun on two hosts"]
     hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run_dir.parent} && exec "$@"', "sh"]
-    return [first, Started([*hidden, *second.words], second.host)]
+    return [first, Started([*MACHINE, *hidden, *second.words], second.host)]
 
 
 def test_a_folder_that_is_not_shared(
@@ -137,10 +141,6 @@ def test_a_cable_that_is_pulled_between_machines_apart(folder: Path, recipe: Pat
         lines = [line for line in said(run_dir, rank).splitlines() if line.startswith("rank ")]
         assert lines, said(run_dir, rank)[-3000:]
         assert lines[-1].startswith(f"rank {1 - rank} froze on host-{'ba'[rank]} ")
-
-
-# It has its own processes too: what the first host sees of the second is the network and the shared folder.
-MACHINE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 @pytest.mark.parametrize(

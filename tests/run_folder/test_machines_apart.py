@@ -246,7 +246,7 @@ def test_another_machine_s_other_rows_are_refused(folder: Path, short: Path, mac
 
 
 def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: Path, machines: Machines) -> None:
-    """150,000 weights with two moments are 1.8 MB. The disk has room for one checkpoint, and three are there at once."""
+    """150,000 weights with two moments are 1.8 MB. The disk has room for two checkpoints, and three are kept at once."""
     recipe = changed(folder, "full", 8, lora=None)
 
     def then(rank: int) -> None:
