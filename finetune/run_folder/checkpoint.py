@@ -33,7 +33,7 @@ from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.run_folder.train_state import state_problem
-from finetune.run_folder.transfers import collect_pieces
+from finetune.run_folder.transfers import move_files
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 from finetune.untrusted.json_files import kind_of_value, read_object
 from finetune.untrusted.library_words import words_of
@@ -217,7 +217,7 @@ def write_pieces(
             if not act_on_every_rank(ranks, temporary, prepare)[0]:
                 written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks))
                 if ranks.apart:
-                    act_on_every_rank(ranks, temporary, lambda: collect_pieces(temporary, written, ranks))
+                    act_on_every_rank(ranks, temporary, lambda: _collect(temporary, written, ranks))
                 publish = partial(_publish, temporary, folder, {"step": step, **state}, written)
                 act_on_every_rank(ranks, temporary, publish if is_rank_0 else _do_nothing)
         except Exception:
@@ -269,6 +269,17 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], ranks: Ranks) -
             save_file(unshared(own.tensors), path)
             entries[group] |= {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return entries
+
+
+def _collect(temporary: Path, written: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Move the files of `ranks.apart` into rank 0's folder. Every rank calls it. Raises OSError."""
+    parts = [(rank, part) for rank in sorted(ranks.apart) for part in written[rank].values() if "file" in part]
+    received = move_files(temporary, [(part["file"], part["bytes"], rank, 0) for rank, part in parts], ranks)
+    for rank, part in parts:
+        if rank == ranks.rank:
+            (temporary / part["file"]).unlink()
+        elif ranks.rank == 0 and received[part["file"]] != part["sha256"]:
+            raise OSError(f"{part['file']} is not what rank {rank} wrote")
 
 
 def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], written: list[dict[str, Any]]) -> None:

@@ -111,7 +111,6 @@ def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
             connections = {0: connect(address, port, launch.rank, token, CONNECT_SECONDS)}
         except OSError as error:
             problem = f"{address}:{port}: not reached: {error.strerror or error}; open all ports between the machines"
-    _refuse(ranks, problem)
     if launch.is_main and (missing := sorted({*range(1, launch.world_size)} - connections.keys())):
         problem = f"{address}:{port}: rank {missing[0]} has not connected; open all ports between the machines"
     _refuse(ranks, problem)
@@ -143,7 +142,8 @@ def _own_folder(folder: Path) -> int:
 
 def _refuse(ranks: Ranks, problem: str | None) -> None:
     """Raise NoRendezvous on every rank if one of them has a problem."""
-    for rank, (host, text) in enumerate(ranks.gather((socket.gethostname(), problem))):
+    found = list(enumerate(ranks.gather((socket.gethostname(), problem))))
+    for rank, (host, text) in reversed(found):  # a rank above 0 knows more than that it did not connect
         if text is not None:
             raise NoRendezvous(
                 f"output_dir: not every machine sees rank 0's folder, and rank {rank} on {host} says: {text}; or put "

@@ -37,7 +37,7 @@ from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
-from finetune.run_folder.transfers import receive_file, send_file
+from finetune.run_folder.transfers import move_files
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
@@ -94,18 +94,8 @@ def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
         return {}
 
     def bring() -> None:
-        failure: OSError | None = None
-        for name, size in sizes.items():
-            for receiver in receivers:
-                try:
-                    if ranks.rank == 0:
-                        send_file(folder / name, size, receiver, ranks)
-                    elif ranks.rank == receiver:
-                        receive_file(temporary / name, size, 0, ranks)
-                except OSError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+        moves = [(name, size, 0, receiver) for name, size in sizes.items() for receiver in receivers]
+        move_files(folder if ranks.rank == 0 else temporary, moves, ranks)
         if ranks.rank in receivers:
             publish_folder(temporary, folder)
 

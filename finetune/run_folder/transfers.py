@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,76 +17,46 @@ from finetune.strategies.pieces import Ranks
 CHUNK_BYTES = 32 * 2**20  # of host memory, on both sides
 
 
-def send_file(path: Path, size: int, target: int, ranks: Ranks) -> None:
-    """Send a file's `size` bytes to the rank that calls `receive_file`. Raises OSError after the last chunk."""
-    file: BinaryIO | None = None
-    failure: OSError | None = None
-    for chunk in _chunks(size):
-        try:
-            if failure is None:
-                file = file or open_regular(path)
-                if file.readinto(chunk.numpy()) != len(chunk):  # type: ignore[attr-defined]
-                    raise OSError(f"{path}: has less than {size} bytes")
-        except OSError as error:
-            failure = error
-        dist.send(chunk, target, group=ranks.group)  # after a failure too: the other rank waits for every chunk
-    if file is not None:
-        file.close()
-    if failure is not None:
-        raise failure
-
-
-def receive_file(path: Path, size: int, source: int, ranks: Ranks) -> str:
-    """Write what the rank `source` sends. Returns its SHA-256. Raises OSError after the last chunk."""
-    failure: OSError | None = None
-    digest = hashlib.sha256()
-    try:
-        path.write_bytes(b"")
-    except OSError as error:
-        failure = error
-    for chunk in _chunks(size):
-        dist.recv(chunk, source, group=ranks.group)
-        digest.update(chunk.numpy())
-        if failure is None:
-            try:
-                with open(path, "ab") as file:
-                    file.write(chunk.numpy())
-            except OSError as error:
-                failure = error
-    if failure is not None:
-        raise failure
-    return digest.hexdigest()
-
-
-def _chunks(size: int) -> Iterator[torch.Tensor]:
-    """One buffer, cut to each chunk's bytes."""
-    buffer = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
-    for start in range(0, size, CHUNK_BYTES):
-        yield buffer[: min(CHUNK_BYTES, size - start)]
-
-
-def collect_pieces(folder: Path, written: Sequence[Mapping[str, Mapping[str, Any]]], ranks: Ranks) -> None:
-    """Move the files that ranks have written on machines apart into rank 0's folder. Every rank calls it.
+def move_files(folder: Path, moves: Iterable[tuple[str, int, int, int]], ranks: Ranks) -> dict[str, str]:
+    """Copy files from ranks' folders to others'. Every rank calls it with its own `folder`.
 
     Args:
-        folder: Each rank's own, rank 0's on rank 0.
-        written: Each rank's files by group, with size and hash.
+        moves: (name, bytes, source rank, target rank) of each file, in the same order on every rank.
 
-    Raises OSError, when all files are moved.
+    Returns the SHA-256 of what this rank received, by name. Raises its first OSError after the last file, because other
+    ranks wait for every chunk.
     """
+    received: dict[str, str] = {}
     failure: OSError | None = None
-    for rank in sorted(ranks.apart):
-        for facts in written[rank].values():
-            if "file" not in facts:
-                continue
-            path = folder / facts["file"]
+    for name, size, source, target in moves:
+        if ranks.rank not in (source, target):
+            continue
+        sends, digest = ranks.rank == source, hashlib.sha256()
+        problem: OSError | None = None
+        file: Any = None  # unbuffered where it is written: closing it raises nothing
+        buffer = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
+        try:
+            file = open_regular(folder / name) if sends else open(folder / name, "wb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            problem = error
+        for start in range(0, size, CHUNK_BYTES):
+            chunk = buffer[: min(CHUNK_BYTES, size - start)]
+            if not sends:
+                dist.recv(chunk, source, group=ranks.group)
+                digest.update(chunk.numpy().data)
             try:
-                if ranks.rank == rank:
-                    send_file(path, facts["bytes"], 0, ranks)
-                    path.unlink()
-                elif ranks.rank == 0 and receive_file(path, facts["bytes"], rank, ranks) != facts["sha256"]:
-                    raise OSError(f"{path}: is not what rank {rank} wrote")
+                if problem is None:
+                    done = file.readinto(chunk.numpy().data) if sends else file.write(chunk.numpy().data)
+                    if done != len(chunk):
+                        raise OSError(errno.ENOSPC, f"{done} of {len(chunk)} bytes")
             except OSError as error:
-                failure = failure or error
+                problem = error
+            if sends:
+                dist.send(chunk, target, group=ranks.group)
+        if file is not None:
+            file.close()
+        failure = failure or problem
+        received[name] = digest.hexdigest()
     if failure is not None:
         raise failure
+    return received

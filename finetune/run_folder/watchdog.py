@@ -89,10 +89,11 @@ def watchdog(recipe: Recipe, launch: Launch, progress: Progress) -> Iterator[Mee
     meeting, watch = Meeting(Path(recipe.run_dir)), None
 
     def record(error: BaseException) -> None:
-        failure = {"phase": progress.phase, "rank": launch.rank, "step": progress.step, "error": error}
+        text = f"{type(error).__name__}: {error}"
+        failure: dict[str, Any] = {"phase": progress.phase, "rank": launch.rank, "step": progress.step, "error": text}
         mark_failed(meeting.run_dir, **failure)
         if meeting.heartbeat is not None:
-            meeting.heartbeat.tell(failure | {"error": f"{type(error).__name__}: {error}"})
+            meeting.heartbeat.tell(failure)
 
     try:
         meeting = meet(meeting.run_dir, launch, progress.phase, progress.step)
@@ -262,7 +263,7 @@ class Watchdog:
                     self._heartbeat.last(last.rank)  # over the network the reason comes with it
                     time.sleep(0.1)
         error = f"RankLost: {lost.how} on {last.host} (process {last.process}): {reason}"
-        failure = {"rank": last.rank, "step": last.step, "phase": last.phase, "error": error}
+        failure: dict[str, Any] = {"rank": last.rank, "step": last.step, "phase": last.phase, "error": error}
         self._heartbeat.tell(failure)
         failure = self._heartbeat.failure or failure
         with suppress(FinetuneError, OSError):

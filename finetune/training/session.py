@@ -478,7 +478,9 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     It leaves weights and optimizer as they were. Layers are compiled during that step. Returns its phases' costs.
     """
     start, run, receipt, compiled = built.start, built.run, built.receipt, built.compiled
-    accelerator, log, ranks = run.parts.accelerator, run.output.terminal.log, run.checkpoints.saves.ranks
+    accelerator, log = run.parts.accelerator, run.output.terminal.log
+    assert run.checkpoints is not None
+    ranks = run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, start.recipe.training.deterministic
 
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
@@ -534,7 +536,9 @@ def _with_reference(built: Built) -> Run:
 def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     """Write the answers after training, export, and print the last lines."""
     start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
-    log, saves = run.output.terminal.log, run.checkpoints.saves
+    log = run.output.terminal.log
+    assert run.checkpoints is not None
+    saves = run.checkpoints.saves
     if saves.ranks.apart:
         saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
     exported = weights_to_export(start.recipe, assembled, state, saves.ranks)

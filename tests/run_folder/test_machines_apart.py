@@ -246,7 +246,8 @@ def test_another_machine_s_other_rows_are_refused(folder: Path, short: Path, mac
 
 
 def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: Path, machines: Machines) -> None:
-    """150,000 weights with two moments are 1.8 MB. The disk has room for two checkpoints, and three are kept at once."""
+    """150,000 weights with two moments are 1.8 MB. The disk has room for two checkpoints, and three are there at
+    once."""
     recipe = changed(folder, "full", 8, lora=None)
 
     def then(rank: int) -> None:
@@ -257,3 +258,9 @@ def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: 
     assert line.startswith("output_dir: checkpoints take 0.005 GiB more on rank 0's disk, where 0.004 are free"), line
     for words in ("storage that every machine mounts", "run.storage"):
         assert words in line
+
+
+def test_offload_to_a_disk_needs_a_place_on_each_machine(short: Path, machines: Machines) -> None:
+    line = ended_with(machines, machines.start(short, "run", "zero3_nvme"), EnvironmentMismatch.exit_code)
+    assert line.startswith("output_dir: rank 1 does not see rank 0's folder, where ")
+    assert "_nvme_path in accelerate_config's deepspeed_config to a folder of each machine's own disk" in line

@@ -25,7 +25,7 @@ from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats
 from finetune.run_folder.meeting import Meeting, meet
 from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 from finetune.run_folder.save_restore import on_every_machine
-from finetune.strategies.pieces import Piece, Ranks, all_ranks
+from finetune.strategies.pieces import Piece, all_ranks
 from tests.support.runs.launching import ALONE
 
 RANKS = 3
@@ -128,20 +128,19 @@ def test_a_disk_that_fills_up_ends_a_transfer_on_every_rank(
 ) -> None:
     """The file that fails is not the last: nobody waits for ever for the others."""
     monkeypatch.setattr(transfers, "CHUNK_BYTES", 1000)
-    real = transfers.receive_file
 
-    def full(path: Path, size: int, source: int, ranks: Ranks) -> str:
-        return real(Path("/dev/full"), size, source, ranks)
+    def full(path: Path, mode: str, buffering: int) -> Any:
+        return open("/dev/full", mode, buffering)
 
     def act(rank: int) -> Any:
         met = meet_in(place_of(tmp_path, rank), rank)
         ranks, folder = all_ranks(apart=met.apart), step_folder(met.run_dir, 1)
         own = {"model": {"w": Piece(torch.ones(600), (1800,), 600 * rank)}}
         if victim == 0:
-            monkeypatch.setattr(transfers, "receive_file", full)
+            monkeypatch.setattr(transfers, "open", full, raising=False)
         try:
             write_checkpoint(met.run_dir, 1, own, {}, keep=1, ranks=ranks)
-            monkeypatch.setattr("finetune.run_folder.save_restore.receive_file", full)
+            monkeypatch.setattr(transfers, "open", full, raising=False)
             with on_every_machine(folder, ranks):
                 raise AssertionError
         except EnvironmentMismatch as error:
