@@ -33,7 +33,6 @@ from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.run_folder.train_state import state_problem
-from finetune.run_folder.transfers import move_files
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 from finetune.untrusted.json_files import kind_of_value, read_object
 from finetune.untrusted.library_words import words_of
@@ -273,6 +272,8 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], ranks: Ranks) -
 
 def _collect(temporary: Path, written: list[dict[str, Any]], ranks: Ranks) -> None:
     """Move the files of `ranks.apart` into rank 0's folder. Every rank calls it. Raises OSError."""
+    from finetune.run_folder.transfers import move_files
+
     parts = [(rank, part) for rank in sorted(ranks.apart) for part in written[rank].values() if "file" in part]
     received = move_files(temporary, [(part["file"], part["bytes"], rank, 0) for rank, part in parts], ranks)
     for rank, part in parts:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from finetune.files import is_locked
+
+if TYPE_CHECKING:
+    from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 
 FOLDER = ".ranks"
 NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
@@ -111,6 +115,22 @@ def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | No
 def holds_lock(run_dir: Path, rank: int) -> bool:
     """Whether a living process holds that rank's file. Do not call it for this process's own rank."""
     return is_locked(heartbeat_file(run_dir, rank))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where this rank works, and how it hears from the others (meeting.py)."""
+
+    run_dir: Path  # rank 0's folder, or the own folder of a machine that does not see it
+    heartbeat: Heartbeat | NetworkHeartbeat | None = None  # None: a single rank
+    apart: Mapping[int, int] = field(default_factory=dict)  # as in `Ranks`
+    own_lock: int | None = None  # of a machine's own folder, on the rank that made it
+
+    def leave(self) -> None:
+        """Delete this machine's own folder, if this rank made it."""
+        if self.own_lock is not None:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            os.close(self.own_lock)
 
 
 def process_is_gone(record: HeartbeatRecord) -> bool:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import os
 import random
 import re
-import shutil
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,7 +20,7 @@ from finetune.errors import NoRendezvous
 from finetune.files import TEMPORARY_PREFIX, lock, remove_folder
 from finetune.launch.launcher import Launch
 from finetune.run_folder.facts import LOCK
-from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats, last_heartbeat, this_machine
+from finetune.run_folder.heartbeat import Heartbeat, Meeting, clear_heartbeats, last_heartbeat, this_machine
 from finetune.run_folder.network_heartbeat import NetworkHeartbeat, accept_all, connect, listen
 from finetune.strategies.pieces import Ranks, all_ranks
 
@@ -33,24 +30,8 @@ CONNECT_SECONDS = 30.0
 OF_ONE_MACHINE = frozenset("apfs bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where this rank works, and how it hears from the others."""
-
-    run_dir: Path  # rank 0's folder, or the own folder of a machine that does not see it
-    heartbeat: Heartbeat | NetworkHeartbeat | None = None  # None: a single rank
-    apart: Mapping[int, int] = field(default_factory=dict)  # as in `Ranks`
-    own_lock: int | None = None  # of a machine's own folder, on the rank that made it
-
-    def leave(self) -> None:
-        """Delete this machine's own folder, if this rank made it."""
-        if self.own_lock is not None:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-            os.close(self.own_lock)
-
-
 def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
-    """Find out which ranks see rank 0's folder. Every rank calls it; then each finds the heartbeats it watches.
+    """Find out which of several ranks see rank 0's folder. Every rank calls it; then each finds those it watches.
 
     Rank 0 draws a token for this start and sends it to all ranks. The token tells its files from an earlier start's.
 
@@ -59,8 +40,6 @@ def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
 
     Raises NoRendezvous, on every rank, if a machine has no folder of its own, or a rank does not reach rank 0.
     """
-    if launch.world_size == 1:
-        return Meeting(run_dir)
     ranks, token, file = all_ranks(), 0, None
 
     def first_heartbeat() -> Heartbeat:

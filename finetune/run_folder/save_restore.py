@@ -37,7 +37,6 @@ from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
-from finetune.run_folder.transfers import move_files
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
@@ -83,6 +82,8 @@ def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
     if not ranks.apart:
         yield
         return
+    from finetune.run_folder.transfers import move_files
+
     receivers = sorted(set(ranks.apart.values()))
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from finetune.paths import open_regular
 from finetune.strategies.pieces import Ranks
 
-CHUNK_BYTES = 32 * 2**20  # of host memory, on both sides
+BYTES_AT_ONCE = 32 * 2**20  # of host memory, on both sides
 
 
 def move_files(folder: Path, moves: Iterable[tuple[str, int, int, int]], ranks: Ranks) -> dict[str, str]:
@@ -34,13 +34,13 @@ def move_files(folder: Path, moves: Iterable[tuple[str, int, int, int]], ranks: 
         sends, digest = ranks.rank == source, hashlib.sha256()
         problem: OSError | None = None
         file: Any = None  # unbuffered where it is written: closing it raises nothing
-        buffer = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
+        buffer = torch.empty(min(size, BYTES_AT_ONCE), dtype=torch.uint8)
         try:
             file = open_regular(folder / name) if sends else open(folder / name, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             problem = error
-        for start in range(0, size, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, size - start)]
+        for start in range(0, size, BYTES_AT_ONCE):
+            chunk = buffer[: min(BYTES_AT_ONCE, size - start)]
             if not sends:
                 dist.recv(chunk, source, group=ranks.group)
                 digest.update(chunk.numpy().data)

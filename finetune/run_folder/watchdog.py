@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, RankLost, Stopped
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
@@ -29,14 +29,16 @@ from finetune.run_folder.folder import mark_failed, mark_run
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
+    Meeting,
     RankState,
     heartbeat_file,
     process_is_gone,
     this_machine,
 )
-from finetune.run_folder.meeting import Meeting, meet
-from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 from finetune.trial_limit import trials_end_process
+
+if TYPE_CHECKING:
+    from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
 # Words in gloo's and NCCL's errors when a rank is gone. gloo's errors are plain RuntimeErrors.
@@ -96,8 +98,10 @@ def watchdog(recipe: Recipe, launch: Launch, progress: Progress) -> Iterator[Mee
             meeting.heartbeat.tell(failure)
 
     try:
-        meeting = meet(meeting.run_dir, launch, progress.phase, progress.step)
-        if meeting.heartbeat is not None:
+        if launch.world_size > 1:
+            from finetune.run_folder.meeting import meet
+
+            meeting = meet(meeting.run_dir, launch, progress.phase, progress.step)
             command = continue_command(launch, resume=recipe.training.resume)
             watch = Watchdog(meeting, launch, progress, recipe.timeout_seconds, command)
             watch.start()

@@ -130,7 +130,7 @@ import sys, time
 from pathlib import Path
 from finetune.run_folder.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
-from finetune.run_folder.meeting import Meeting
+from finetune.run_folder.heartbeat import Meeting
 from finetune.run_folder.watchdog import Progress, Watchdog
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat = Heartbeat(run_dir, rank, 11)

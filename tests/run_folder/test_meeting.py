@@ -21,8 +21,8 @@ from finetune.files import lock
 from finetune.run_folder import heartbeat, meeting, transfers
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_checkpoint, step_folder, write_checkpoint
 from finetune.run_folder.facts import LOCK
-from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats
-from finetune.run_folder.meeting import Meeting, meet
+from finetune.run_folder.heartbeat import Heartbeat, Meeting, clear_heartbeats
+from finetune.run_folder.meeting import meet
 from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 from finetune.run_folder.save_restore import on_every_machine
 from finetune.strategies.pieces import Piece, all_ranks
@@ -84,7 +84,7 @@ def test_ranks_that_share_a_folder_write_files_there(tmp_path: Path) -> None:
 
 
 def test_machines_apart_save_resume_and_hear_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "CHUNK_BYTES", 1000)  # of files with 2.1 KB
+    monkeypatch.setattr(transfers, "BYTES_AT_ONCE", 1000)  # of files with 2.1 KB
     (tmp_path / "b").mkdir()
     stale = tmp_path / "b" / f".tmp-run-on-{os.uname().nodename}"
     stale.mkdir()
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_ends_a_transfer_on_every_rank(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file that fails is not the last: nobody waits for ever for the others."""
-    monkeypatch.setattr(transfers, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(transfers, "BYTES_AT_ONCE", 1000)
 
     def full(path: Path, mode: str, buffering: int) -> Any:
         return open("/dev/full", mode, buffering)

@@ -17,8 +17,7 @@ from finetune.errors import RankLost
 from finetune.run_folder import network_heartbeat, watchdog
 from finetune.run_folder.facts import read_state
 from finetune.run_folder.folder import claim_run_folder
-from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats, last_heartbeat
-from finetune.run_folder.meeting import Meeting
+from finetune.run_folder.heartbeat import Heartbeat, Meeting, clear_heartbeats, last_heartbeat
 from finetune.run_folder.network_heartbeat import NetworkHeartbeat, accept_all, connect, listen
 from finetune.run_folder.watchdog import Progress, Watchdog
 from tests.support.runs.launching import ALONE

@@ -26,6 +26,7 @@ from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
+    Meeting,
     RankState,
     clear_heartbeats,
     heartbeat_file,
@@ -33,7 +34,6 @@ from finetune.run_folder.heartbeat import (
     last_heartbeat,
     process_is_gone,
 )
-from finetune.run_folder.meeting import Meeting
 from finetune.run_folder.watchdog import Progress, Watchdog
 from tests.support.runs.launching import ALONE
 
