@@ -16,14 +16,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import psutil
 
 from finetune.files import is_locked
-
-if TYPE_CHECKING:
-    from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 
 FOLDER = ".ranks"
 NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
@@ -62,6 +59,22 @@ def clear_heartbeats(run_dir: Path) -> None:
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
+
+
+class Heartbeats(Protocol):
+    """How the others hear of this rank, and it of them: by files (`Heartbeat`), or over the network."""
+
+    failure: dict[str, Any] | None  # the first that this rank heard of
+
+    def watched(self, world_size: int) -> list[int]: ...
+
+    def write(self, state: RankState, phase: str, step: int, *, sync: bool = False) -> None: ...
+
+    def last(self, rank: int) -> HeartbeatRecord | None: ...
+
+    def holds_lock(self, rank: int) -> bool: ...
+
+    def tell(self, failure: Mapping[str, Any]) -> None: ...
 
 
 class Heartbeat:
@@ -122,7 +135,7 @@ class Meeting:
     """Where this rank works, and how it hears from the others (meeting.py)."""
 
     run_dir: Path  # rank 0's folder, or the own folder of a machine that does not see it
-    heartbeat: Heartbeat | NetworkHeartbeat | None = None  # None: a single rank
+    heartbeat: Heartbeats | None = None  # None: a single rank
     apart: Mapping[int, int] = field(default_factory=dict)  # as in `Ranks`
     own_lock: int | None = None  # of a machine's own folder, on the rank that made it
 

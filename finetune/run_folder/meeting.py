@@ -1,8 +1,10 @@
 """How a run's ranks meet in its folder: which of them see rank 0's, and how they hear from each other.
 
-every rank sees it       heartbeats are files there (heartbeat.py)
-some machines do not     heartbeats go over the network (network_heartbeat.py). Such a machine has a folder of its
-                         own beside output_dir while the run lasts. Rank 0's folder alone is the run's.
+    every rank sees it       heartbeats are files there (heartbeat.py)
+    some machines do not     heartbeats go over the network (network_heartbeat.py), and such a machine has a folder of
+                             its own beside output_dir while the run lasts
+
+Rank 0's folder alone is the run's.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from finetune.run_folder.heartbeat import Heartbeat, HeartbeatRecord, RankState,
 
 SECONDS_BETWEEN_STEPS = 1.0  # that are sent: rank 0 sends its own to every rank
 HELLO_SECONDS = 5.0  # for a new connection to say which rank it is
-MOST_BYTES = 2**16  # of one message
+MESSAGE_BYTES = 2**16  # of one message
 MOST_REASON = 4000  # characters of a failure's text
 
 
@@ -98,7 +98,7 @@ class NetworkHeartbeat:
             connection = self._connections.get(rank)
             while connection is not None:
                 try:
-                    read = connection.recv(MOST_BYTES)
+                    read = connection.recv(MESSAGE_BYTES)
                 except BlockingIOError:
                     return
                 except OSError:
@@ -108,7 +108,7 @@ class NetworkHeartbeat:
                     connection.close()
                     return
                 *lines, rest = (self._unread[rank] + read).split(b"\n")
-                self._unread[rank] = rest[-MOST_BYTES:]
+                self._unread[rank] = rest[-MESSAGE_BYTES:]
                 for line in lines:
                     self._understand(rank, line)
 

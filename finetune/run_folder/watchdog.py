@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, RankLost, Stopped
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
@@ -27,8 +27,8 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_state
 from finetune.run_folder.folder import mark_failed, mark_run
 from finetune.run_folder.heartbeat import (
-    Heartbeat,
     HeartbeatRecord,
+    Heartbeats,
     Meeting,
     RankState,
     heartbeat_file,
@@ -36,9 +36,6 @@ from finetune.run_folder.heartbeat import (
     this_machine,
 )
 from finetune.trial_limit import trials_end_process
-
-if TYPE_CHECKING:
-    from finetune.run_folder.network_heartbeat import NetworkHeartbeat
 
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
 # Words in gloo's and NCCL's errors when a rank is gone. gloo's errors are plain RuntimeErrors.
@@ -51,7 +48,7 @@ class Progress:
 
     phase: str = "load"
     step: int = 0
-    heartbeat: Heartbeat | NetworkHeartbeat | None = None  # None: this rank writes none
+    heartbeat: Heartbeats | None = None  # None: this rank writes none
 
     def reached(self, step: int) -> None:
         self.step = step

@@ -131,7 +131,7 @@ def test_the_one_curve(strategy: str, machines: Machines, short: Path, alone: li
 
 
 def until_step(run_dir: Path, step: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     metrics = run_dir / "metrics.jsonl"
     while max((line["step"] for line in (read_lines(metrics) if metrics.exists() else ())), default=0) < step:
         assert time.monotonic() < end

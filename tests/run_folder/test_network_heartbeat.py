@@ -124,7 +124,7 @@ def test_the_first_failure_goes_through_rank_0_to_all() -> None:
         b"\x00\xff\n",
         b"[]\n",
         b'{"heartbeat": {}, "failure": null}\n',
-        b"7" * 3 * network_heartbeat.MOST_BYTES,
+        b"7" * 3 * network_heartbeat.MESSAGE_BYTES,
         b'{"heartbeat": {"rank": 1, "token": 12, "host": "", "machine": "", "process": 1, "state": "failed", '
         b'"phase": "", "step": 1, "count": 1}, "failure": {"rank": 1, "step": 1, "phase": "", "error": ""}}\n',
     ],
@@ -136,7 +136,7 @@ def test_a_line_that_is_no_heartbeat_of_this_start_is_passed_over(line: bytes) -
         writing.start()
         until(lambda: first.last(1) is not None and not writing.is_alive())
         assert first.failure is None
-        assert len(first._unread[1]) <= network_heartbeat.MOST_BYTES
+        assert len(first._unread[1]) <= network_heartbeat.MESSAGE_BYTES
         writing.join()
         second._connections[0].setblocking(False)
         second.write("running", "training", 10, sync=True)
