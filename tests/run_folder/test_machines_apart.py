@@ -19,6 +19,7 @@ import yaml
 
 from finetune.errors import EnvironmentMismatch
 from finetune.files import TEMPORARY_PREFIX, read_lines
+from finetune.run_folder import held_state
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.run_folder.facts import read_state
 from tests.support.runs.soak_resume import (
@@ -128,6 +129,31 @@ def test_the_one_curve(strategy: str, machines: Machines, short: Path, alone: li
     assert pieces == (1 if strategy == "ddp" else 2)
     assert os.listdir(machines.disk("b")) == []
     assert "1 of 2 ranks do not see" in machines.said("run", 0)
+
+
+def test_the_state_before_the_worst_step_may_lie_on_rank_0_s_disk(
+    machines: Machines, short: Path, alone: list[dict[str, Any]]
+) -> None:
+    """Where the memory of one machine has no room for copies. It goes to rank 0 and comes back."""
+    taken = machines.root / "taken"
+
+    def then(rank: int) -> None:
+        real = held_state.write_checkpoint
+
+        def write(run_dir: Path, *arguments: Any, **more: Any) -> Path:
+            taken.with_suffix(f".{rank}").write_text(str(run_dir))
+            return real(run_dir, *arguments, **more)
+
+        held_state.write_checkpoint = write
+        held_state.machine_without_room = lambda *_: (1, 0)
+
+    assert wait_all(machines.start(short, "run", "fsdp2", then=then), 300) == [0, 0], machines.said("run", 0)
+    found = list(values(read_lines(machines.disk("a") / "run" / "metrics.jsonl")))
+    for actual, point in zip(found, values(alone), strict=True):
+        assert actual == pytest.approx(point, rel=1e-5)
+    assert [Path(taken.with_suffix(f".{rank}").read_text()).name for rank in range(2)] == [".tmp-worst-step"] * 2
+    left = [path for machine in "ab" for path in machines.disk(machine).rglob(f"{TEMPORARY_PREFIX}*")]
+    assert left == []
 
 
 def until_step(run_dir: Path, step: int) -> None:
