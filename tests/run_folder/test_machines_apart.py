@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ import yaml
 
 from finetune.errors import EnvironmentMismatch
 from finetune.files import TEMPORARY_PREFIX, read_lines
+from finetune.recipe.strategy import read_strategy
 from finetune.run_folder import held_state
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.run_folder.facts import read_state
+from finetune.training.session import refuse_apart
 from tests.support.runs.soak_resume import (
     How,
     fingerprint,
@@ -286,7 +289,10 @@ def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: 
         assert words in line
 
 
-def test_offload_to_a_disk_needs_a_place_on_each_machine(short: Path, machines: Machines) -> None:
-    line = ended_with(machines, machines.start(short, "run", "zero3_nvme"), EnvironmentMismatch.exit_code)
-    assert line.startswith("output_dir: rank 1 does not see rank 0's folder, where ")
-    assert "_nvme_path in accelerate_config's deepspeed_config to a folder of each machine's own disk" in line
+def test_offload_to_a_disk_needs_a_place_on_each_machine() -> None:
+    start: Any = SimpleNamespace(strategy=read_strategy("zero3_nvme"))
+    with pytest.raises(EnvironmentMismatch) as refused:
+        refuse_apart(start, {1: 1})
+    line = str(refused.value)
+    assert line.startswith("output_dir: rank 1 does not see rank 0's folder, where optimizer offload keeps its files")
+    assert "set offload_optimizer_nvme_path in accelerate_config's deepspeed_config" in line
