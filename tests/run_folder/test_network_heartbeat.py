@@ -210,13 +210,15 @@ def test_a_rank_apart_names_the_rank_that_rank_0_has_lost(run_dir: Path, tmp_pat
         last = first.last(2)
         assert last is not None
         line = watch(0, first, run_dir).record(watchdog.LostRank(last, "froze"))
-        elsewhere = watch(1, second, tmp_path / "no run is here")
+        own = tmp_path / "own"
+        own.mkdir()
+        elsewhere = watch(1, second, own)
         until(lambda: elsewhere.examine(0, 0.0) is not None)
         lost = elsewhere.examine(0, 0.0)
         assert lost is not None
         assert elsewhere.record(lost) == line
         assert line.startswith(f"rank 2 froze on {os.uname().nodename} ")
-        assert not (tmp_path / "no run is here").exists()
+        assert os.listdir(own) == [], "no run is there"
 
 
 def test_a_rank_that_sees_the_folder_writes_there_too(run_dir: Path) -> None:
