@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,16 +35,24 @@ BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being wri
 
 
 @contextmanager
-def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[Saves]:
+def saves_in_background(
+    recipe: Recipe,
+    log: Callable[[str], None],
+    apart: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[Saves]:
     """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 
-    Every rank enters it at the same time. If the block fails, the present checkpoint is still finished, because it may
-    be the newest good one. With measure_phases every save is in the foreground: then no save runs during another phase.
+    Every rank enters it at the same time. `apart` is as in `Ranks`. If the block fails, the present checkpoint is still
+    finished, because it may be the newest good one. With measure_phases every save is in the foreground: then no save
+    runs during another phase.
     """
     group = None
     if dist.is_initialized():  # the thread's collectives must not mix with the training's
         group = dist.new_group(backend="gloo", timeout=collective_timeout(recipe))
-    saves = Saves(all_ranks(), all_ranks(group), log, background=not recipe.measure_phases)
+    behind = all_ranks(group, apart)
+    # NCCL sends no host memory. Both threads may use one group: the training's waits for the write before it.
+    ranks = behind if apart else all_ranks()
+    saves = Saves(ranks, behind, log, background=not recipe.measure_phases)
     try:
         yield saves
         saves.finish()
@@ -75,7 +84,7 @@ class Saves:
         background: bool = True,
         room: Callable[[], tuple[int, int]] = lambda: (available_bytes(), bytes_below_peak()),
     ) -> None:
-        self._ranks, self._log, self._background, self._room = ranks, log, background, room
+        self.ranks, self._log, self._background, self._room = ranks, log, background, room
         self._broken_off = threading.Event()
         # Each phase of a write ends in a collective, so a write stops between two phases.
         self._behind = replace(behind, broken_off=self._broken_off)
@@ -113,10 +122,10 @@ class Saves:
         # One write at a time: a second one would need a second copy in host memory.
         self.wait()
         _finish_kernels()
-        refuse_not_finite(step, tensors, self._ranks)
-        pieces = own_pieces(tensors, self._ranks.rank)
+        refuse_not_finite(step, tensors, self.ranks)
+        pieces = own_pieces(tensors, self.ranks.rank)
         if not self._has_room(self._copies.bytes_to_allocate(pieces)):
-            write(pieces, self._ranks)
+            write(pieces, self.ranks)
             return
         copies = self._copies.copied(pieces)
         _finish_kernels()  # the copies are asynchronous, and the next step changes their sources
@@ -162,7 +171,7 @@ class Saves:
         if not self._background:
             return False
         left, growth = self._room()
-        found = machine_without_room(self._ranks, nbytes + growth, left)
+        found = machine_without_room(self.ranks, nbytes + growth, left)
         if found is None:
             return True
         self._log(

@@ -152,8 +152,8 @@ def write_checkpoint(
     It returns when the checkpoint exists.
 
     Args:
-        run_dir: The run's folder, which every rank sees. Its metrics are synced first, so that they reach as far as
-            the checkpoint.
+        run_dir: The run's folder, or on `ranks.apart` their machine's own. The run's metrics are synced first, so that
+            they reach as far as the checkpoint.
         step: Finished optimizer steps.
         tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
             Shared tensors are stored once.
@@ -207,14 +207,16 @@ def write_pieces(
         temporary.mkdir()
         return False
 
-    # Three phases. Each ends when every rank has finished it, and no rank begins the next if one has failed:
+    # Phases. Each ends when every rank has finished it, and no rank begins the next if one has failed:
     #   rank 0: make the temporary folder
-    #   all:    write own pieces there
+    #   all:    write own pieces there. Machines that do not see it write into their own folder, and send them
     #   rank 0: write state and manifest, then rename the folder to its final name
     with disk_errors(folder, "earlier checkpoints are intact; "):
         try:
             if not act_on_every_rank(ranks, temporary, prepare)[0]:
-                written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
+                written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks))
+                if ranks.apart:
+                    act_on_every_rank(ranks, temporary, lambda: _collect(temporary, written, ranks))
                 publish = partial(_publish, temporary, folder, {"step": step, **state}, written)
                 act_on_every_rank(ranks, temporary, publish if is_rank_0 else _do_nothing)
         except Exception:
@@ -252,8 +254,11 @@ def _do_nothing() -> None:
     """The other ranks' part while rank 0 does its own."""
 
 
-def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> dict[str, dict[str, Any]]:
+def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], ranks: Ranks) -> dict[str, dict[str, Any]]:
     """Write this rank's pieces, a file per group. Returns their manifest entries by group."""
+    rank = ranks.rank
+    if rank in ranks.apart:
+        temporary.mkdir(parents=True, exist_ok=True)
     entries: dict[str, dict[str, Any]] = {}
     for group, own in pieces.items():
         entries[group] = {"pieces": own.entries, "aliases": own.aliases}
@@ -261,8 +266,21 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> d
         if own.tensors or rank == 0:
             path = temporary / f"{group}-{rank:05d}.safetensors"
             save_file(unshared(own.tensors), path)
-            entries[group] |= {"file": path.name, "sha256": sha256_of(path)}
+            entries[group] |= {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return entries
+
+
+def _collect(temporary: Path, written: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Move the files of `ranks.apart` into rank 0's folder. Every rank calls it. Raises OSError."""
+    from finetune.run_folder.transfers import move_files
+
+    parts = [(rank, part) for rank in sorted(ranks.apart) for part in written[rank].values() if "file" in part]
+    received = move_files(temporary, [(part["file"], part["bytes"], rank, 0) for rank, part in parts], ranks)
+    for rank, part in parts:
+        if rank == ranks.rank:
+            (temporary / part["file"]).unlink()
+        elif ranks.rank == 0 and received[part["file"]] != part["sha256"]:
+            raise OSError(f"{part['file']} is not what rank {rank} wrote")
 
 
 def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], written: list[dict[str, Any]]) -> None:

@@ -468,9 +468,16 @@ def mark_step(run_dir: Path, step: int) -> None:
             _write_state(run_dir, "running", step, saved["command"], saved["identity"])
 
 
-def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, step: int) -> None:
-    """Record a failure, from any rank. The first one stays: other ranks' later failures are its consequences."""
-    failure = {"phase": phase, "rank": rank, "error": f"{type(error).__name__}: {error}"}
+def mark_failed(run_dir: Path, error: BaseException | str, *, phase: str, rank: int, step: int) -> None:
+    """Record a failure, from any rank. The first one stays: other ranks' later failures are its consequences.
+
+    `error` may be a text, as another rank has sent it. A machine that does not see the run's folder records nothing.
+    """
+    if not (run_dir / STATE).exists():
+        return
+    if isinstance(error, BaseException):
+        error = f"{type(error).__name__}: {error}"
+    failure = {"phase": phase, "rank": rank, "error": error}
     with exclusive(run_dir / STATE_LOCK):
         saved = read_state(run_dir)
         if saved is not None and saved["state"] == "running":

@@ -25,10 +25,10 @@ from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
 from finetune.run_folder.checkpoint import act_on_every_rank, own_pieces, refuse_not_finite, write_checkpoint
-from finetune.run_folder.save_restore import checkpoint_tensors, fill_from
+from finetune.run_folder.save_restore import checkpoint_tensors, fill_from, on_every_machine
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import Ranks, Stored, all_ranks, local_part, reshard
+from finetune.strategies.pieces import Ranks, Stored, local_part, reshard
 
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.
@@ -50,7 +50,8 @@ class Held:
     def restore(self) -> None:
         """Fill weights and optimizer from it. Every rank calls it."""
         if self.folder is not None:
-            fill_from(self.parts, self.folder, hashes=self.ranks.rank == 0)
+            with on_every_machine(self.folder, self.ranks):
+                fill_from(self.parts, self.folder, hashes=self.ranks.rank == 0 or self.ranks.rank in self.ranks.apart)
             self.ranks.gather(None)  # the files may be deleted only after every rank has read them
         elif self.parts.engine is not None:
             from finetune.strategies.zero_state import load_pieces
@@ -76,17 +77,18 @@ class Held:
                     optimizer[parameter][key] = value
 
 
-def hold_state(recipe: Recipe, parts: Assembled, *, on_host: bool) -> Held:
+def hold_state(recipe: Recipe, parts: Assembled, ranks: Ranks, *, on_host: bool) -> Held:
     """Keep the present weights and optimizer state. Every rank calls it.
 
     Args:
+        ranks: As the run's saves have them.
         on_host: The step itself takes host memory.
 
     Raises:
         NotFinite: a tensor on any rank holds a NaN or an infinity.
         EnvironmentMismatch: the disk has no room for a checkpoint, or cannot be written.
     """
-    ranks, tensors = all_ranks(), checkpoint_tensors(parts)
+    tensors = checkpoint_tensors(parts)
     refuse_not_finite(0, tensors, ranks)  # on the tensors' device
     groups = own_pieces(tensors, ranks.rank)
     pieces = [tensor for own in groups.values() for tensor in own.tensors.values()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -24,13 +25,20 @@ from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS, is_on_top
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, sha256_of, step_folder
+from finetune.run_folder.checkpoint import (
+    Checkpoint,
+    act_on_every_rank,
+    examine,
+    read_state_of,
+    sha256_of,
+    step_folder,
+)
 from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import all_ranks, reshard
+from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
@@ -62,17 +70,59 @@ def save(
     saves.save(run_dir, state.step, tensors, state.as_json(), keep=keep, best=best, then=then)
 
 
-def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
+@contextmanager
+def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Within the block, `ranks.apart` have a copy of rank 0's checkpoint in `folder`, each machine its own.
+
+    Args:
+        folder: The checkpoint's in rank 0's folder, or in the rank's machine's own.
+
+    Raises EnvironmentMismatch, on every rank, if a machine has no room for it.
+    """
+    if not ranks.apart:
+        yield
+        return
+    from finetune.run_folder.transfers import move_files
+
+    receivers = sorted(set(ranks.apart.values()))
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+
+    def list_files() -> dict[str, int]:
+        if ranks.rank == 0:
+            return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        if ranks.rank in receivers:
+            temporary.mkdir(parents=True, exist_ok=True)
+        return {}
+
+    def bring() -> None:
+        moves = [(name, size, 0, receiver) for name, size in sizes.items() for receiver in receivers]
+        move_files(folder if ranks.rank == 0 else temporary, moves, ranks)
+        if ranks.rank in receivers:
+            publish_folder(temporary, folder)
+
+    with disk_errors(folder, "the checkpoint is intact on rank 0's machine; "):
+        sizes = act_on_every_rank(ranks, folder, list_files)[0]
+        act_on_every_rank(ranks, folder, bring)
+    yield
+    ranks.gather(None)  # every rank has read it
+    if ranks.rank in receivers:
+        remove_folder(folder)
+
+
+def restore(recipe: Recipe, parts: Assembled, step: int, ranks: Ranks) -> TrainState:
     """Fill weights and optimizer in place, on every rank from the same files. Returns the state to resume from.
 
     Raises FinetuneError if this rank does not see the checkpoint, or it does not fit the model.
     """
     if step == 0:
         return TrainState()
-    # Rank 0 verified the hash of every byte when it claimed the run folder.
-    folder = step_folder(Path(recipe.run_dir), step)
-    with in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")):
-        return TrainState.from_json(fill_from(parts, folder, hashes=False))
+    # Rank 0 verified the hash of every byte when it claimed the run folder. Copies of it are verified here.
+    folder, is_copy = step_folder(Path(recipe.run_dir), step), ranks.rank in ranks.apart
+    with (
+        on_every_machine(folder, ranks),
+        in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")),
+    ):
+        return TrainState.from_json(fill_from(parts, folder, hashes=is_copy))
 
 
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
@@ -351,7 +401,7 @@ def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
     return f"{folder}: the best evaluation so far, of step {lost}, cannot be exported ({problem}); later ones count"
 
 
-def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Exported:
+def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState, ranks: Ranks) -> Exported:
     """Load the weights to export into the model. Every rank calls it.
 
     Raises FinetuneError, on every rank, if the best evaluation's checkpoint is damaged.
@@ -360,16 +410,18 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState) -> Ex
     if not recipe.training.exports_best or step is None:
         return Exported(state.step, False, metric, state.last_eval_loss)
     if step != state.step:  # else the model has these weights already
-        _load(parts, step_folder(Path(recipe.run_dir), step))
+        folder = step_folder(Path(recipe.run_dir), step)
+        with on_every_machine(folder, ranks):
+            _load(parts, folder, ranks)
     return Exported(step, True, metric, state.best_eval_loss)
 
 
-def _load(parts: Assembled, folder: Path) -> None:
-    """Load a checkpoint's weights after rank 0 has verified the hash over every byte."""
-    checkpoint = examine(folder, hashes=all_ranks().rank == 0)
+def _load(parts: Assembled, folder: Path, ranks: Ranks) -> None:
+    """Load a checkpoint's weights after rank 0, and ranks with a copy, have verified the hash over every byte."""
+    checkpoint = examine(folder, hashes=ranks.rank == 0 or ranks.rank in ranks.apart)
     problem = checkpoint if isinstance(checkpoint, str) else None
     # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
-    if problem := next(filter(None, all_ranks().gather(problem)), None):
+    if problem := next(filter(None, ranks.gather(problem)), None):
         raise FinetuneError(
             f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's weights can: "
             "start again with training.load_best_model_at_end=false"

@@ -2,14 +2,14 @@
 
 Ranks that wait for a dead rank notice it late or never: gloo's error names no rank, NCCL waits for its timeout, and
 torchrun reports only on the dead rank's machine. So a thread in every rank examines its neighbours' heartbeats
-(heartbeat.py). A rank with a broken collective examines all ranks' heartbeats.
+(heartbeat.py). A rank with a broken collective examines all ranks' heartbeats. Where machines do not see one folder,
+rank 0 watches all ranks over the network, and they watch rank 0 (network_heartbeat.py).
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import re
 import signal
 import threading
@@ -18,32 +18,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from accelerate import Accelerator
-
-from finetune.errors import EnvironmentMismatch, FinetuneError, NoRendezvous, RankLost, Stopped
+from finetune.errors import EnvironmentMismatch, FinetuneError, RankLost, Stopped
 from finetune.launch.launcher import Launch, continue_command, print_after_launcher
 from finetune.launch.signals import Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import read_state
 from finetune.run_folder.folder import mark_failed, mark_run
 from finetune.run_folder.heartbeat import (
-    Heartbeat,
     HeartbeatRecord,
+    Heartbeats,
+    Meeting,
     RankState,
     heartbeat_file,
-    holds_lock,
-    last_heartbeat,
     process_is_gone,
     this_machine,
 )
 from finetune.trial_limit import trials_end_process
 
-NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
 GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason
-SHARED_SECONDS = 30.0  # until another machine sees a new file
 # Words in gloo's and NCCL's errors when a rank is gone. gloo's errors are plain RuntimeErrors.
 BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
 
@@ -54,7 +48,7 @@ class Progress:
 
     phase: str = "load"
     step: int = 0
-    heartbeat: Heartbeat | None = None  # None: this rank writes none
+    heartbeat: Heartbeats | None = None  # None: this rank writes none
 
     def reached(self, step: int) -> None:
         self.step = step
@@ -75,7 +69,7 @@ class LostRank:
 
 
 @contextmanager
-def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress: Progress) -> Iterator[None]:
+def watchdog(recipe: Recipe, launch: Launch, progress: Progress) -> Iterator[Meeting]:
     """While the block runs, this rank writes heartbeats and watches other ranks. Its failure goes to run_state.json.
 
     When another rank is lost, this process ends with RankLost's exit code: there is no other way out of a collective
@@ -88,34 +82,43 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
         progress: The training keeps it up to date.
 
     Raises:
-        NoRendezvous: the ranks do not share the run's folder.
+        NoRendezvous: ranks do not share the run's folder, and `meet` finds no other way.
         Stopped: a signal came where there is nothing to save.
     """
-    run_dir, watch = Path(recipe.run_dir), None
+    meeting, watch = Meeting(Path(recipe.run_dir)), None
+
+    def record(error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        failure: dict[str, Any] = {"phase": progress.phase, "rank": launch.rank, "step": progress.step, "error": text}
+        mark_failed(meeting.run_dir, **failure)
+        if meeting.heartbeat is not None:
+            meeting.heartbeat.tell(failure)
+
     try:
         if launch.world_size > 1:
-            heartbeat, token = _join(run_dir, accelerator, launch, progress)
+            from finetune.run_folder.meeting import meet
+
+            meeting = meet(meeting.run_dir, launch, progress.phase, progress.step)
             command = continue_command(launch, resume=recipe.training.resume)
-            watch = Watchdog(run_dir, launch, progress, heartbeat, token, recipe.timeout_seconds, command)
+            watch = Watchdog(meeting, launch, progress, recipe.timeout_seconds, command)
             watch.start()
 
         def end_trial(line: str) -> None:
             faulthandler.dump_traceback()
             with suppress(FinetuneError, OSError):
-                error = EnvironmentMismatch(line)
-                mark_failed(run_dir, error, phase=progress.phase, rank=launch.rank, step=progress.step)
+                record(EnvironmentMismatch(line))
             if watch is not None:
                 watch.close("failed")
             print_after_launcher(line)
             os._exit(EnvironmentMismatch.exit_code)
 
         with trials_end_process(end_trial):
-            yield
+            yield meeting
     except Interrupted:
         if watch is not None:
             watch.close("failed")  # ranks that got no signal end too
         if launch.is_main:
-            mark_run(run_dir, "stopped", step=progress.step)
+            mark_run(meeting.run_dir, "stopped", step=progress.step)
         line = f"stopped at step {progress.step}; continue with:"
         if progress.step == 0:
             line = "stopped before the first step; start again with:"
@@ -124,71 +127,34 @@ def watchdog(recipe: Recipe, accelerator: Accelerator, launch: Launch, progress:
         if watch is not None:
             watch.explain(error)
             watch.close("failed")
-        mark_failed(run_dir, error, phase=progress.phase, rank=launch.rank, step=progress.step)
+        record(error)
         raise
-    if watch is not None:
-        watch.close("ended")
-
-
-def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Progress) -> tuple[Heartbeat, int]:
-    """Write this rank's first heartbeat when rank 0's is visible. Afterwards every rank finds every other's.
-
-    Rank 0 draws a token for this start and sends it to all ranks. The token tells its files from an earlier start's.
-    """
-
-    def over_ranks(number: int) -> int:
-        return int(accelerator.reduce(torch.tensor(number, device=accelerator.device), reduction="sum"))
-
-    def first_heartbeat(token: int) -> Heartbeat:
-        heartbeat = Heartbeat(run_dir, launch.rank, token)
-        heartbeat.write("running", progress.phase, progress.step, sync=True)
-        return heartbeat
-
-    drawn, heartbeat = 0, None
-    if launch.is_main:
-        drawn = random.SystemRandom().randrange(1, 2**31)
-        heartbeat = first_heartbeat(drawn)
-    token = over_ranks(drawn)  # a sum: the other ranks add 0
-    deadline = time.monotonic() + SHARED_SECONDS
-    while heartbeat is None and time.monotonic() <= deadline:
-        if last_heartbeat(run_dir, 0, token) is not None:
-            heartbeat = first_heartbeat(token)
-        else:
-            time.sleep(0.1)
-    missing = launch.world_size - over_ranks(int(heartbeat is not None))
-    if heartbeat is None or missing:
-        raise NoRendezvous(
-            f"output_dir: {run_dir.absolute()} is not shared: {missing} of {launch.world_size} ranks do not find there "
-            "what rank 0 writes; put output_dir on storage that every machine mounts under this name"
-        )
-    return heartbeat, token
+    else:
+        if watch is not None:
+            watch.close("ended")
+    finally:
+        meeting.leave()
 
 
 class Watchdog:
     """Writes this rank's heartbeats and examines the others'. A thread does both from `start` to `close`."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        launch: Launch,
-        progress: Progress,
-        heartbeat: Heartbeat,
-        token: int,
-        timeout_seconds: int,
-        command: str,
+        self, meeting: Meeting, launch: Launch, progress: Progress, timeout_seconds: int, command: str
     ) -> None:
-        self._run_dir, self._launch, self._progress, self._command = run_dir, launch, progress, command
-        self._heartbeat, self._token = heartbeat, token
+        assert meeting.heartbeat is not None
+        self._meeting, self._heartbeat, self._run_dir = meeting, meeting.heartbeat, meeting.run_dir
+        self._launch, self._progress, self._command = launch, progress, command
         self._timeout_seconds = timeout_seconds
         self._interval = min(5.0, timeout_seconds / 8)  # between two heartbeats
         # A frozen rank may stop just after a heartbeat, and we may look just before the next. With two intervals less
         # the run has ended when the timeout is over: 600 s and heartbeats every 5 s make 590 s.
         self._silence = timeout_seconds - 2 * self._interval
-        others = [(launch.rank + step) % launch.world_size for step in range(1, launch.world_size)]
-        self._others, self._neighbours = others, others[:NEIGHBOURS]
+        self._others = [(launch.rank + step) % launch.world_size for step in range(1, launch.world_size)]
+        self._neighbours = self._heartbeat.watched(launch.world_size)
         # Some file systems' locks do not reach other machines. Then every rank there would seem dead, so locks count
         # only for ranks that show one now.
-        self._locked = {rank for rank in others if holds_lock(run_dir, rank)}
+        self._locked = {rank for rank in self._others if self._heartbeat.holds_lock(rank)}
         self._latest: dict[int, tuple[HeartbeatRecord, float]] = {}  # rank -> its latest heartbeat, and since when
         self._last_examined = time.monotonic()
         self._closing, self._ends_once = threading.Event(), threading.Lock()
@@ -217,7 +183,7 @@ class Watchdog:
             if lost is not None:
                 self.end_process(lost)
             time.sleep(0.1)
-        records = [last_heartbeat(self._run_dir, rank, self._token) for rank in self._others[:16]]
+        records = [self._heartbeat.last(rank) for rank in self._others[:16]]
         places = ", ".join(f"rank {record.rank} at step {record.step}, {record.phase}" for record in records if record)
         error.add_note(
             f"rank {self._launch.rank} at step {self._progress.step}, {self._progress.phase}; alive: {places}"
@@ -249,8 +215,8 @@ class Watchdog:
     def examine(self, rank: int, now: float, *, broken: bool = False) -> LostRank | None:
         """Judge a rank by its lock and its last heartbeat; None: not lost. `broken`: a collective failed already."""
         # The lock first: a rank may write its final heartbeat and end between the two reads.
-        unlocked = rank in self._locked and not holds_lock(self._run_dir, rank)
-        heartbeat = last_heartbeat(self._run_dir, rank, self._token)
+        unlocked = rank in self._locked and not self._heartbeat.holds_lock(rank)
+        heartbeat = self._heartbeat.last(rank)
         if heartbeat is None or heartbeat.state == "ended":
             return None
         if heartbeat.state != "running":
@@ -279,6 +245,7 @@ class Watchdog:
                     os.kill(lost.heartbeat.process, signal.SIGKILL)  # its launcher would wait for it for 30 s
             with suppress(OSError):
                 self._heartbeat.write("left", self._progress.phase, self._progress.step, sync=True)
+            self._meeting.leave()
             os._exit(RankLost.exit_code)
 
     def record(self, lost: LostRank) -> str:
@@ -294,23 +261,27 @@ class Watchdog:
                 # The rank records its own error, which says more.
                 deadline = time.monotonic() + GRACE_SECONDS
                 while self._recorded() is None and time.monotonic() < deadline:
+                    self._heartbeat.last(last.rank)  # over the network the reason comes with it
                     time.sleep(0.1)
-        error = RankLost(f"{lost.how} on {last.host} (process {last.process}): {reason}")
+        error = f"RankLost: {lost.how} on {last.host} (process {last.process}): {reason}"
+        failure: dict[str, Any] = {"rank": last.rank, "step": last.step, "phase": last.phase, "error": error}
+        self._heartbeat.tell(failure)
+        failure = self._heartbeat.failure or failure
         with suppress(FinetuneError, OSError):
-            mark_failed(self._run_dir, error, phase=last.phase, rank=last.rank, step=last.step)
-        failure = self._recorded() or {"rank": last.rank, "step": last.step, "phase": last.phase, "error": str(error)}
+            mark_failed(self._run_dir, **failure)
+        failure = self._recorded() or failure
         text = str(failure["error"]).removeprefix("RankLost: ").splitlines()[0][:300]
         if "RankLost" not in str(failure["error"]):  # a RankLost's text begins with its verb: died, froze
             text = f"failed: {text}"
         return f"rank {failure['rank']} {text}; it was at step {failure['step']}, {failure['phase']}"
 
-    def _recorded(self) -> dict[str, object] | None:
-        """The failure in run_state.json, if there is one."""
+    def _recorded(self) -> dict[str, Any] | None:
+        """The first failure, if there is one."""
         with suppress(FinetuneError, OSError):
             state = read_state(self._run_dir)
             if state is not None and state["state"] == "failed":
                 return state
-        return None
+        return self._heartbeat.failure
 
     def _prints_for_this_machine(self) -> bool:
         """True for one rank of each machine: each machine has its own terminal."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class Ranks:
     world: int = 1
     group: dist.ProcessGroup | None = None  # all of them, where they gather; None: the default group
     broken_off: threading.Event | None = None  # once it is set, they gather no more
+    # A rank whose machine does not see rank 0's folder -> the first rank on that machine, which receives its files.
+    apart: Mapping[int, int] = field(default_factory=dict)
 
     def gather(self, thing: Any) -> list[Any]:
         """Each rank's object, in order, on every rank. Raises BrokenOff."""
@@ -83,11 +86,11 @@ class Ranks:
         return things
 
 
-def all_ranks(group: dist.ProcessGroup | None = None) -> Ranks:
+def all_ranks(group: dist.ProcessGroup | None = None, apart: Mapping[int, int] = MappingProxyType({})) -> Ranks:
     """The process group's ranks, or this process alone. They gather in `group`, which has all of them."""
     if not dist.is_initialized():
         return Ranks()
-    return Ranks(dist.get_rank(), dist.get_world_size(), group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), group, apart=apart)
 
 
 def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:

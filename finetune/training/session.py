@@ -9,7 +9,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +32,8 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
-from finetune.model.base_identity import COVERS, base_identity
+from finetune.measure.units import GIB
+from finetune.model.base_identity import COVERS, base_identity, base_in_words, is_same_base
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
@@ -39,9 +43,11 @@ from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.base import steps_between
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.background import Saves, saves_in_background
+from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
 from finetune.run_folder.heartbeat import clear_heartbeats
@@ -58,6 +64,7 @@ from finetune.run_folder.trained_tensors import describe_change, refuse_unchange
 from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import build_accelerator, holds_on_all, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
+from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.cast_weights import cast_weights
 from finetune.training.loop import take_steps
@@ -132,13 +139,20 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         # Loading and the worst step are always measured. On CUDA this is free, because the allocator counts its peak.
         # On other devices each operation is watched.
         phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
-        with (
-            watchdog(start.recipe, accelerator, start.launch, progress),
-            out_of_memory_explained(start, progress, phases),
-            saves_in_background(start.recipe, output.terminal.log) as saves,
-        ):
-            yield Session(start, accelerator, output, progress, phases, saves)
-            accelerator.wait_for_everyone()
+        with watchdog(start.recipe, start.launch, progress) as meeting:
+            if meeting.apart:
+                refuse_apart(start, meeting.apart)
+                start = replace(start, recipe=start.recipe.model_copy(update={"output_dir": str(meeting.run_dir)}))
+                output.terminal.log(
+                    f"{len(meeting.apart)} of {start.launch.world_size} ranks do not see {meeting.run_dir.absolute()}: "
+                    "their checkpoint pieces come here over the network"
+                )
+            with (
+                out_of_memory_explained(start, progress, phases),
+                saves_in_background(start.recipe, output.terminal.log, meeting.apart) as saves,
+            ):
+                yield Session(start, accelerator, output, progress, phases, saves)
+                accelerator.wait_for_everyone()
 
 
 @contextmanager
@@ -193,6 +207,56 @@ def check_same_formats(accelerator: Accelerator, recipe: Recipe, chosen: ChosenF
                 f"{' and '.join(chosen.keys)}: auto chose {names[found[0]]} on rank 0 and {names[other]} on rank "
                 f"{rank}, whose devices differ; set {PRECISION}={precision} {BASE_FORMAT}={base} for all ranks"
             )
+
+
+def refuse_apart(start: Start, apart: Mapping[int, int]) -> None:
+    """Raise EnvironmentMismatch, on every rank, if the ranks `apart` would not train rank 0's run.
+
+    They did not read the base and the formats that it began with in its folder, and may have other files.
+    """
+    for what, device in start.strategy.offload_devices.items():
+        key = f"offload_{what}_nvme_path"
+        if device == "nvme" and not start.strategy.section("deepspeed_config").get(key):
+            raise EnvironmentMismatch(
+                f"output_dir: rank {min(apart)} does not see rank 0's folder, where {what} offload keeps its files; "
+                f"set {key} in accelerate_config's deepspeed_config to a folder of each machine's own disk"
+            )
+    own = (base_identity(start.recipe.model), start.prepared.fingerprint, start.adapter and start.adapter.sha256)
+    everyone = all_ranks().gather((socket.gethostname(), *own))
+    _, base, rows, adapter = everyone[0]
+    for rank, (host, other_base, other_rows, other_adapter) in enumerate(everyone):
+        problem = None
+        if is_same_base(base, other_base) is False:
+            problem = f"model: {base_in_words(base)} on rank 0, {base_in_words(other_base)}"
+        elif rows != other_rows:
+            problem = f"data: rows {rows[:12]} on rank 0, {other_rows[:12]}"
+        elif adapter != other_adapter:
+            problem = f"model.adapter: {str(adapter)[:12]} on rank 0, {str(other_adapter)[:12]}"
+        if problem is not None:
+            raise EnvironmentMismatch(f"{problem} on rank {rank}, {host}; put rank 0's files there")
+
+
+def refuse_without_room(start: Start, trained: int) -> None:
+    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `trained` parameters.
+
+    All pieces go there. While one is written, as many are there as the run keeps.
+    """
+    problem = None
+    if start.writes:
+        recipe, size = start.recipe, checkpoint_bytes(start.recipe.training, trained)
+        there, total = len(checkpoint_steps(start.run_dir)), start.plan.total_steps
+        saves = math.ceil(total / steps_between(recipe.save_steps, total))
+        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, there + saves)
+        needed, free = max(1, most - there) * size, shutil.disk_usage(start.run_dir).free
+        if needed > free:
+            problem = (
+                f"output_dir: checkpoints take {needed / GIB:,.3f} GiB more on rank 0's disk, where {free / GIB:,.3f} "
+                "are free, because other machines do not see that folder and send their pieces; put output_dir on "
+                "storage that every machine mounts, or keep fewer: save_total_limit=1, and run.storage for a copy"
+            )
+    problem = all_ranks().gather(problem)[0]
+    if problem is not None:
+        raise EnvironmentMismatch(problem)
 
 
 def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
@@ -336,7 +400,7 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
         from finetune.training.start_adapter import start_from
 
         start_from(assembled, start.adapter)
-    state = restore(recipe, assembled, first_step)
+    state = restore(recipe, assembled, first_step, opened.saves.ranks)
     load_scaler_state(accelerator, state.loss_scaler)
     log(forget_lost_best(recipe, state))
     if first_step == 0:
@@ -415,11 +479,15 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     """
     start, run, receipt, compiled = built.start, built.run, built.receipt, built.compiled
     accelerator, log = run.parts.accelerator, run.output.terminal.log
+    assert run.checkpoints is not None
+    ranks = run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, start.recipe.training.deterministic
 
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
         guard = compare_fast_paths(Forwards.of(run), built.assembled.unwrapped_model, compiled, built.kernel)
     receipt.add("guard", guard.facts())
+    if ranks.apart:
+        refuse_without_room(start, receipt.content["parameters"]["trained"])
     if guard.left_off:
         receipt.add("flash_kernel", built.kernel.facts())
         for name, facts in computed_layers(accelerator, built.assembled).items():
@@ -428,7 +496,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
             on_host = device.type != "cuda" or start.strategy.offloaded
-            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, on_host=on_host))
+            worst = worst_step_first(run, lambda: hold_state(start.recipe, built.assembled, ranks, on_host=on_host))
     finally:
         if start.writes:
             remove_temporary(start.recipe)
@@ -469,7 +537,11 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     """Write the answers after training, export, and print the last lines."""
     start, state, assembled, receipt = built.start, built.state, built.assembled, built.receipt
     log = run.output.terminal.log
-    exported = weights_to_export(start.recipe, assembled, state)
+    assert run.checkpoints is not None
+    saves = run.checkpoints.saves
+    if saves.ranks.apart:
+        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
+    exported = weights_to_export(start.recipe, assembled, state, saves.ranks)
     unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
     receipt.add("change", {"unchanged_tensors": unchanged})
     log(describe_change(unchanged, state.start_checksums))

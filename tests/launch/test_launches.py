@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,22 +99,48 @@ def test_the_same_run(
     assert command.startswith("srun python" if "srun" in name else "PET_" if "PET_" in name else "python -m")
 
 
-def test_a_folder_that_is_not_shared(folder: Path, recipe: Path, hosts: tuple[Host, ...], tmp_path: Path) -> None:
-    """The second host mounts an empty folder where the first has the run."""
-    run_dir = folder / "apart" / "run"
-    run_dir.parent.mkdir()
-    launch = LAUNCHES["torchrun on two hosts"]
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run_dir.parent} && exec "$@"', "sh"]
-    parts = [launch[0], Started([*hidden, *launch[1].words], 1)]
-    with running(parts, recipe, run_dir, hosts) as processes:
-        assert all(wait_all(processes, run_dir))
-    for index in range(2):
-        assert f"{run_dir} is not shared" in said(run_dir, index)
-    assert "1 of 2 ranks" in said(run_dir, 0)
-
-
 # It has its own processes too: what the first host sees of the second is the network and the shared folder.
 MACHINE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def apart(run_dir: Path) -> list[Started]:
+    """torchrun on two hosts; the second mounts an empty folder where the first has the run."""
+    run_dir.parent.mkdir()
+    first, second = LAUNCHES["torchrun on two hosts"]
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run_dir.parent} && exec "$@"', "sh"]
+    return [first, Started([*MACHINE, *hidden, *second.words], second.host)]
+
+
+def test_a_folder_that_is_not_shared(
+    folder: Path, recipe: Path, expected: list[tuple[float, ...]], hosts: tuple[Host, ...]
+) -> None:
+    run_dir = folder / "apart" / "run"
+    with running(apart(run_dir), recipe, run_dir, hosts) as processes:
+        assert wait_all(processes, run_dir) == [0, 0], said(run_dir, 0) + said(run_dir, 1)
+    assert "1 of 2 ranks do not see" in said(run_dir, 0)
+    assert len(expected) == len(curve(run_dir))
+    for actual, point in zip(curve(run_dir), expected, strict=True):
+        assert actual == pytest.approx(point, rel=1e-6)
+
+
+def test_a_cable_that_is_pulled_between_machines_apart(folder: Path, recipe: Path, hosts: tuple[Host, ...]) -> None:
+    """Each ends in time and names the other."""
+    run_dir = folder / "apart-cut" / "run"
+    more: Mapping[str, Any] = {"training.max_steps": 3000, "save_steps": 5, "eval_steps": 5000, "timeout_seconds": 15}
+    try:
+        with running(apart(run_dir), recipe, run_dir, hosts, **more) as processes:
+            until_step(run_dir, 8)
+            subprocess.run(["ip", "-n", hosts[0].namespace, "link", "set", "cable", "down"], check=True)
+            began = time.monotonic()
+            assert all(wait_all(processes, run_dir))
+            took = time.monotonic() - began
+    finally:
+        subprocess.run(["ip", "-n", hosts[0].namespace, "link", "set", "cable", "up"], check=True)
+    assert took < 15 + 20
+    for rank in range(2):
+        lines = [line for line in said(run_dir, rank).splitlines() if line.startswith("rank ")]
+        assert lines, said(run_dir, rank)[-3000:]
+        assert lines[-1].startswith(f"rank {1 - rank} froze on host-{'ba'[rank]} ")
 
 
 @pytest.mark.parametrize(

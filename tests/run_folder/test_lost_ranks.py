@@ -130,6 +130,7 @@ import sys, time
 from pathlib import Path
 from finetune.run_folder.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
+from finetune.run_folder.heartbeat import Meeting
 from finetune.run_folder.watchdog import Progress, Watchdog
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat = Heartbeat(run_dir, rank, 11)
@@ -137,7 +138,7 @@ heartbeat.write("running", "training", 7)
 while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
     time.sleep(0.01)
 launch = Launch((), None, None, True, 2, rank, True)
-Watchdog(run_dir, launch, Progress("training", 7), heartbeat, 11, 600, "again").start()
+Watchdog(Meeting(run_dir, heartbeat), launch, Progress("training", 7), 600, "again").start()
 print("waiting", flush=True)
 time.sleep(600)
 """

@@ -20,12 +20,13 @@ import pytest
 from finetune.errors import RankLost
 from finetune.launch import launcher
 from finetune.launch.launcher import print_after_launcher
-from finetune.run_folder import watchdog
+from finetune.run_folder import heartbeat, watchdog
 from finetune.run_folder.facts import read_state
 from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
+    Meeting,
     RankState,
     clear_heartbeats,
     heartbeat_file,
@@ -73,12 +74,14 @@ def other_rank(run_dir: Path, state: RankState = "running") -> Iterator[subproce
         process.communicate()
 
 
+def watchdog_of(meeting: Meeting, seconds: int) -> Watchdog:
+    return Watchdog(meeting, replace(ALONE, world_size=2), Progress(), seconds, "again")
+
+
 @contextmanager
 def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watchdog]:
     """Rank 0 of two; its thread, which would end the process, is not started."""
-    own = Watchdog(
-        run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, seconds, "again"
-    )
+    own = watchdog_of(Meeting(run_dir, Heartbeat(run_dir, 0, TOKEN)), seconds)
     yield own
     own.close("ended")
 
@@ -156,7 +159,7 @@ def test_the_final_heartbeat_counts(run_dir: Path, state: RankState, what: str |
 
 
 def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "holds_lock", lambda run_dir, rank: False)
+    monkeypatch.setattr(heartbeat, "holds_lock", lambda run_dir, rank: False)
     with other_rank(run_dir), watch(run_dir) as own:
         assert own.examine(1, 0.0) is None
 
@@ -230,9 +233,7 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with other_rank(run_dir) as process:
-        own = Watchdog(
-            run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, 8, "again"
-        )
+        own = watchdog_of(Meeting(run_dir, Heartbeat(run_dir, 0, TOKEN)), 8)
         ended = threading.Event()
 
         def end(code: int) -> None:

@@ -28,7 +28,7 @@ from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.strategies import fsdp, pieces
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import make_mesh, shard_model
-from finetune.strategies.pieces import covers, is_first_copy, piece_to_write, row_range
+from finetune.strategies.pieces import all_ranks, covers, is_first_copy, piece_to_write, row_range
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
@@ -105,7 +105,7 @@ def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
 
 def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> None:
     sharded.step([flat_batch(seed=0)])
-    held, expected = hold_state(sharded.recipe, sharded.parts, on_host=True), checkpointed(sharded.parts)
+    held, expected = hold_state(sharded.recipe, sharded.parts, all_ranks(), on_host=True), checkpointed(sharded.parts)
     assert held.nbytes > 0
     sharded.step([flat_batch(seed=1)])
     look(sharded)

@@ -17,6 +17,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.held_state import hold_state
 from finetune.run_folder.save_restore import Exported, save, weights_to_export
 from finetune.run_folder.train_state import TrainState
+from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import trained_pieces
 from tests.support.models.tiny import flat_batch
 from tests.support.runs.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
@@ -77,7 +78,7 @@ def test_the_worst_step_goes_back_to_the_bit(before: int, strategy: str, tiny_ll
     with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
         for _ in range(before):
             rank.step([flat_batch(seed=0)])
-        held = hold_state(rank.recipe, rank.parts, on_host=True)
+        held = hold_state(rank.recipe, rank.parts, all_ranks(), on_host=True)
         assert held.nbytes > 0
         expected = trained(rank)
         rank.step([flat_batch(seed=1)])
@@ -123,7 +124,7 @@ def test_the_best_evaluations_weights_are_exported(strategy: str, tiny_llama: Pa
             save(recipe, rank.parts, state, in_the_foreground())
             with torch.no_grad():
                 seen[step] = trained(rank), float(rank.parts.model(**batch))
-        assert weights_to_export(recipe, rank.parts, state) == Exported(2, True, "eval_loss", 1.0)
+        assert weights_to_export(recipe, rank.parts, state, all_ranks()) == Exported(2, True, "eval_loss", 1.0)
         (best, loss), now = seen[2], trained(rank)
         exported = rank.parts.trained_weights(dtype=None, keep=True)
         for name, tensor in now.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,6 +13,7 @@ class _Ranks:
     world: int
     gather: Callable[[Any], list[Any]]
     broken_off: Any = None
+    apart: Mapping[int, int] = field(default_factory=dict)
 
 
 def made_up_ranks(rank: int, world: int, gather: Callable[[Any], list[Any]]) -> Any:
