@@ -128,14 +128,16 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
     elif is_simpo:
         foreign.get("loss_type")
-        reason = "CPOTrainer adds an end token to an answer that the template has ended; here the template's ends it"
-        foreign.leave("trainer", "differs", reason, "CPOTrainer")
         if foreign.get("alpha"):
             foreign.leave("alpha", "differs", "AlphaPO's rewards are not offered; SimPO's take their place")
         if foreign.get("label_smoothing"):
             foreign.leave("label_smoothing", "differs", "SimPO's loss has none here")
         if (ratio := foreign.number("gamma_beta_ratio")) is None:
             carry_simpo(foreign, alpha="cpo_alpha")
+            reason = (
+                "CPOTrainer adds an end token to an answer that the template has ended; here the template's ends it"
+            )
+            foreign.leave("loss_type", "differs", reason)
         else:
             if foreign.peek("loss_type") not in ("simpo", "sigmoid", None):
                 foreign.refuse("loss_type", "of SimPO's losses, sigmoid is offered")

@@ -120,7 +120,7 @@ def _job_set(plan: LaunchPlan, name: str) -> Mapping[str, Any]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS - 30),  # torchrun kills ranks that save for longer
         **plan.environment,
     }
-    container = {
+    container: dict[str, Any] = {
         "name": "node",
         "image": plan.options.image,
         "workingDir": "/work",

@@ -94,9 +94,9 @@ def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
-    pushes = recipe.hub.push or recipe.storage is not None
-    silent = {"hub.push": False, "hub.checkpoints": None, "run.storage": None}
-    yield RecipeChange(silent, "hub, run.storage: nothing is sent" if pushes else "")
+    pushes = recipe.hub.push or recipe.hub.checkpoints is not None
+    yield RecipeChange({"hub.push": False, "hub.checkpoints": None}, "hub: nothing is pushed" if pushes else "")
+    yield RecipeChange({"run.storage": None}, "run.storage: nothing is sent" if recipe.run.storage else "")
     yield RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
 
 

@@ -559,7 +559,7 @@ def possible_causes(
         elif "completion" in read_lines(Path(sides.setting["rows"]))[0]:
             keys.append("completion_only_loss")
         elif sides.setting["trainer"] == "CPO":
-            keys.append("trainer")
+            keys.append("loss_type")
         add(text, documents, *keys)
     if in_force["packing"]:
         add("packing: TRL's packed documents see each other", {"config": {"packing": False}}, "packing")

@@ -132,7 +132,7 @@ def endless_trial(run_dir: Path) -> None:
     compiled = CompiledLayers(required=False, log=print, backend=lambda graph, inputs: time.sleep(1e6))
     recipe: Any = SimpleNamespace(run_dir=run_dir)
     launch: Any = SimpleNamespace(world_size=1, rank=0, is_main=True)
-    with watchdog(recipe, SimpleNamespace(), launch, Progress(phase="worst step first")):  # type: ignore[arg-type]
+    with watchdog(recipe, launch, Progress(phase="worst step first")):
         compiled.run(Layer(), torch.ones(2, 3, requires_grad=True), (torch.ones(2, 3, requires_grad=True),), {})
 
 
