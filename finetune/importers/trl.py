@@ -135,7 +135,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         if (ratio := foreign.number("gamma_beta_ratio")) is None:
             carry_simpo(foreign, alpha="cpo_alpha")
             reason = (
-                "CPOTrainer adds an end token to an answer that the template has ended; here the template's ends it"
+                "CPOTrainer adds an end token to an answer that its template ended; here the template's ends it"
             )
             foreign.leave("loss_type", "differs", reason)
         else:
