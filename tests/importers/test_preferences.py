@@ -112,8 +112,8 @@ def test_alignment_handbooks_dpo(tmp_path: Path) -> None:
          {"loss_type": "apo_zero", "sft_weight": 0.5}, {"loss_weights"}),
         ({"beta": 0.1, "rpo_alpha": 0.3}, {"sft_weight": 0.3}, {"rpo_alpha"}),
         ({"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.0},
-         {"loss_type": "simpo", "simpo_gamma": 1.2, "beta": 2.0, "sft_weight": 0.0}, set()),
-        ({"loss_type": "simpo"}, {"loss_type": "simpo", "sft_weight": 1.0}, {"cpo_alpha"}),
+         {"loss_type": "simpo", "simpo_gamma": 1.2, "beta": 2.0, "sft_weight": 0.0}, {"loss_type"}),
+        ({"loss_type": "simpo"}, {"loss_type": "simpo", "sft_weight": 1.0}, {"loss_type", "cpo_alpha"}),
         # SimPO's authors: their gamma is a share of beta, their loss_type is the sigmoid in SimPO's loss.
         ({"beta": 2.5, "gamma_beta_ratio": 0.5, "loss_type": "sigmoid", "sft_weight": 0.0},
          {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.25, "sft_weight": 0.0}, set()),
