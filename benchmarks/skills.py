@@ -60,11 +60,11 @@ FORGETTING = {
 }
 OTHER_ROWS = {"dictionary": "data/devils_dictionary.jsonl", "own": "runs/own_answers/rows.jsonl"}
 FORGETTING_WORDS = [
-    "Fifty steps to one form of answer undo most of what the model can do. The learning rate matters most: a quarter of",
-    "it learns dates as well and keeps more. A smaller rank or 5 % of other rows keep little. A fifth of rows with the",
-    "model's own answers (`finetune sample MODEL --keep all`) keeps more again, above all the forms of answers. Nothing",
-    "here keeps half. A training on [right answers of its own](#from-a-checker-to-a-better-model), at 5e-4 too, shows no",
-    "clear loss.",
+    "Fifty steps to one form of answer undo most of what the model can do. The learning rate matters most: a",
+    "quarter of it learns dates as well and keeps more. A smaller rank or 5 % of other rows keep little. A fifth",
+    "of rows with the model's own answers (`finetune sample MODEL --keep all`) keeps more again, above all the",
+    "forms of answers. Nothing here keeps half. A training on [right answers of its own](#from-a-checker-to-a-",
+    "better-model), at 5e-4 too, shows no clear loss.",
 ]
 SHOWN_ANSWERS = 4
 PAGE = ROOT / "docs" / "results.md"
@@ -310,8 +310,9 @@ def forgetting_section(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "## What a narrow training forgets",
         "",
-        f"Dates, {FORGETTING_STEPS} steps of one row, one seed; the first row is `dates.yaml`'s setting, and each other",
-        f"row names what differs from it. {FORGETTING_ROWS} held-out dates were asked. Before, the model answers {percent(before)} of {asked_rows} general questions right and no date.",
+        f"Dates, {FORGETTING_STEPS} steps of one row, one seed. The first row is `dates.yaml`'s setting; each other",
+        f"row names what differs from it. {FORGETTING_ROWS} held-out dates were asked. Before, the model answers",
+        f"{percent(before)} of {asked_rows} general questions right, and no date.",
         "",
         "| setting | dates right | general questions right |",
         "|---|---|---|",

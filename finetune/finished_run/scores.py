@@ -97,7 +97,7 @@ def general_in_words(figures: Mapping[str, Any]) -> str:
     if change is None:
         verdict = "the base was not asked"
     elif change["high"] < 0:
-        verdict = "the tuned model has forgotten some; a lower rate, fewer steps or other rows in data.train keep more"
+        verdict = "the tuned model has forgotten some; a lower rate and the base's own answers in data.train keep more"
     elif change["low"] > 0:
         verdict = "the tuned model is better at it"
     else:

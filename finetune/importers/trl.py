@@ -134,9 +134,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
             foreign.leave("label_smoothing", "differs", "SimPO's loss has none here")
         if (ratio := foreign.number("gamma_beta_ratio")) is None:
             carry_simpo(foreign, alpha="cpo_alpha")
-            reason = (
-                "CPOTrainer adds an end token to an answer that its template ended; here the template's ends it"
-            )
+            reason = "CPOTrainer adds an end token to an answer that its template ended; here the template's ends it"
             foreign.leave("loss_type", "differs", reason)
         else:
             if foreign.peek("loss_type") not in ("simpo", "sigmoid", None):

@@ -532,7 +532,8 @@ def _findings(
     if counts.is_narrow:
         lines.append(
             f"short answers: {percent(NARROW_SHARE)} or more have at most {SHORT_ANSWER} letters; for a task so narrow "
-            "a model forgets others: add some other rows to data.train, and look: finetune eval RUN --general"
+            "a model forgets others: lower the rate, add the model's own answers to other questions to data.train "
+            "(finetune sample MODEL --keep all), and look: finetune eval RUN --general"
         )
     dropped = [f"{counts.empty:,} with an empty cell"] * (counts.empty > 0)
     dropped += [f"{counts.duplicate:,} that are there already"] * (counts.duplicate > 0)
