@@ -61,10 +61,10 @@ FORGETTING = {
 OTHER_ROWS = {"dictionary": "data/devils_dictionary.jsonl", "own": "runs/own_answers/rows.jsonl"}
 FORGETTING_WORDS = [
     "Fifty steps to one form of answer undo most of what the model can do. The learning rate matters most: a",
-    "quarter of it learns dates as well and keeps more. A smaller rank or 5 % of other rows keep little. A fifth",
-    "of rows with the model's own answers (`finetune sample MODEL --keep all`) keeps more again, above all the",
-    "forms of answers. Nothing here keeps half. A training on [right answers of its own](#from-a-checker-to-a-",
-    "better-model), at 5e-4 too, shows no clear loss.",
+    "quarter of it learns dates as well and keeps more. A smaller rank or 5 % of other rows keep little. A fifth of",
+    "rows with the model's own answers (`finetune sample MODEL --keep all`) keeps more again, above all the forms",
+    "of answers. Nothing here keeps half. A training on [right answers of its",
+    "own](#from-a-checker-to-a-better-model), at 5e-4 too, shows no clear loss.",
 ]
 SHOWN_ANSWERS = 4
 PAGE = ROOT / "docs" / "results.md"
