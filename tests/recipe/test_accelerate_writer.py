@@ -24,6 +24,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
+from finetune.strategies import zero_requirements
 from finetune.strategies.accelerator import check_launch
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least, least_recipe, merged, write_recipe
@@ -285,6 +286,12 @@ def recipe_with(strategy: str, changes: dict[str, Any]) -> Recipe:
 def launch_of(case: Case, config: Path | None) -> Launch:
     local = case.ranks // case.nodes
     return replace(ALONE, world_size=case.ranks, local_world_size=local, on_cpu=True, config_file=config)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine is built from these settings, so DeepSpeed's extension is not compiled for them: 80 s of CPU."""
+    monkeypatch.setattr(zero_requirements, "compile_ahead", lambda *asked: None)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
