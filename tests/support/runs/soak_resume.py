@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 
 from finetune.files import TEMPORARY_PREFIX, read_lines
 from finetune.run_folder import checkpoint
@@ -94,6 +95,7 @@ def _fork_rank(
     if process:
         return process
     try:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of a training that this process ran before
         if ranks > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
