@@ -84,13 +84,12 @@ def compare(
             return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json, only=only)}
         if only is not None:
             raise FinetuneError("--only: --array writes a job for each row; leave one of them out")
-        budget = comparison.rows[0].recipe.budget
-        gpus = 0 if budget.gpus == 0 else processes or budget.gpus
-        axes = ["--strategies", STRATEGIES if usual else strategies or ""]
-        if not axes[1]:
-            axes = []
-        for each in vary or []:
-            axes += ["--vary", each]
+        gpus = max(row.recipe.budget.gpus for row in comparison.rows)
+        if gpus and processes:
+            gpus = processes
+        axes = [word for each in vary or [] for word in ("--vary", each)]
+        if usual or strategies:
+            axes += ["--strategies", strategies or STRATEGIES]
         axes += ["--seeds", str(seeds), "--steps", str(count), "--processes", str(gpus or comparison.processes)]
         command = ["finetune", "compare", str(recipe), *words, *axes, "-o", str(comparison.folder)]
         names = [row.name for row in comparison.rows]

@@ -614,3 +614,5 @@ def test_a_job_array_runs_each_row_of_the_command(
     assert main(["compare", *words, "budget.gpus=4", "--array", str(file)]) == 0
     assert "#SBATCH --gpus-per-node=4\n" in file.read_text()
     assert "--processes 4 " in file.read_text()
+    assert main(["compare", str(recipe), "--vary", "budget.gpus=1,2", "--array", str(file)]) == 0
+    assert "#SBATCH --gpus-per-node=2\n" in file.read_text()  # every row has room
