@@ -137,8 +137,9 @@ class Lease:
         self.storage, self.entry = storage, entry
         self.lost: str | None = None  # the line that says who took the run
         self._counter, self._closed = 0, threading.Event()
+        self._renewals = threading.Thread(target=self._renew, name="lease on the storage", daemon=True)
         if storage.is_shared:
-            threading.Thread(target=self._renew, name="lease on the storage", daemon=True).start()
+            self._renewals.start()
 
     def publish(
         self,
@@ -206,11 +207,17 @@ class Lease:
 
     def close(self) -> None:
         """Give the run back, so that the next start need not watch."""
-        if not self._closed.is_set() and self.lost is None and self.storage.is_shared:
-            self._closed.set()
+        if self._closed.is_set() or not self.storage.is_shared:
+            return
+        self.stop_renewing()
+        if self.lost is None:
             with suppress(Exception):
                 self.storage.put(_lease_name(self.entry.owner), _lease(self._counter, closed=True))
+
+    def stop_renewing(self) -> None:
+        """Move the counter no more. A renewal on its way arrives first, if that takes CLOSE_SECONDS at most."""
         self._closed.set()
+        self._renewals.join(CLOSE_SECONDS)
 
     def _not_needed(self, entry: Entry) -> list[str]:
         needed = {entry.records_folder, *(saved.folder for saved in entry.checkpoints)}

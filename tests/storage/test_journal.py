@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,11 +45,6 @@ def publish(lease: Lease, step: int) -> None:
     lease.publish(files, [*lease.entry.checkpoints[-1:], saved], {}, new_folder=lease.next_folder)  # type: ignore[arg-type]
 
 
-def stop_renewing(lease: Lease) -> None:
-    """As SIGKILL does: no counter moves any more, and nothing says so."""
-    lease._closed.set()
-
-
 def check_whole(url: str) -> Entry:
     """Every file of the newest entry is there with its size. Returns the entry."""
     storage = FaultyStorage(url)
@@ -80,6 +76,24 @@ def test_an_owner_that_ended_is_followed_at_once(
     assert [saved.step for saved in second.entry.checkpoints] == [2]
 
 
+def test_an_end_during_a_renewal_is_said(url: str, leases: list[Lease]) -> None:
+    """The renewal that is on its way arrives first, and does not replace the word that the owner ended."""
+    lease = taken(url, leases)
+    on_its_way, renewed = threading.Event(), []
+
+    def arrive_late(operation: str, path: str) -> None:
+        if operation == "put" and path.startswith("lease") and not renewed:
+            renewed.append(path)
+            on_its_way.set()
+            time.sleep(0.2)
+
+    lease.storage.before = arrive_late  # type: ignore[attr-defined]
+    assert on_its_way.wait(5)
+    lease.close()
+    time.sleep(0.3)
+    assert journal.read_lease(lease.storage, lease.entry)["closed"]
+
+
 def test_the_clocks_of_two_machines_do_not_matter(
     url: str, leases: list[Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,14 +104,14 @@ def test_the_clocks_of_two_machines_do_not_matter(
             lease = taken(url, leases, newest_entry(FaultyStorage(url)))
             with pytest.raises(FinetuneError, match="writes there"):
                 taken(url, leases, newest_entry(lease.storage))
-            stop_renewing(lease)
+            lease.stop_renewing()  # as after SIGKILL
     assert taken(url, leases, newest_entry(FaultyStorage(url))).entry.number == 3
 
 
 def test_a_superseded_owner_publishes_nothing_and_names_the_other(url: str, leases: list[Lease]) -> None:
     first = taken(url, leases)
     publish(first, 2)
-    stop_renewing(first)
+    first.stop_renewing()  # as after SIGKILL
     second = taken(url, leases, newest_entry(first.storage))
     with pytest.raises(FinetuneError, match=r"another start has taken over this run \(process \d+ on .*\); this one"):
         publish(first, 4)
@@ -112,7 +126,7 @@ def test_a_take_over_in_the_middle_of_a_publication(url: str, leases: list[Lease
     """The old owner has looked, and uploads. The new one chooses its start then: no later checkpoint may appear."""
     first = taken(url, leases)
     publish(first, 2)
-    stop_renewing(first)
+    first.stop_renewing()  # as after SIGKILL
     chosen: list[Entry] = []
 
     def take_over(operation: str, path: str) -> None:
@@ -135,7 +149,7 @@ def test_a_publication_in_the_middle_of_a_take_over(url: str, leases: list[Lease
     """The new start has read entry 2, and the old owner, long asleep, publishes entry 3 first: the start is refused."""
     first = taken(url, leases)
     publish(first, 2)
-    stop_renewing(first)
+    first.stop_renewing()  # as after SIGKILL
     storage, done = FaultyStorage(url), []
 
     def publish_first(operation: str, path: str) -> None:
@@ -217,7 +231,7 @@ def test_kills_at_random_places_leave_a_whole_storage(url: str, monkeypatch: pyt
         except Killed:
             pass
         finally:
-            stop_renewing(owner)
+            owner.stop_renewing()  # as after SIGKILL
         entry = check_whole(url)
         newest = max((saved.step for saved in entry.checkpoints), default=0)
         assert newest in (published, step), "the last complete one, or the one during whose publication the kill came"

@@ -196,7 +196,7 @@ def test_a_stop_waits_for_half_of_the_grace_period(recipe: Recipe, monkeypatch: 
 def test_a_superseded_run_ends_with_one_line(recipe: Recipe) -> None:
     mirror = mirror_of(recipe, [])
     push_each(mirror, recipe, [2], lambda step: None)
-    mirror._lease._closed.set()  # it was asleep for a while
+    mirror._lease.stop_renewing()  # it was asleep for a while
     mirror_of(recipe, [])
     checkpoint(recipe, 4)
     mirror.push(4, None)

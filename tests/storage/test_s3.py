@@ -69,7 +69,7 @@ def test_two_owners(url: str) -> None:
     first.publish({"checkpoints/step-00000002/a": b"a"}, [saved], {}, new_folder=first.next_folder)
     with pytest.raises(FinetuneError, match="writes there"):
         take_lease(open_storage(url), newest_entry(storage), lambda _: None)
-    first._closed.set()
+    first.stop_renewing()
     second = take_lease(open_storage(url), newest_entry(storage), lambda _: None)
     with pytest.raises(FinetuneError, match="has taken over this run"):
         first.publish({}, [saved], {}, new_folder=first.next_folder)

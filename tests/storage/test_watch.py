@@ -19,7 +19,7 @@ def stored(tmp_path: Path, state: dict[str, object], *, seconds: float = 0.0, cl
     """A storage with a run at step 20, whose owner moved its counter `seconds` ago. Returns its address."""
     storage = FaultyStorage(f"file://{tmp_path}/store")
     lease = take_lease(storage, None, lambda _: None)
-    lease._closed.set()
+    lease.stop_renewing()
     facts = {"step": 20, "command": "", "identity": {}, "updated": "2026-11-28T10:00:00+00:00", **state}
     line = {"kind": "train", "step": 20, "loss": 1.5, "tokens": 100, "tokens_per_second": 50.0, "step_seconds": 2.0}
     files = {
